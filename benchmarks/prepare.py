@@ -1,15 +1,14 @@
-"""`python -m mingpt prepare` beside the tokenizers package alone, in turns.
+"""`python -m mingpt prepare` here and in another checkout, or beside the tokenizers package alone, in turns.
 
     python benchmarks/prepare.py                                  # 100 MB, 5 rounds: a quarter of an hour
-    python benchmarks/prepare.py --megabytes 20 --rounds 1        # a minute or two
+    python benchmarks/prepare.py --megabytes 50 --against CHECKOUT --format jsonl
 
-The text is lines of Python's standard library and of data/input.txt, in an order drawn from a seed. A BPE
-tokenizer of 4096 tokens is trained by the command beforehand. Our time is that of the whole command, with
-start, counting, writing and checksums; the package's time is that of `encode_batch` on the lines in batches
-of 10,000, without reading or writing. Prints rows as JSON. Exit code 1 unless the median of the paired ratios
-is at most 1.3 and peak memory at most 1 GB. Wants a core of its own.
+The text is lines of Python's standard library, drawn from a seed. A BPE tokenizer is trained beforehand. Our
+time is that of the whole command; the package's is that of `encode_batch` on 10,000 lines at once. Exit code
+1 unless the median of the paired ratios is at most 1.3 (with --against 1.05) and peak memory at most 1 GB.
 """
 
+import json
 import os
 import random
 import shutil
@@ -17,96 +16,74 @@ import subprocess
 import sys
 import sysconfig
 import time
+from functools import partial
 from pathlib import Path
 
 from common import argument_parser, measure_in_turns, median_and_spread, paired, row, work_folder
 
 from mingpt.tools.jobs import ROOT, clean_environment
 
-MAX_RATIO, MAX_BYTES = 1.3, 10**9
-SHARD_TOKENS = 1_000_000
-LINES_AT_ONCE = 10_000
+ALONE = """
+import pathlib, sys, time, tokenizers
+text, tokenizer = sys.argv[1:]
+lines = pathlib.Path(text).read_bytes().decode().splitlines(keepends=True)
+package, began = tokenizers.Tokenizer.from_file(tokenizer), time.perf_counter()
+for first in range(0, len(lines), 10_000):
+    package.encode_batch(lines[first : first + 10_000], add_special_tokens=False)
+print(time.perf_counter() - began)
+"""
 
 
 def make_text(path: Path, size: int) -> None:
-    """Write a text of about `size` bytes."""
-    library = Path(sysconfig.get_path("stdlib"))
-    sources = sorted(source for source in library.rglob("*.py") if "site-packages" not in source.parts)
-    texts = [source.read_bytes().decode(errors="ignore") for source in sources]
-    lines = "".join([*texts, (ROOT / "data/input.txt").read_text()]).splitlines(keepends=True)
+    """Write about `size` bytes: a text, or documents of 100 lines if the name ends in .jsonl."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    lines = [line for source in sources for line in source.read_bytes().decode().splitlines(keepends=True)]
     rng, written = random.Random(0), 0
     with open(path, "wb") as file:
         while written < size:
-            rng.shuffle(lines)
-            for line in lines:
-                written += file.write(line.encode())
-                if written >= size:
-                    break
+            text = "".join(rng.choices(lines, k=100))
+            document = json.dumps({"text": text}) + "\n" if path.suffix == ".jsonl" else text
+            written += file.write(document.encode())
 
 
-def encode_alone(text: Path, tokenizer: Path) -> float:
-    """The seconds of the package's own encoding, in its own process."""
-    command = [sys.executable, __file__, "--encode", str(text), str(tokenizer)]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=True)
-    return float(done.stdout)
-
-
-def encode(text: Path, tokenizer: Path) -> None:
-    """Encode in this process, and print the seconds."""
-    from tokenizers import Tokenizer
-
-    lines, package = text.read_bytes().decode().splitlines(keepends=True), Tokenizer.from_file(str(tokenizer))
-    began = time.perf_counter()
-    for first in range(0, len(lines), LINES_AT_ONCE):
-        package.encode_batch(lines[first : first + LINES_AT_ONCE], add_special_tokens=False)
-    print(time.perf_counter() - began)
-
-
-class Prepare:
-    """The command on a text; it records its peak memory in bytes."""
-
-    def __init__(self, text: Path) -> None:
-        self.text, self.peak = text, 0
-
-    def run(self, out: Path, tokenizer: str) -> float:
-        """Run the command; returns its seconds. Raises RuntimeError if it fails."""
-        options = ["--tokenizer", tokenizer, "--shard_tokens", str(SHARD_TOKENS)]  # bpe has 4096 tokens
-        command = [sys.executable, "-m", "mingpt", "prepare", str(self.text), "--out", str(out), *options]
-        began = time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise RuntimeError(f"prepare ended with code {process.returncode}")
-        self.peak = max(self.peak, usage.ru_maxrss * 1024)
-        return time.perf_counter() - began
+def prepare(checkout: Path, text: Path, out: Path, tokenizer: str, peaks: list[int]) -> float:
+    """Run the command, and add its peak memory in bytes to `peaks`; return its seconds."""
+    shutil.rmtree(out, ignore_errors=True)
+    options = ["--out", str(out), "--tokenizer", tokenizer, "--shard_tokens", "1000000"]
+    command, began = [sys.executable, "-m", "mingpt", "prepare", str(text), *options], time.perf_counter()
+    process = subprocess.Popen(command, cwd=checkout, env=clean_environment(), stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"prepare ended with code {process.returncode}")
+    peaks.append(usage.ru_maxrss * 1024)
+    return time.perf_counter() - began
 
 
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--megabytes", type=float, default=100)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--encode", nargs=2, type=Path, help="only print how long the package takes")
-    arguments = parser.parse_args()
-    if arguments.encode:
-        encode(*arguments.encode)
-        return 0
+    parser.add_argument("--format", choices=["txt", "jsonl"], default="txt")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT")
+    given, peaks = parser.parse_args(), list[int]()
     with work_folder() as folder:
-        text, out = folder / "text.txt", folder / "out"
-        make_text(text, int(arguments.megabytes * 1e6))
-        prepare = Prepare(text)
-        row(with_training_s=round(prepare.run(folder / "trained", "bpe"), 2), peak_mb=prepare.peak // 10**6)
-        tokenizer = folder / "trained" / "tokenizer.json"
+        text, tokenizer, other = folder / f"text.{given.format}", f"{folder}/out0/tokenizer.json", list[int]()
+        make_text(text, int(given.megabytes * 1e6))
+        row(with_training_s=prepare(ROOT, text, folder / "out0", "bpe", peaks), peak_mb=peaks[0] // 10**6)
 
-        def prepare_again() -> float:
-            shutil.rmtree(out, ignore_errors=True)
-            return prepare.run(out, str(tokenizer))
+        def run_other() -> float:
+            if given.against:
+                return prepare(given.against, text, folder / "other", tokenizer, other)
+            command = [sys.executable, "-c", ALONE, str(text), tokenizer]
+            return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
-        variants = {"prepare_s": prepare_again, "encode_batch_s": lambda: encode_alone(text, tokenizer)}
-        found = measure_in_turns(variants, arguments.rounds, digits=2, megabytes=arguments.megabytes)
-    ratio = median_and_spread(paired(found, "prepare_s", "encode_batch_s"))
-    row(**ratio, peak_mb=prepare.peak // 10**6)
-    return 0 if ratio["ratio"] <= MAX_RATIO and prepare.peak <= MAX_BYTES else 1
+        ours = partial(prepare, ROOT, text, folder / "out", tokenizer, peaks)
+        found = measure_in_turns({"prepare_s": ours, "other_s": run_other}, given.rounds, digits=2)
+    ratio = median_and_spread(paired(found, "prepare_s", "other_s"))
+    row(**ratio, peak_mb=max(peaks) // 10**6, other_peak_mb=max(other, default=0) // 10**6)
+    limit = 1.05 if given.against else 1.3
+    return int(ratio["ratio"] > limit or max(peaks) > 10**9)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ COMMANDS = {
     "compare": ("tools.compare", "say which run is best, where runs begin to differ, and why"),
     "doctor": ("tools.doctor", "say why a cluster does not start"),
     "plan": ("tools.plan", "say what a run needs, before it is started, and what fits"),
-    "prepare": ("tools.prepare.command", "encode text into token shards"),
+    "prepare": ("tools.prepare", "encode text into token shards"),
     "timeline": ("report.plot", "draw what the time of a run went to"),
     "export": ("tools.export", "write a run as a folder in Hugging Face's format"),
 }

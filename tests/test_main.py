@@ -32,7 +32,7 @@ def test_without_a_command_it_lists_all_with_a_line_each(
         (["nosuch"], "unknown command 'nosuch', the nearest is "),
         ([""], "unknown command '', the nearest is "),
         (["verify", "--kill", "1"], "unrecognized arguments: --kill 1; see python -m mingpt verify --help"),
-        (["prepare", "--tok", "out"], "unrecognized arguments: --tok"),
+        (["prepare", "text", "--out=out", "--tok"], "unrecognized arguments: --tok"),
         (["export", "run", "out", "--over"], "unrecognized arguments: --over"),
         (["timeline", "nowhere"], "nowhere has no run.json: give the folder of a run"),
         (["plan", "--worker", "2"], "unknown setting 'worker'"),

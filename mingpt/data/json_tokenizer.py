@@ -6,6 +6,7 @@ read a `spec`, a parsed tokenizer.json, raise KeyError, TypeError or AttributeEr
 """
 
 import codecs
+import importlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -168,11 +169,14 @@ class JsonTokenizer(Tokenizer):
 
         Raises UserError for a lone surrogate.
         """
-        pieces = split_text(text, PIECE_CHARACTERS) if self._can_be_cut else iter([text])
+        pieces = iter(self.split(text))
         arrays = [np.empty(0, dtype=self._dtype)]
         while some := list(islice(pieces, PIECES_AT_ONCE)):
             arrays += self.encode_batch(some)
         return np.concatenate(arrays)
+
+    def split(self, text: str) -> Iterable[str]:
+        return split_text(text, PIECE_CHARACTERS) if self._can_be_cut else [text]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the tokens of each text, encoded on all cores. Raises UserError for a lone surrogate."""
@@ -236,13 +240,6 @@ class JsonTokenizer(Tokenizer):
         string = self._tokenizer.id_to_token(token) or ""
         return self._is_special[token] and token in self._encode_one(string).ids
 
-    def first_token_bytes(self, text: str) -> int:
-        sizes = self.token_bytes()
-        encoding = self._encode_one(text)
-        if not encoding.ids:
-            return 0
-        return len(text[: encoding.offsets[0][1]].encode()) if sizes is None else int(sizes[encoding.ids[0]])
-
     def _encode_one(self, text: str) -> "Encoding":
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -259,20 +256,33 @@ class JsonTokenizer(Tokenizer):
         }
 
 
+def import_tokenizers(what: str) -> Any:
+    """Return the package `tokenizers`. Raises UserError, which begins with `what`, if it is missing."""
+    try:
+        return importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise UserError(
+            f"{what} needs the package tokenizers, which cannot be imported ({error}): pip install tokenizers"
+        ) from None
+
+
+def byte_level_bpe(model: Any) -> Any:
+    """Return the package's Tokenizer with the given BPE as its model, and bytes and words as GPT-2's."""
+    library = import_tokenizers("a BPE")
+    package = library.Tokenizer(model)
+    package.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    package.decoder = library.decoders.ByteLevel()
+    return package
+
+
 def load_with_package(content: bytes) -> "PackageTokenizer":
     """Return the package's Tokenizer for a tokenizer.json, set to encode as `JsonTokenizer` describes.
 
     Raises ValueError for other content, UserError if the package `tokenizers` is missing.
     """
+    library = import_tokenizers("a tokenizer.json")
     try:
-        from tokenizers import Tokenizer as PackageTokenizer
-    except ImportError as error:
-        raise UserError(
-            f"a tokenizer.json needs the package tokenizers, which cannot be imported ({error}): "
-            "pip install tokenizers"
-        ) from None
-    try:
-        tokenizer = PackageTokenizer.from_str(content.decode())
+        tokenizer = library.Tokenizer.from_str(content.decode())
     except Exception as error:  # its type depends on the package's version
         raise ValueError(f"this is no tokenizer.json: {reason_of(error)}") from None
     tokenizer.encode_special_tokens = True

@@ -7,10 +7,9 @@ prepare` describes its shards in a meta.json beside them, which is checked befor
 
 import glob
 import hashlib
-import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,9 +28,8 @@ FORMATS = {(20240520, 1): UINT16, (20240801, 7): UINT32}  # magic and version: t
 HEADERLESS = ("train.bin", "val.bin")
 BLOCK_BYTES = 4096  # a fingerprint (a hash) covers the first block, the last and two between
 SAMPLE_BYTES = 16384  # of a file's middle; they tell the type of its tokens
-MIN_NONZERO = 256  # by chance, all tokens but 0 are at even places in less than one of 2^128 uint16 files
+MIN_NONZERO = 128  # tokens; by chance, all of them are at even places in less than one of 2^128 files
 VALIDATION = re.compile(r"(?<![^\W\d_])val(id|idation)?(?![^\W\d_])")  # not in medieval or eval
-NUMBERED = re.compile(r"(.*?)([0-9]+)\.bin", re.DOTALL)
 Positive = Annotated[int, pydantic.Field(strict=True, gt=0)]
 
 
@@ -69,39 +67,32 @@ class ShardFile:
     fingerprint: str
 
 
-def find_files(path: str) -> tuple[Path, list[str], bool]:
-    """Return the shards' folder, the unsorted names of the files to read, and whether `path` is the folder.
+def find_files(path: str) -> list[Path]:
+    """Return the files to read, sorted: a folder's .bin files, those of a pattern, or the file `path`.
 
-    `path` is a folder, whose .bin files are all read, a pattern, or a file, which may be missing. Raises
-    UserError if a folder cannot be read, if a folder has or a pattern matches no .bin file, or if a pattern
-    matches files in several folders.
+    The file may be missing. Raises UserError if a folder or pattern has no .bin file, or a pattern has files
+    of one name in several folders.
     """
-    whole = os.path.isdir(path)
-    if whole:
-        try:
-            listed = os.listdir(path)
-        except OSError as error:
-            raise UserError(f"data.path {path} cannot be read: {error.strerror}") from None
-        names = [name for name in listed if name.endswith(".bin") and name[0] != "."]  # * omits hidden files
-        if not names:
-            read_meta(Path(path))  # its error says so if prepare was interrupted before the first shard
-            raise UserError(
-                f"data.path {path} has no .bin file: name a text, or a folder of token shards, which "
-                "`python -m mingpt prepare` makes of other files"
-            )
-        return Path(path), names, whole
-    if os.path.lexists(path) or not has_pattern(path):
-        return Path(path).parent, [Path(path).name], whole
-    found = [Path(name) for name in glob.glob(path) if name.endswith(".bin")]
+    if os.path.isdir(path):
+        pattern = f"{glob.escape(path)}/*.bin"
+    elif os.path.lexists(path) or not has_pattern(path):
+        return [Path(path)]
+    else:
+        pattern = path
+    found = sorted(Path(name) for name in glob.glob(pattern) if name.endswith(".bin"))
     if not found:
-        raise UserError(f"data.path {path} matches no file whose name ends in .bin{relative_to(path)}")
+        read_meta(Path(path))  # its error says so if prepare was interrupted before the first shard
+        raise UserError(
+            f"data.path {path} has no file whose name ends in .bin{relative_to(path)}: name a text, or token "
+            "shards, which `python -m mingpt prepare` makes of other files"
+        )
     folders = sorted({str(file.parent) for file in found})
     if len(folders) > 1:
         raise UserError(
             f"data.path {path} matches files in several folders, {folders[0]} and {folders[1]}: put them, or "
             "links to them, in one"
         )
-    return found[0].parent, [file.name for file in found], whole
+    return found
 
 
 def has_pattern(path: str) -> bool:
@@ -111,35 +102,6 @@ def has_pattern(path: str) -> bool:
 def is_validation(name: str) -> bool:
     """Return whether the name has `val`, `valid` or `validation`, in lower case, with no letter beside it."""
     return VALIDATION.search(name) is not None
-
-
-def in_order(folder: Path, names: Iterable[str]) -> list[str]:
-    """Return the names in the order of reading: training before validation, then by prefix, then by number.
-
-    The number is compared as such, so _2 precedes _10. Raises UserError if two files of one prefix have the
-    same number, or if a number between two is missing; it names these two or the missing file.
-    """
-    by_key: dict[tuple[bool, str, int], str] = {}
-    for name in names:
-        numbered = NUMBERED.fullmatch(name)
-        prefix, number = (numbered[1], int(numbered[2])) if numbered else (name, -1)
-        other = by_key.setdefault((is_validation(name), prefix, number), name)
-        if other != name:
-            one, two = sorted((other, name))
-            raise UserError(
-                f"{folder / one} and {folder / two} have the same number: remove or rename one of them"
-            )
-    ordered = sorted(by_key)
-    for before, after in itertools.pairwise(ordered):
-        if before[:2] == after[:2] and after[2] != before[2] + 1:
-            _, prefix, number = before
-            digits = len(by_key[before]) - len(prefix) - len(".bin")
-            first = folder / f"{prefix}{number + 1:0{digits}}.bin"
-            raise UserError(
-                f"{first} is missing: the shards {by_key[before]} and {by_key[after]} are there; copy it "
-                "there, or number the files without a gap"
-            )
-    return [by_key[key] for key in ordered]
 
 
 def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
@@ -161,7 +123,8 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise UserError(f"{path} cannot be read: {reason_of(error)}") from None
     tokens, offset, dtype = layout(path, content[:HEADER_BYTES], size)
-    check_type(path, offset, dtype, sample)
+    if dtype == UINT16:
+        check_type(path, sample)
     expected = offset + tokens * dtype.itemsize
     if size != expected:
         raise UserError(
@@ -201,27 +164,13 @@ def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]
     return count, HEADER_BYTES, dtype
 
 
-def check_type(path: str, offset: int, dtype: np.dtype[Any], sample: bytes) -> None:
-    """Raise UserError if a file, to be read as `dtype` from byte `offset` on, has tokens of another type.
-
-    `sample`, from the file's middle, is judged if it has MIN_NONZERO bytes that are not 0, in groups of 8.
-    """
-    if len(sample) - sample.count(0) < MIN_NONZERO:
-        return
-    # Low bytes have more values than high ones, of which GPT-2's vocabulary has 197.
-    is_swapped = len(set(sample[1::2])) > len(set(sample[::2])) + 40
-    found = ">u2" if is_swapped else "<u2"
-    for order, content in (("<", sample), (">", sample[::-1])):
-        sums = np.frombuffer(content, UINT16).reshape(-1, 4).sum(axis=0)
-        # All places of uint16 tokens are alike, and the high halves of wider tokens are close to 0.
-        if (sums[1] + sums[3]) * 4096 <= sums[0] + sums[2]:
-            found = order + ("u4" if sums[2] else "i8")
-    if found != dtype.str:
+def check_type(path: str, sample: bytes) -> None:
+    """Raise UserError if a file, to be read as uint16, has wider tokens; `sample` is from its middle."""
+    low, high = np.frombuffer(sample, UINT16).reshape(-1, 2).T
+    if np.count_nonzero(low) >= MIN_NONZERO and high.sum() * 4096 <= low.sum():
         raise UserError(
-            f"{path} seems to hold tokens of type {np.dtype(found)} (> is big-endian) and would be read as "
-            f"{dtype}: write it anew by `python -c \"import numpy as n; t = n.fromfile('{path}', '{found}', "
-            f"offset={offset}); n.r_[20240801, 7, len(t), [0] * 253, t].astype('<u4').tofile('new.bin')\"`, "
-            "and put new.bin in its place"
+            f"{path} seems to hold tokens of 4 or 8 bytes, and would be read as uint16: write it as uint32 "
+            "after llm.c's header, 256 int32 that begin with 20240801, 7 and the number of tokens"
         )
 
 
@@ -242,9 +191,7 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
         check_json(meta, Meta)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except BadJson as error:
+    except (OSError, BadJson) as error:
         raise UserError(
             f"{path} is damaged: {error}; prepare the data again, or rename it to read the shards without it"
         ) from None

@@ -18,15 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mingpt.base.errors import ExpectedError, UserError
-from mingpt.data.shard_files import (
-    ShardFile,
-    find_files,
-    has_pattern,
-    in_order,
-    inspect,
-    is_validation,
-    read_meta,
-)
+from mingpt.data.shard_files import ShardFile, find_files, has_pattern, inspect, is_validation, read_meta
 
 LOCAL = ("file://", "local://")
 
@@ -167,14 +159,15 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
     local = local_path(path)
     if local is None:
         raise UserError(f"data.path {path} names token shards at a URL: copy them to a local or shared disk")
-    folder, names, whole = find_files(local)
+    found = find_files(local)
+    folder, names = found[0].parent, [file.name for file in found]
     meta = read_meta(folder)
     entries = {entry["name"]: entry for entry in meta["files"]} if meta else {}
-    if meta and whole:
+    if meta and os.path.isdir(local):
         check_listed(folder, names, entries)
     if meta and set(names) != entries.keys():
         meta = meta | {"val_bytes": None}
-    names = in_order(folder, names)
+    names = sorted(names, key=lambda name: (is_validation(name), name))
     n_train_files = sum(not is_validation(name) for name in names)
     if not n_train_files:
         raise UserError(

@@ -1,35 +1,32 @@
 """Read the bytes of a text, or a tokenizer by name, from a path or any fsspec URL.
 
 A remote text is cached; any text is checked against `data.sha256`, if that is set. A tokenizer is a
-tokenizer.json, GPT-2's two files in a folder, or GPT-2's tokenizer, which is downloaded and cached.
+tokenizer.json, GPT-2's two files in a folder, or GPT-2's tokenizer from Hugging Face's hub.
 """
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import fsspec
 
 from mingpt.base.errors import UserError
-from mingpt.base.files import DriverError, decode_text, parse_json, reason_of, write_atomic
+from mingpt.base.files import DriverError, reason_of
 from mingpt.base.paths import refuse_pipe
 from mingpt.base.urls import missing_driver
 from mingpt.config import DataConfig
-from mingpt.data.json_tokenizer import END_OF_TEXT, parse_tokenizer_json
+from mingpt.data.json_tokenizer import END_OF_TEXT, byte_level_bpe, import_tokenizers, parse_tokenizer_json
 from mingpt.data.tokenizers import Tokenizer
 
 LOCAL = ("file://", "local://", "memory://")
 # Files that `python -m mingpt prepare` reads and training does not.
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-# tiktoken pins the same checksums.
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
-GPT2_VOCAB = ("encoder.json", "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")
-GPT2_MERGES = ("vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5")
+KINDS = {".jsonl": "line", ".ndjson": "line", ".parquet": "row"}  # what has a document
+GPT2 = ("openai-community/gpt2", "tokenizer.json")
+GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"  # so that all runs have the same bytes
 PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 log = logging.getLogger(__name__)
 
@@ -40,55 +37,34 @@ class AbsentFile(UserError):
 
 def read_bytes(config: DataConfig) -> bytes:
     """Return the bytes at data.path, cached if remote. UserError if unreadable, or not of data.sha256."""
-    return read_cached(config.resolved_path, config.sha256, "data.path", "data.sha256")
-
-
-def read_cached(path: str, sha256: str | None, setting: str, checksum_setting: str) -> bytes:
-    """Return the bytes at a path or URL; a remote file is cached.
-
-    The file is downloaded again only if the cached bytes have another SHA-256 than `sha256` (None accepts
-    any). Raises UserError if the bytes cannot be read, or have another SHA-256 even so. The message begins
-    with `setting`, the setting that gives the path, and may name `checksum_setting`.
-    """
-    remote = "://" in path and not path.startswith(LOCAL)
-    content = read_cache(path) if remote else None
-    if content is not None and has_checksum(content, sha256):
-        return content  # otherwise the cached file is outdated or incomplete: download it again
-    content = download(path, setting)
+    path, sha256 = config.resolved_path, config.sha256
+    if "://" in path and not path.startswith(LOCAL):
+        try:
+            content = read_cached(path, sha256)
+        except DriverError as error:
+            content = download(path, "data.path")  # its error is a sentence, if the cache is not the reason
+            log.warning(f"{path} is not cached ({reason_of(error)}): the next start downloads it again")
+    else:
+        content = download(path, "data.path")
     if not has_checksum(content, sha256):
         digest = hashlib.sha256(content).hexdigest()
-        raise UserError(f"{setting} {path} has sha256 {digest}, and {checksum_setting} asks for {sha256}")
-    if remote:
-        write_cache(path, content)
+        raise UserError(f"data.path {path} has sha256 {digest}, and data.sha256 asks for {sha256}")
     return content
 
 
-def read_cache(url: str) -> bytes | None:
-    """Return the cached bytes of a URL; None if the cache does not have them or cannot be read."""
-    try:
-        return cache_path(url).read_bytes()
-    except (OSError, RuntimeError) as error:
-        log.debug("the text of %s is not in the cache: %s", url, error)
-        return None
+def read_cached(url: str, sha256: str | None) -> bytes:
+    """Return the content of a URL, which fsspec keeps in a folder. Raises any error.
 
-
-def write_cache(url: str, content: bytes) -> None:
-    """Write the content of a URL to the cache, for the next start. A failure is only logged."""
-    try:
-        cached = cache_path(url)
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        # Durable, since without data.sha256 nothing tells whether the cached file is complete.
-        write_atomic(cached, content, cached.with_name(f"{cached.name}.{os.getpid()}"), sync="file")
-    except (OSError, RuntimeError) as error:
-        log.warning(f"{url} is not cached ({error}): the next start downloads it again")
-
-
-def cache_path(url: str) -> Path:
-    """Return the cache file of a URL. Raises RuntimeError without XDG_CACHE_HOME and a home folder."""
-    place = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(place) if place else Path.home() / ".cache") / "mingpt"
-    digest = hashlib.sha256(url.encode(errors="surrogateescape")).hexdigest()
-    return folder / f"{digest[:16]}-{url.partition('?')[0].rsplit('/', 1)[-1][:80]}"
+    If it has another SHA-256 than `sha256`, if that is given, the URL is downloaded once more.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mingpt"
+    cache = {"cache_storage": str(folder), "expiry_time": None}
+    files, path = fsspec.core.url_to_fs(f"filecache::{url}", filecache=cache)
+    content: bytes = files.cat_file(path)
+    if not has_checksum(content, sha256):
+        files.pop_from_cache(path)
+        content = files.cat_file(path)
+    return content
 
 
 def has_checksum(content: bytes, sha256: str | None) -> bool:
@@ -138,9 +114,19 @@ def failed_request(error: Exception) -> BaseException | None:
 
 def hint_to_prepare(path: str) -> str:
     """Return a hint to run `prepare`, for an error message, if only `prepare` can read the file; else ""."""
-    name = path.partition("?")[0] if "://" in path else path
-    is_for_prepare = name.lower().endswith((*KINDS, *COMPRESSED))
+    is_for_prepare = suffix_of(path) in KINDS or name_of(path).endswith(COMPRESSED)
     return ": make token shards of it with `python -m mingpt prepare`" if is_for_prepare else ""
+
+
+def name_of(path: str) -> str:
+    """Return a path, or a URL without its query, in lower case."""
+    return (path.partition("?")[0] if "://" in path else path).lower()
+
+
+def suffix_of(path: str) -> str:
+    """Return the suffix of a path or URL, before that of a compression: .jsonl for a.jsonl.gz."""
+    stem, suffix = os.path.splitext(name_of(path))
+    return os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix
 
 
 def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenizer:
@@ -161,34 +147,22 @@ def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
 def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
     """Return the content of a tokenizer.json. `name` is gpt2, or a path or URL of the file or its folder.
 
-    A folder may hold GPT-2's vocab.json and merges.txt, or encoder.json and vocab.bpe, instead: these, and
-    the files that are downloaded for gpt2, are joined to a tokenizer.json. Raises UserError, which begins
-    with `setting`, for files that cannot be read or used.
+    A local folder may hold GPT-2's vocab.json and merges.txt, or encoder.json and vocab.bpe, instead. Raises
+    UserError, which begins with `setting`, for files that cannot be read or used.
     """
     if name == "gpt2":
-        vocab, merges = (
-            read_cached(f"{GPT2_URL}/{file}", sha256, f"{setting}=gpt2:", "its fixed checksum")
-            for file, sha256 in (GPT2_VOCAB, GPT2_MERGES)
-        )
-        return join_vocabulary(vocab, merges, f"{setting}=gpt2")
-    if name.partition("?")[0].endswith(".json"):
-        return download(name, setting)
-    return read_folder(name.rstrip("/"), setting)
-
-
-def read_folder(folder: str, setting: str) -> bytes:
-    """Return the folder's tokenizer.json, or one made from GPT-2's two files. Raises UserError otherwise."""
+        return download_gpt2(setting)
+    folder = name.rstrip("/")
+    is_file = name.partition("?")[0].endswith(".json")
     try:
-        return download(f"{folder}/tokenizer.json", setting)
+        return download(name if is_file else f"{folder}/tokenizer.json", setting)
     except AbsentFile:
-        pass
-    for vocab_name, merges_name in PAIRS:
-        try:
-            vocab = download(f"{folder}/{vocab_name}", setting)
-        except AbsentFile:
-            continue
-        merges = download(f"{folder}/{merges_name}", setting)
-        return join_vocabulary(vocab, merges, f"{setting} {folder}")
+        if is_file:
+            raise
+    for names in PAIRS:
+        paths = [os.path.join(folder.removeprefix("file://"), one) for one in names]
+        if all(map(os.path.isfile, paths)):
+            return read_vocabulary(paths, f"{setting} {folder}")
     raise UserError(
         f"{setting} {folder} is neither gpt2, nor a .json file, nor a folder with tokenizer.json, or "
         f"vocab.json and merges.txt, or encoder.json and vocab.bpe{relative_to(folder)}; `python -m mingpt "
@@ -196,37 +170,25 @@ def read_folder(folder: str, setting: str) -> bytes:
     )
 
 
-def join_vocabulary(vocab: bytes, merges: bytes, source: str) -> bytes:
-    """Make a tokenizer.json from GPT-2's two files. Raises UserError, naming `source`, for another form."""
+def download_gpt2(setting: str) -> bytes:
+    """Return GPT-2's tokenizer.json from Hugging Face's hub, or its cache. Raises UserError."""
     try:
-        tokens = parse_json(vocab)
-        ids = sorted(tokens.items(), key=lambda item: item[1])
-        lines = decode_text(merges).split("\n")
-    except (ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"{source} has no vocabulary of GPT-2's form: {error}") from None
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    spec = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": token, "content": name, **flags} for name, token in ids if name in END_OF_TEXT
-        ],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": dict(ids),
-            "merges": [line for line in lines if line and not line.startswith("#version")],
-        },
-    }
-    return json.dumps(spec, ensure_ascii=False, indent=1).encode()
+        from huggingface_hub import hf_hub_download  # `tokenizers` depends on it
+
+        return Path(hf_hub_download(*GPT2, revision=GPT2_REVISION)).read_bytes()
+    except DriverError as error:
+        raise UserError(
+            f"{setting}=gpt2 cannot be read from Hugging Face's hub: {reason_of(error)}; without a network, "
+            "give the path of its tokenizer.json, or of a folder with its encoder.json and vocab.bpe"
+        ) from None
+
+
+def read_vocabulary(paths: Sequence[str], source: str) -> bytes:
+    """Return the tokenizer.json of GPT-2's two files. Raises UserError, which begins with `source`."""
+    library = import_tokenizers(source)
+    try:
+        package = byte_level_bpe(library.models.BPE.from_file(*paths))
+    except DriverError as error:
+        raise UserError(f"{source} has no vocabulary of GPT-2's form: {reason_of(error)}") from None
+    package.add_special_tokens([name for name in END_OF_TEXT if package.token_to_id(name) is not None])
+    return str(package.to_str()).encode()

@@ -50,9 +50,9 @@ class Tokenizer(ABC):
         """Return the tokens of each text, as `encode` does for one."""
         return [self.encode(text) for text in texts]
 
-    def first_token_bytes(self, text: str) -> int:
-        """Return the number of UTF-8 bytes of `text` that its first token covers; 0 if it has no token."""
-        return len(self.decode(self.encode(text)[:1].tolist()).encode())
+    def split(self, text: str) -> Iterable[str]:
+        """Return pieces of a text, whose tokens, joined, are those of the text."""
+        return [text]
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
@@ -102,6 +102,12 @@ class Tokenizer(ABC):
     def fingerprint(self) -> str:
         """Return a SHA-256 in hex, the same for tokenizers of the same class and content."""
         return hashlib.sha256(type(self).__name__.encode() + self.to_bytes()).hexdigest()
+
+
+def bytes_of_token(tokenizer: Tokenizer, token: int) -> int:
+    """Return the number of UTF-8 bytes that a token stands for; 0 for a special one."""
+    sizes = tokenizer.token_bytes()
+    return len(tokenizer.decode([token]).encode()) if sizes is None else int(sizes[token])
 
 
 TOKENIZERS: dict[str, type[Tokenizer]] = {}  # by kind, which `data.tokenizer` may name

@@ -26,7 +26,7 @@ from mingpt.base.files import decode_text, read_json
 from mingpt.config import DataConfig
 from mingpt.data.shards import ShardData, TokenShards, is_shards, open_shards
 from mingpt.data.source import hint_to_prepare, read_bytes
-from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
+from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer, bytes_of_token
 
 PREFETCH_BATCHES = 64  # gathered, and moved to the device, together
 PREFETCH_FROM_DISK = 128  # windows of token shards that are read ahead
@@ -335,7 +335,7 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
         n_train = int(len(data.text) * (1 - config.val_fraction))
         val_text = data.text[n_train:]
         tokens = [tokenizer.encode(text) for text in (data.text[:n_train], val_text)]
-        val_bytes = len(val_text.encode()) - len(tokenizer.decode(tokens[1][:1].tolist()).encode())
+        val_bytes = len(val_text.encode()) - sum(bytes_of_token(tokenizer, int(one)) for one in tokens[1][:1])
         if tokenizer.loses(val_text):
             val_bytes = None
         parts = [CharDataset(part, config.block_size) for part in tokens]

@@ -3,15 +3,14 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
+import resource
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from support.needs import need_proc
 from support.shards import llmc_header, write_llmc, write_nanogpt
 
@@ -116,17 +115,14 @@ def test_a_known_header_counts_even_where_the_name_would_allow_none(tmp_path: Pa
     assert everything(data.val) == list(range(70_000, 70_004))
 
 
-def test_files_are_ordered_by_prefix_and_number_and_validation_comes_last(tmp_path: Path) -> None:
-    for number in (10, 2, 9, 11, 3, 4, 5, 6, 7, 8):
-        write_llmc(tmp_path / f"b_train_{number}.bin", [number])
-    write_llmc(tmp_path / "b_val_000000.bin", [90, 91])
-    write_llmc(tmp_path / "a_train_007.bin", [107])
-    write_llmc(tmp_path / "a_train_006.bin", [106])
+def test_files_are_read_in_the_order_of_their_names_and_validation_comes_last(tmp_path: Path) -> None:
+    for number in (10, 2, 9):
+        write_llmc(tmp_path / f"b_train_{number:03d}.bin", [number])
+    write_llmc(tmp_path / "a_val_0.bin", [90, 91])
     write_llmc(tmp_path / "other.bin", [200])
     data = open_shards(str(tmp_path), 0.1)
-    assert everything(data.train) == [106, 107, *range(2, 12), 200]
-    assert everything(data.val) == [90, 91]
-    assert list(data.files)[-1] == "b_val_000000.bin" and len(data.files) == 14
+    assert everything(data.train) == [2, 9, 10, 200] and everything(data.val) == [90, 91]
+    assert list(data.files)[-1] == "a_val_0.bin" and len(data.files) == 5
 
 
 @pytest.mark.parametrize(
@@ -165,7 +161,7 @@ def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> Non
         for number in range(files):
             wide = bool(RNG.integers(2))
             part = some_tokens(int(RNG.integers(1, 51)), 2**32 - 1 if wide else 2**16)
-            write_llmc(tmp_path / f"{split}_{number}.bin", part, wide=wide)
+            write_llmc(tmp_path / f"{split}_{number:02d}.bin", part, wide=wide)
             parts[split].append(part)
     data = open_shards(str(tmp_path), 0.1)
     for tokens, split in ((data.train, "train"), (data.val, "val")):
@@ -177,14 +173,6 @@ def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> Non
             windows = tokens.read(starts, length)
             assert windows.dtype == np.int64 and windows.shape == (len(starts), length)
             assert windows.tolist() == [expected[start : start + length].tolist() for start in starts]
-
-
-def test_a_position_is_named_by_its_file(tmp_path: Path) -> None:
-    for number, count in enumerate((5, 1, 10)):
-        write_llmc(tmp_path / f"a_{number}.bin", range(count))
-    data = open_shards(f"{tmp_path}/a_*.bin", 0.5)  # 8 tokens each
-    assert data.train.where(5) == f"token 0 of {tmp_path}/a_1.bin"
-    assert data.val.where(0) == f"token 2 of {tmp_path}/a_2.bin"
 
 
 def test_a_file_that_changes_or_goes_while_it_is_in_use_is_named(tmp_path: Path) -> None:
@@ -286,14 +274,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (lambda folder: os.mkfifo(folder / "a.bin"), r"/a\.bin .*is no regular file"),
     "a device": (lambda folder: (folder / "a.bin").symlink_to("/dev/zero"), r"/a\.bin .*is no regular file"),
     "a broken link": (lambda folder: (folder / "a.bin").symlink_to("gone"), r"/a\.bin does not exist"),
-    "a gap": (
-        lambda folder: (folder / "train_3.bin").unlink(),
-        r"/train_3\.bin is missing: .*train_2\.bin and train_4\.bin",
-    ),
-    "a number twice": (
-        lambda folder: (folder / "train_03.bin").touch(),
-        r"/train_03\.bin and .*train_3\.bin have the same number",
-    ),
     "one token of validation": (
         lambda folder: write_llmc(folder / "val_0.bin", [1]),
         r"the validation part of .* has 1 of at least 2 tokens",
@@ -314,32 +294,12 @@ def test_damage_is_told_in_a_sentence(kind: str, tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-OTHER_TYPES = [
-    (b"", "<u4", 65, "uint32"),
-    (b"", "<u4", 128_256, "uint32"),
-    (b"", "<i8", 50257, "int64"),
-    (b"", ">u2", 65, ">u2"),
-    (b"", ">u2", 50257, ">u2"),
-    (b"", ">u4", 50257, ">u4"),
-    (b"", ">i8", 65, ">i8"),
-    (llmc_header(8000), "<u4", 128_256, "uint32"),  # the header's size fits
-    (llmc_header(4000), "<i8", 50257, "int64"),  # it does not fit
-    (llmc_header(2000, wide=True), "<u2", 50257, "uint16"),
-    (llmc_header(8000, wide=True), "<i8", 50257, "int64"),
-]
-
-
-@pytest.mark.parametrize(("header", "dtype", "below", "name"), OTHER_TYPES)
-def test_tokens_of_another_type_are_named_with_a_program_that_converts_them(
-    header: bytes, dtype: str, below: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = some_tokens(4000, below)
-    (tmp_path / "train.bin").write_bytes(header + tokens.astype(dtype).tobytes())
-    with pytest.raises(UserError, match=rf"train\.bin seems to hold tokens of type {name} ") as caught:
+@pytest.mark.parametrize("header", [b"", llmc_header(8000)])
+@pytest.mark.parametrize(("dtype", "below"), [("<u4", 65), ("<u4", 128_256), ("<i8", 50257)])
+def test_wider_tokens_are_not_read_as_uint16(header: bytes, dtype: str, below: int, tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(header + some_tokens(4000, below).astype(dtype).tobytes())
+    with pytest.raises(UserError, match=r"train\.bin seems to hold tokens of 4 or 8 bytes"):
         open_shards(str(tmp_path), 0.1)
-    monkeypatch.chdir(tmp_path)
-    exec(str(caught.value).split('"')[1], {})
-    assert everything(open_shards("new.bin", 0.1).train) == tokens[:3600].tolist()
 
 
 def rare(often: int, seldom: int) -> np.ndarray:
@@ -370,10 +330,13 @@ def test_uint16_tokens_are_not_taken_for_another_type(kind: str, tmp_path: Path)
     ("path", "sentence"),
     [
         ("{}/none.bin", r"none\.bin does not exist"),
-        ("{}/none_*.bin", r"none_\*\.bin matches no file"),
-        ("{}/texts/*.txt", r"\*\.txt matches no file whose name ends in \.bin"),
+        ("{}/none_*.bin", r"none_\*\.bin has no file whose name ends in \.bin"),
+        ("{}/texts/*.txt", r"\*\.txt has no file whose name ends in \.bin"),
         ("{}/held", r"only validation files, .*val_0\.bin.* for training"),
-        ("{}/texts", r"has no \.bin file: name a text, or a folder of token shards, which `python -m mingpt"),
+        (
+            "{}/texts",
+            r"/texts has no file .*: name a text, or token shards, which `python -m mingpt prepare`",
+        ),
         ("{}/*/*.bin", r"in several folders, .*/held and .*/one"),
     ],
 )
@@ -441,31 +404,22 @@ def test_damage_of_meta_json_is_told_in_a_sentence(kind: str, tmp_path: Path) ->
 # Size
 
 
-def test_200_gb_open_at_once_with_few_descriptors_and_take_no_memory(tmp_path: Path) -> None:
-    """The files are sparse. The time is CPU time, so that other processes do not count."""
+def test_200_gb_open_with_few_descriptors_and_take_no_memory(tmp_path: Path) -> None:
+    """The files are sparse."""
     need_proc()
     count = (200_000_000 - 1024) // 2
     for number in range(1000):
-        path = tmp_path / f"train_{number:05}.bin"
-        path.write_bytes(llmc_header(count))
-        os.truncate(path, 1024 + 2 * count)
-    program = (
-        "import json, re, resource, sys, time, numpy\n"
-        "from mingpt.data.shards import open_shards\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
-        # ru_maxrss would include the size of the process that started this one.
-        "def memory():\n"
-        "    return int(re.search('VmHWM:\\\\s*(\\\\d+)', open('/proc/self/status').read())[1]) / 1024\n"
-        "before, began = memory(), time.process_time()\n"
-        "tokens = open_shards(sys.argv[1], 0.01).train\n"
-        "open_s = time.process_time() - began\n"
-        "starts = numpy.random.default_rng(0).integers(0, len(tokens) - 1025, 20_480)\n"
-        "for chunk in starts.reshape(-1, 64): assert not tokens.read(chunk, 1025).any()\n"
-        "print(json.dumps({'open_s': open_s, 'mb': memory() - before, 'tokens': len(tokens)}))\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    row = json.loads(done.stdout)
-    assert row["open_s"] < 0.5 and row["mb"] < 20, row
-    assert row["tokens"] == int(count * 1000 * 0.99)
+        (tmp_path / f"train_{number:05}.bin").write_bytes(llmc_header(count))
+        os.truncate(tmp_path / f"train_{number:05}.bin", 1024 + 2 * count)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_files = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files + 8, limit[1]))
+    tracemalloc.start()
+    try:
+        tokens = open_shards(str(tmp_path), 0.01).train
+        assert not tokens.read(RNG.integers(0, len(tokens) - 1025, 640), 1025).any()
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert len(tokens) == int(count * 1000 * 0.99)

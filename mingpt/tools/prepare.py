@@ -1,0 +1,312 @@
+"""Encode text once, into shards of tokens. The same files and options give the same bytes on any machine.
+
+    python -m mingpt prepare TEXT_OR_URL... --out DIR [--tokenizer char|bpe|gpt2|PATH] [...]
+
+A file is text (UTF-8, one document), .jsonl (a document per line, under "text") or .parquet (a document per
+row of the column "text"; needs pyarrow), by path, pattern ('data/*.jsonl') or URL; compressed if named so
+(.gz). Memory grows with the longest document: a text file is read whole.
+
+DIR, which is new or empty, gets train_00000.bin, ..., val_00000.bin, ... in llm.c's format, tokenizer.json
+and, last, meta.json. The validation part is the last documents, by count of bytes, or the last characters of
+a single document. An end-of-text, if the tokenizer has one, follows each document; its name in a text is
+plain text. After a command that was killed, remove DIR and start the command again.
+
+bpe trains a byte-level BPE as GPT-2's on the training part: its first 200 MB, or less if these have more than
+4 MB of distinct words.
+"""
+
+import hashlib
+import io
+import json
+import os
+import signal
+import struct
+import sys
+from argparse import Namespace
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Never
+
+import fsspec
+import numpy as np
+from tqdm import tqdm
+
+from mingpt.base.command import CommandParser, write_lines
+from mingpt.base.errors import UserError
+from mingpt.base.files import decode_text, fsync_path, parse_json, write_atomic
+from mingpt.base.paths import refuse_pipe, typed_path
+from mingpt.data import CharTokenizer, JsonTokenizer, Tokenizer, load_named_tokenizer
+from mingpt.data.json_tokenizer import PIECE_CHARACTERS, byte_level_bpe, import_tokenizers, split_text
+from mingpt.data.shard_files import FORMATS, HEADER_BYTES, UINT16, UINT32, read_meta
+from mingpt.data.source import KINDS, readable, suffix_of
+from mingpt.data.tokenizers import bytes_of_token
+
+BATCH_CHARACTERS = 1 << 19  # encoded at once; `tokenizers` needs about 100 bytes for a token meanwhile
+MAX_PENDING = 3  # batches that are read ahead
+SAMPLE_BYTES = 200_000_000
+SAMPLE_WORD_BYTES = 4_000_000  # of distinct words: training needs about 120 bytes of memory for each
+END_OF_TEXT = "<|endoftext|>"
+# GPT-2's pattern with words of at most 256 characters: the time of a merge grows with the longest word.
+WORD = (
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}{1,256}| ?\p{N}{1,256}| ?[^\s\p{L}\p{N}]{1,256}"
+    r"|\s{1,256}(?!\S)|\s{1,256}"
+)
+META = "meta.json"
+UNFINISHED = '{"format": 1, "complete": false}\n'  # in meta.json until all other files are complete
+
+
+def find_files(names: Sequence[str]) -> list[Any]:
+    """Return fsspec's OpenFile for each file, path or URL, a pattern's sorted. UserError if there is none."""
+    found = list[Any]()
+    for name in names:
+        refuse_pipe(name, "the text")
+        with readable(name):
+            files = fsspec.open_files(name, "rb", compression="infer", expand=not os.path.exists(name))
+        if not files:
+            raise UserError(f"no file matches {name}")
+        found += files
+    return found
+
+
+def read(file: Any) -> Iterator[str]:
+    """Yield the documents of a file. Raises UserError with the place of one that has no text in UTF-8."""
+    path, kind = file.path, KINDS.get(suffix_of(file.path))
+    with readable(path), file as raw:
+        stream = io.BufferedReader(raw)  # a network driver may return fewer bytes than asked for
+        if kind is None:
+            yield decode_text(stream.read())
+        rows: Iterable[Any] = read_parquet(stream) if kind == "row" else map(bytes.strip, stream)
+        for number, row in enumerate(rows, 1):
+            if row:
+                with readable(f"{kind} {number:,} of {path}"):
+                    text = (parse_json(row) if isinstance(row, bytes) else row)["text"]
+                    text.encode()  # fails for a lone surrogate, and for what is no text
+                yield text
+
+
+def read_parquet(stream: io.BufferedReader) -> Iterator[dict[str, Any]]:
+    from pyarrow import parquet  # an ImportError becomes the UserError of `readable`
+
+    for batch in parquet.ParquetFile(stream).iter_batches(64, columns=["text"]):
+        yield from batch.to_pylist()
+
+
+def split(
+    files: Sequence[Any], sizes: np.ndarray, val_fraction: float
+) -> tuple[Iterator[str], Iterator[str]]:
+    """Return the documents for training, then those for validation, to be read in this order.
+
+    They have `sizes` bytes. Those that begin in the last `val_fraction` of the bytes, and the last one, are
+    for validation; the first one is not. A single document is cut by its characters.
+    """
+    texts = chain.from_iterable(map(read, files))
+    if len(sizes) == 1:
+        text = next(texts)
+        cut = int(len(text) * (1 - val_fraction))
+        return iter([text[:cut]]), iter([text[cut:]])
+    begins = sizes.cumsum() - sizes
+    late = int(np.searchsorted(begins, int(sizes.sum() * (1 - val_fraction))))
+    return islice(texts, max(1, min(late, len(sizes) - 1))), texts
+
+
+def progress(what: str, total: int | None = None) -> "tqdm[Never]":
+    """Return a progress bar on stderr that counts bytes of text; it is rarely written to a file."""
+    pause_s = 0.2 if sys.stderr.isatty() else 30.0
+    return tqdm(None, what, total, unit="B", unit_scale=True, ncols=80, mininterval=pause_s, delay=pause_s)
+
+
+def measure(files: Sequence[Any], wants_alphabet: bool) -> tuple[np.ndarray, set[str]]:
+    """Return the bytes of each document, (documents,) int64, and the distinct characters, if wanted."""
+    sizes, alphabet = array("q"), set[str]()
+    with progress("counting") as bar:
+        for text in chain.from_iterable(map(read, files)):
+            sizes.append(len(text.encode()))
+            bar.update(sizes[-1])
+            if wants_alphabet:
+                alphabet.update(text)
+    if not any(sizes):
+        raise UserError("the files hold no text")
+    return np.array(sizes), alphabet
+
+
+def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
+    """Return a tokenizer.json of a byte-level BPE as GPT-2's, trained on the first part of the texts.
+
+    It has `vocab_size` tokens: the bytes, the merges, and end-of-text as the last one; fewer if the text has
+    too few pairs to merge. The same text gives the same content, whatever the number of cores. Words longer
+    than those of WORD are cut for training.
+    """
+    library = import_tokenizers("--tokenizer bpe")
+    package = byte_level_bpe(library.models.BPE())
+    as_encoded, byte_level = package.pre_tokenizer, library.pre_tokenizers.ByteLevel
+    words = library.pre_tokenizers.Split(library.Regex(WORD), "isolated")
+    to_bytes = byte_level(add_prefix_space=False, use_regex=False)
+    package.pre_tokenizer = library.pre_tokenizers.Sequence([words, to_bytes])
+    trainer = library.trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet())
+    package.train_from_iterator(sample(texts), trainer)
+    package.pre_tokenizer = as_encoded
+    package.add_special_tokens([END_OF_TEXT])
+    content: str = package.to_str(pretty=True)
+    return content.encode()
+
+
+def sample(texts: Iterable[str]) -> Iterator[str]:
+    """Yield pieces of the texts, until SAMPLE_BYTES, or SAMPLE_WORD_BYTES of distinct words."""
+    words = set[str]()
+    size = word_bytes = 0
+    for piece in chain.from_iterable(split_text(text, PIECE_CHARACTERS) for text in texts):
+        yield piece
+        new = set(piece.split()) - words
+        words |= new
+        word_bytes += len("".join(new).encode())
+        size += len(piece.encode())
+        if size >= SAMPLE_BYTES or word_bytes >= SAMPLE_WORD_BYTES:
+            return
+
+
+def read_batches(texts: Iterable[str], tokenizer: Tokenizer, bar: "tqdm[Never]") -> Iterator[list[str]]:
+    """Yield lists of pieces of the texts, of about BATCH_CHARACTERS; "" stands for the end of a text."""
+    batch, size = list[str](), 0
+    for text in texts:
+        for piece in (*filter(None, tokenizer.split(text)), ""):
+            batch.append(piece)
+            size += len(piece)
+            bar.update(len(piece.encode()))
+            if size >= BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def encode_all(
+    batches: Iterable[list[str]], tokenizer: Tokenizer, end: list[int], dtype: np.dtype[Any]
+) -> Iterator[np.ndarray]:
+    """Yield the tokens of each batch, with `end` for each "".
+
+    The package encodes on all cores; of two threads, one copies tokens out of it meanwhile.
+    """
+
+    def encode(batch: list[str]) -> np.ndarray:
+        arrays = zip(batch, tokenizer.encode_batch(batch), strict=True)
+        parts = [tokens if piece else end for piece, tokens in arrays]
+        return np.concatenate(parts, dtype=dtype, casting="unsafe")
+
+    pending = deque[Future[np.ndarray]]()
+    with ThreadPoolExecutor(2) as pool:
+        for batch in batches:
+            pending.append(pool.submit(encode, batch))
+            if len(pending) > MAX_PENDING:
+                yield pending.popleft().result()
+        yield from (tokens.result() for tokens in pending)
+
+
+def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_tokens: int) -> int:
+    """Write tokens to shards as they come; return their number. UserError if there are none."""
+    done = 0
+    for tokens in arrays:
+        while len(tokens):
+            head = tokens[: shard_tokens - done % shard_tokens]
+            with open(out / f"{part}_{done // shard_tokens:05d}.bin", "ab") as file:
+                file.write(b"" if done % shard_tokens else bytes(HEADER_BYTES))
+                file.write(head.tobytes())
+            done, tokens = done + len(head), tokens[len(head) :]
+    if not done:
+        raise UserError(f"the {part} part has no token: give more text")
+    return done
+
+
+def finish_shard(path: Path, dtype: np.dtype[Any]) -> dict[str, Any]:
+    """Write a shard's header, make the shard durable, and return its entry in meta.json."""
+    size = path.stat().st_size
+    tokens = (size - HEADER_BYTES) // dtype.itemsize
+    with open(path, "rb+") as file:
+        file.write(struct.pack("<3i", *list(FORMATS)[dtype == UINT32], tokens))
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    fsync_path(path)
+    return {"name": path.name, "tokens": tokens, "bytes": size, "sha256": digest}
+
+
+def make_tokenizer(
+    files: Sequence[Any], sizes: np.ndarray, alphabet: set[str], options: Namespace
+) -> Tokenizer:
+    """Return the tokenizer that --tokenizer names, or that is made of the text. Raises UserError."""
+    if options.tokenizer == "char":
+        return CharTokenizer("".join(sorted(alphabet)))
+    if options.tokenizer != "bpe":
+        return load_named_tokenizer(options.tokenizer, "--tokenizer")
+    texts, _ = split(files, sizes, options.val_fraction)
+    return JsonTokenizer(train_bpe(options.vocab_size, texts))
+
+
+def prepare(options: Namespace, out: Path) -> str:
+    """Do what the command's options say; return a summary. Raises UserError, or OSError for --out."""
+    files, tokens = find_files(options.texts), 0
+    out.mkdir(parents=True, exist_ok=True)
+    if os.listdir(out):
+        read_meta(out)  # its error says so if prepare was interrupted here
+        raise UserError(f"--out {out} holds files already: name another --out")
+    sizes, alphabet = measure(files, options.tokenizer == "char")
+    tokenizer = make_tokenizer(files, sizes, alphabet, options)
+    with open(out / META, "x") as file:  # fails if another command writes here
+        file.write(UNFINISHED)
+    dtype, end = UINT16 if len(tokenizer) <= 1 << 16 else UINT32, tokenizer.end_of_text
+    ends = [] if end is None else [end]
+    train, val = split(files, sizes, options.val_fraction)
+    with progress("encoding", int(sizes.sum())) as bar:
+        for part, texts, after in (("train", train, ends if len(sizes) > 1 else []), ("val", val, ends)):
+            before = bar.n
+            arrays = encode_all(read_batches(texts, tokenizer, bar), tokenizer, after, dtype)
+            tokens += write_tokens(out, part, arrays, options.shard_tokens)
+    first = int(np.fromfile(out / "val_00000.bin", dtype, 1, offset=HEADER_BYTES)[0])
+    loses_text = tokenizer.loses("".join(islice(chain.from_iterable(map(read, files)), 100)))
+    content = tokenizer.to_tokenizer_json() or b""
+    digest = hashlib.sha256(content).hexdigest()
+    meta = {
+        "format": 1,
+        "complete": True,
+        "tokenizer": {"sha256": digest, "vocab_size": len(tokenizer), "end_of_text": end},
+        "val_bytes": None if loses_text else bar.n - before - bytes_of_token(tokenizer, first),
+        "files": [finish_shard(path, dtype) for path in sorted(out.glob("*.bin"))],
+    }
+    write_atomic(out / "tokenizer.json", content)
+    write_atomic(out / META, json.dumps(meta, indent=1) + "\n")
+    ratio = int(sizes.sum()) / tokens
+    return f"{out}: {tokens:,} tokens of {ratio:.2f} bytes, and a vocabulary of {len(tokenizer):,}"
+
+
+OPTIONS: dict[str, Any] = {  # type, default, what it is
+    "tokenizer": (typed_path, "char", "char, bpe, gpt2, or a tokenizer.json by path or URL"),
+    "vocab_size": (int, 4096, "tokens of bpe, end-of-text included"),
+    "val_fraction": (float, 0.1, "share of the text for validation"),
+    "shard_tokens": (int, 100_000_000, "tokens of a full shard"),
+}
+LIMITS = {"vocab_size": (256, 1 << 24), "val_fraction": (0, 1), "shard_tokens": (0, 1 << 31)}
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = CommandParser("python -m mingpt prepare", __doc__)
+    add = parser.add_argument
+    add("texts", nargs="+", type=typed_path, metavar="TEXT_OR_URL", help="a file, pattern or URL")
+    add("--out", type=typed_path, metavar="DIR", required=True, help="a new or empty folder")
+    for name, (kind, default, about) in OPTIONS.items():
+        add(f"--{name}", type=kind, default=default, help=f"{about} (default: {default})")
+    options = parser.parse_args(arguments)
+    for name, (low, high) in LIMITS.items():
+        if not low < (value := getattr(options, name)) < high:
+            raise UserError(f"--{name} is {value}, and must be between {low} and {high}")
+    # Ctrl-C ends the command at once, also in the code of `tokenizers`, which calls no handler of Python's.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        write_lines([prepare(options, Path(options.out))])
+    except OSError as error:
+        place = error.filename or options.out
+        raise UserError(
+            f"{place} cannot be written: {error.strerror}; start again with an empty --out"
+        ) from None
+    return 0

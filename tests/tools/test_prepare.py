@@ -1,0 +1,345 @@
+"""The command as users run it: shards, split, formats of text, mistakes, and what a kill leaves."""
+
+import errno
+import gzip
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pytest
+from conftest import ROOT
+from pyarrow import parquet
+from support.faults import FaultyDisk
+from support.needs import need_proc
+from support.prepared import END, digests, mixed, prepared, read_meta, refused, run_apart, tokens_of
+from tokenizers import Tokenizer as PackageTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from mingpt.base.errors import UserError
+from mingpt.data import CharTokenizer, JsonTokenizer, open_shards
+from mingpt.tools import prepare
+
+PLAY = ROOT / "data/README.md"
+BPE = ["--tokenizer", "bpe", "--vocab_size", 400]
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small BPE that has learned runs of whitespace, which wrong cuts would break."""
+    folder = tmp_path_factory.mktemp("bpe")
+    (folder / "a.txt").write_bytes(mixed(200_000, 0).encode())
+    prepared(folder / "a.txt", "--out", folder / "out", *BPE)
+    return folder / "out"
+
+
+def expected(path: Path, documents: list[str]) -> list[int]:
+    """The tokens of whole documents by the package alone."""
+    package = PackageTokenizer.from_file(str(path))
+    package.encode_special_tokens = True
+    end: list[int] = [package.token_to_id(END) or 0]
+    encodings = package.encode_batch_fast(documents, add_special_tokens=False)
+    return [token for encoding in encodings for token in encoding.ids + end]
+
+
+# Shards
+
+
+def test_characters_of_one_text_are_split_as_training_splits_them(tmp_path: Path) -> None:
+    text, out = mixed(30_000, 1), tmp_path / "out"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    line = prepared(tmp_path / "a.txt", "--out", out, "--val_fraction", 0.2, "--shard_tokens", 7000)
+    tokenizer, n_train, meta = CharTokenizer.train(text), int(30_000 * 0.8), read_meta(out)
+    assert tokens_of(out, "train") == tokenizer.encode(text[:n_train]).tolist()
+    assert tokens_of(out, "val") == tokenizer.encode(text[n_train:]).tolist()
+    assert [file["tokens"] for file in meta["files"]] == [7000, 7000, 7000, 3000, 6000]
+    assert meta["val_bytes"] == len(text[n_train + 1 :].encode())
+    assert meta["tokenizer"]["vocab_size"] == len(tokenizer)
+    assert (out / "tokenizer.json").read_bytes() == tokenizer.to_tokenizer_json()
+    assert "30,000 tokens of " in line and line.endswith(f"vocabulary of {len(tokenizer)}\n")
+
+
+def test_a_long_text_has_the_tokens_of_the_whole(
+    bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In many pieces, batches and shards."""
+    monkeypatch.setattr("mingpt.data.json_tokenizer.PIECE_CHARACTERS", 500)
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 6000)
+    text, out, tokenizer = mixed(100_000, 2), tmp_path / "out", bpe / "tokenizer.json"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    prepared(tmp_path / "a.txt", "--out", out, "--tokenizer", tokenizer, "--shard_tokens", 3_001)
+    train, val = (expected(tokenizer, [part]) for part in (text[:90_000], text[90_000:]))
+    assert tokens_of(out, "train") == train[:-1]  # the document goes on
+    assert tokens_of(out, "val") == val
+    first = int(JsonTokenizer(tokenizer.read_bytes()).token_bytes()[val[0]])  # type: ignore[index]
+    assert read_meta(out)["val_bytes"] == len(text[90_000:].encode()) - first
+
+
+def test_documents_end_with_end_of_text_and_are_never_cut(
+    bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A .jsonl, a compressed one, a text and a parquet file, by names and patterns."""
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 6000)
+    rng, out = random.Random(3), tmp_path / "out"
+    texts = [mixed(rng.choice([0, 1, 50, 3000]), seed) for seed in range(400)]
+    texts[199], texts[370] = mixed(50, 199), mixed(200_000, 5)
+    lines = [json.dumps({"id": 1, "text": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "1.jsonl").write_bytes("\r\n".join(lines[:100]).encode("utf-8-sig"))
+    (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress("\n\n".join(lines[100:199]).encode()))
+    (tmp_path / "3.txt").write_bytes(texts[199].encode("utf-8-sig"))  # the mark is no part of the text
+    table = pyarrow.table({"text": texts[200:], "url": ["u"] * 200})
+    parquet.write_table(table, tmp_path / "4.parquet", row_group_size=30)
+    names = [tmp_path / "*.jsonl*", f"file://{tmp_path}/3.txt", f"file://{tmp_path}/*.parquet"]
+    prepared(*names, "--out", out, "--tokenizer", bpe / "tokenizer.json", "--shard_tokens", 50_000)
+    sizes = [len(text.encode()) for text in texts]
+    border = next(n for n in range(400) if sum(sizes[:n]) >= int(sum(sizes) * 0.9))
+    assert tokens_of(out, "train") == expected(out / "tokenizer.json", texts[:border])
+    assert tokens_of(out, "val") == expected(out / "tokenizer.json", texts[border:])
+
+
+@pytest.mark.parametrize("loses_text", [False, True])
+def test_any_tokenizer_encodes_the_whole_text(loses_text: bool, tmp_path: Path) -> None:
+    """The bytes of validation are counted in the source, unless some of the text is lost."""
+    text, out = mixed(40_000, 6), tmp_path / "out"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    package = PackageTokenizer(models.BPE(unk_token="?"))
+    package.normalizer = normalizers.NFKC() if loses_text else normalizers.NFC()
+    package.pre_tokenizer, package.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["?"], initial_alphabet=[*END])
+    package.train_from_iterator([text.replace(END, "")], trainer)
+    package.add_special_tokens([END])
+    package.save(str(tmp_path / "tokenizer.json"))
+    prepared(tmp_path / "a.txt", "--out", out, "--tokenizer", tmp_path / "tokenizer.json")
+    train, val = text[:36_000], text[36_000:]
+    assert tokens_of(out, "train") == expected(tmp_path / "tokenizer.json", [train])[:-1]
+    assert tokens_of(out, "val") == expected(tmp_path / "tokenizer.json", [val])
+    first = package.decode(package.encode(val).ids[:1])
+    assert read_meta(out)["val_bytes"] == (None if loses_text else len(val.encode()) - len(first.encode()))
+
+
+def test_a_vocabulary_past_65536_takes_four_bytes_a_token(tmp_path: Path) -> None:
+    codes = [*range(0x20, 0xD800), *range(0x10000, 0x18000)]
+    (tmp_path / "a.txt").write_text("".join(map(chr, codes)))
+    prepared(tmp_path / "a.txt", "--out", tmp_path / "out")
+    assert tokens_of(tmp_path / "out", "train") + tokens_of(tmp_path / "out", "val") == [*range(len(codes))]
+
+
+# The BPE
+
+
+@pytest.mark.slow
+def test_own_bpe_is_the_same_with_one_thread_and_trains_on_no_validation(tmp_path: Path) -> None:
+    """All files are, from training to shards."""
+    one, bpe, other = tmp_path / "one", tmp_path / "bpe", tmp_path / "other"
+    prepared(ROOT / "data/input.txt", "--out", bpe, *BPE)
+    done = run_apart(ROOT / "data/input.txt", "--out", one, *BPE, RAYON_NUM_THREADS="1")
+    assert done.returncode == 0 and digests(one) == digests(bpe)
+    assert read_meta(bpe)["tokenizer"]["vocab_size"] == 400
+    text = (ROOT / "data/input.txt").read_text()
+    (tmp_path / "other.txt").write_text(text[:900_000] + "".join(random.Random(0).sample(text, 100_000)))
+    prepared(tmp_path / "other.txt", "--out", other, *BPE)
+    assert digests(other)["tokenizer.json"] == digests(bpe)["tokenizer.json"]
+    assert digests(other)["val_00000.bin"] != digests(bpe)["val_00000.bin"]
+
+
+@pytest.mark.parametrize("alphabet", ["abcdefgh", " "])
+def test_a_bpe_of_a_text_without_words_is_trained_in_time(alphabet: str) -> None:
+    # A merge takes time in proportion to the longest word, and here the whole text is one.
+    prepare.train_bpe(400, ["".join(random.Random(0).choices(alphabet, k=1_000_000))])
+
+
+def test_a_bpe_of_words_up_to_256_characters_is_that_of_gpt2s_pattern() -> None:
+    # And the file says that pattern, whatever it was trained with.
+    text = mixed(50_000, 3) + "x" * 256 + " " * 256 + "1" * 256 + "." * 256 + "\n" * 256
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    package = PackageTokenizer(models.BPE())
+    package.pre_tokenizer, package.decoder = byte_level, decoders.ByteLevel()
+    package.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=399, initial_alphabet=byte_level.alphabet())
+    )
+    package.add_special_tokens([END])
+    assert prepare.train_bpe(400, [text]).decode() == package.to_str(pretty=True)
+
+
+@pytest.mark.slow
+def test_memory_stays_below_a_gigabyte_where_every_byte_is_a_token(tmp_path: Path) -> None:
+    """Lines that are all different, in a script of three bytes a character, and no merges to speak of."""
+    need_proc()
+    rng = random.Random(0)
+    lines = ("".join(chr(rng.randrange(0x4E00, 0x9000)) for _ in range(40)) + "\n" for _ in range(200_000))
+    (tmp_path / "a.txt").write_text("".join(lines))
+    # ru_maxrss would begin with the size of the process that started it.
+    peak = "import atexit; atexit.register(lambda: print(open('/proc/self/status').read()))"
+    words = [tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", "bpe", "--vocab_size", 300]
+    done = run_apart(*words, before=peak)
+    assert done.returncode == 0, done.stderr
+    assert int(re.findall(r"VmHWM:\s*(\d+) kB", done.stdout)[0]) * 1024 < 10**9
+
+
+def test_torch_is_not_imported() -> None:
+    """It takes a second and, with CUDA, half a gigabyte."""
+    program = "import sys, mingpt.tools.prepare; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+# Mistakes: each ends in one sentence that names it
+
+
+HOSTILE: list[tuple[str, str, bytes]] = [
+    ("a.txt", "{} cannot be read: ValueError: not UTF-8: byte 0xff at offset 2", b"ab\xff"),
+    ("b.txt", "UTF-16 (or 32): convert it by `iconv", "text".encode("utf-16")),
+    ("empty.txt", "the files hold no text", b""),
+    ("empty.jsonl", "the files hold no text", b"\n\n"),
+    ("short.txt", "the train part has no token", b"a"),
+    ("b.jsonl", "line 3 of {} cannot be read: ", b'{"text": "a"}\n\n{"text": \n'),
+    ("c.jsonl", "line 1 of {} cannot be read: ", b'{"body": "a"}'),
+    ("d.jsonl", "line 1 of {} cannot be read: ", b'["text"]'),
+    ("e.jsonl", "line 1 of {} cannot be read: ", b'{"text": 3}'),
+    ("f.jsonl", "line 1 of {} cannot be read: BadJson: not UTF-8", b'{"\x80"}'),
+    ("g.jsonl", "line 1 of {} cannot be read: Unicode", b'{"text": "\\ud800"}'),
+    ("h.jsonl", "line 1 of {} cannot be read: ", b"[" * 200_000),
+    ("l.parquet", "{} cannot be read: ArrowInvalid", b"PAR1 no"),
+    ("m.txt.gz", "{} cannot be read: BadGzipFile", b"plain"),
+    ("n.txt.gz", "{} cannot be read: EOFError", gzip.compress(b"a" * 9999)[:-9]),
+]
+
+
+@pytest.mark.parametrize(("name", "sentence", "content"), HOSTILE)
+def test_a_bad_text_is_named(name: str, sentence: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert sentence.format(tmp_path / name) in refused(tmp_path / name, "--out", tmp_path / "out")
+
+
+def test_a_row_without_a_text_is_named(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a.parquet")
+    assert f"row 2 of {tmp_path}/a.parquet cannot be read" in refused(
+        tmp_path / "a.parquet", "--out", tmp_path / "out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (".", "cannot be read: Is a directory"),
+        ("pipe", "the text {}/pipe is a named pipe"),
+        ("absent.txt", "{}/absent.txt does not exist"),
+        ("none*.txt", "no file matches {}/none*.txt"),
+    ],
+)
+def test_what_is_no_file_is_named(name: str, sentence: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert sentence.format(tmp_path) in refused(tmp_path / name, "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--val_fraction", "nan"], "--val_fraction is nan, and must be between 0 and 1"),
+        (["--shard_tokens", 0], "--shard_tokens is 0"),
+        (["--vocab_size", 256], "--vocab_size is 256, and must be "),
+        (["--vocab_size", "many"], "invalid int value: 'many'"),
+        (["--tokenizer", "/absent/a.json"], "error: --tokenizer /absent/a.json does not exist"),
+        (["--tokenizer", str(PLAY)], f"error: --tokenizer {PLAY} is neither gpt2, nor "),
+        (["--tokenizer", f"{ROOT}/data/input.json"], f"--tokenizer {ROOT}/data/input.json cannot be used: "),
+        (["http://me:secret@127.0.0.1:9/a.txt"], "http://me:***@127.0.0.1"),
+        (["--out", f"{PLAY}/out"], f"{PLAY}/out cannot be written: Not a directory"),
+    ],
+)
+def test_a_bad_option_is_named(words: list[object], sentence: str, tmp_path: Path) -> None:
+    assert sentence in refused(PLAY, "--out", tmp_path / "out", *words)
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Characters need neither of them."""
+    for package in ("tokenizers", "pyarrow"):
+        monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert "pip install tokenizers" in refused(PLAY, "--out", tmp_path / "bpe", "--tokenizer", "bpe")
+    assert "import of pyarrow" in refused(tmp_path / "a.parquet", "--out", tmp_path / "parquet")
+    prepared(PLAY, "--out", tmp_path / "out")
+
+
+# Commands that did not end
+
+AT_CALL = """
+import os
+from mingpt.tools import prepare
+calls = 0
+def count(function):
+    def counted(*words):
+        global calls
+        calls += 1
+        if calls == {call}:
+            os.kill(os.getpid(), 9)
+        return function(*words)
+    return counted
+os.replace, os.fsync, prepare.open = count(os.replace), count(os.fsync), count(open)
+"""
+
+# In place of the package: its training never ends, and is told to after a moment.
+DEAF = """
+import ctypes, os, threading, tokenizers
+class Deaf:
+    def __init__(self, model):
+        self.pre_tokenizer = None
+    def train_from_iterator(self, texts, trainer):
+        threading.Timer(0.2, os.kill, (os.getpid(), 2)).start()
+        threading.Timer(30, os._exit, (1,)).start()
+        lock = ctypes.create_string_buffer(64)
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(lock)
+tokenizers.Tokenizer = Deaf
+"""
+
+
+@pytest.mark.parametrize(
+    "call", [5, *(pytest.param(call, marks=pytest.mark.slow) for call in (2, 9, 11, 14))]
+)
+def test_the_folder_of_a_killed_command_is_refused_until_it_is_removed(call: int, tmp_path: Path) -> None:
+    """The command kills itself before its n-th opening, fsync or rename: of 1 to 14, after the first."""
+    (tmp_path / "a.txt").write_bytes(mixed(30_000, 1).encode())
+    out = tmp_path / "out"
+    words = [tmp_path / "a.txt", "--out", out, "--shard_tokens", 11_000]
+    done = run_apart(*words, before=AT_CALL.format(call=call))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    way_out = f"was interrupted: remove the folder {out} and run the same command again"
+    assert way_out in refused(*words)
+    with pytest.raises(UserError, match=way_out):
+        open_shards(str(out), 0.1)
+    shutil.rmtree(out)
+    prepared(*words)
+    assert len(tokens_of(out, "train")) + len(tokens_of(out, "val")) == 30_000
+
+
+def test_the_first_ctrl_c_ends_the_training_of_a_bpe(tmp_path: Path) -> None:
+    # In the package's code, which calls no handler of Python's.
+    (tmp_path / "a.txt").write_text(mixed(3000, 1))
+    done = run_apart(tmp_path / "a.txt", "--out", tmp_path / "out", *BPE, before=DEAF)
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_disk_that_fails_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FaultyDisk(monkeypatch, "fsync", "val_00000", errno.ENOSPC)
+    said = refused(PLAY, "--out", tmp_path / "out")
+    way_out = "start again with an empty --out"
+    assert said == f"error: {tmp_path}/out cannot be written: No space left on device; {way_out}"
+
+
+def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
+    """Without advice to remove what is there."""
+    (tmp_path / "notes.txt").write_text("mine")
+    said = refused(PLAY, "--out", tmp_path)
+    assert said == f"error: --out {tmp_path} holds files already: name another --out"
+
+
+def test_two_commands_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.listdir", lambda path: [])  # both have looked before either writes
+    prepared(PLAY, "--out", tmp_path / "out")
+    assert "meta.json cannot be written: File exists" in refused(PLAY, "--out", tmp_path / "out")
