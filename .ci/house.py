@@ -49,13 +49,13 @@ class Size:
 
 # Room for what a fork adds to the program; all additions of docs/extending.md fit in it. A fork raises it.
 ROOM = {"statements": 70, "nodes": 400, "files": 5}
-MAX_FILES = 103 + ROOM["files"]
+MAX_FILES = 97 + ROOM["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=12_900 + ROOM["statements"], nodes=97_000 + ROOM["nodes"]),
-    ("tests",): Size(statements=12_300),
-    ("benchmarks",): Size(lines=4_900),
+    PROGRAM: Size(statements=11_710 + ROOM["statements"], nodes=87_450 + ROOM["nodes"]),
+    ("tests",): Size(statements=11_590),
+    ("benchmarks",): Size(lines=4_810),
 }
 
 

@@ -298,7 +298,8 @@ def main(arguments: Sequence[str]) -> int:
         add(f"--{name}", type=kind, default=default, help=f"{about} (default: {default})")
     options = parser.parse_args(arguments)
     for name, (low, high) in LIMITS.items():
-        if not low < (value := getattr(options, name)) < high:
+        value = getattr(options, name)
+        if not low < value < high:
             raise UserError(f"--{name} is {value}, and must be between {low} and {high}")
     # Ctrl-C ends the command at once, also in the code of `tokenizers`, which calls no handler of Python's.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
