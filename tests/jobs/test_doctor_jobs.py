@@ -48,7 +48,7 @@ def test_a_store_that_is_not_there_is_named_with_worker_and_host(start: Start) -
 def test_alone_it_shows_this_host_and_a_mistake_has_exit_code_2(start: Start) -> None:
     job = start([sys.executable, *DOCTOR])
     assert job.wait(60) == 0 and job.out().endswith("no fault found\n"), job.err()
-    assert error_of(start([sys.executable, *DOCTOR, "seed=x"])).startswith("seed must be a whole number")
+    assert error_of(start([sys.executable, *DOCTOR, "seed=x"])).startswith("seed must be a valid integer")
 
 
 @pytest.mark.weekly
