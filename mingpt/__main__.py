@@ -16,7 +16,7 @@ from mingpt.base.command import CommandParser, run_command
 COMMANDS = {
     "verify": ("tools.verify", "prove on this machine that kills and other numbers of workers change no bit"),
     "compare": ("tools.compare", "say which run is best, where runs begin to differ, and why"),
-    "doctor": ("tools.doctor", "say why a cluster does not start"),
+    "doctor": ("tools.doctor", "say why a cluster does not start, or which of its links are slow"),
     "plan": ("tools.plan", "say what a run needs, before it is started, and what fits"),
     "prepare": ("tools.prepare", "encode text into token shards"),
     "timeline": ("report.plot", "draw what the time of a run went to"),

@@ -28,7 +28,7 @@ EVENTS = {
     "evaluation_batch": "number: of the batch that is evaluated next, in the thread that evaluates",
     "save_start": "kind ('disk' or 'memory'), step: the training loop waits from here",
     "save_end": "kind, step: to here; writing goes on in the background",
-    "file_write": "name, path, size: a file of a snapshot is about to be written to `path`, then renamed",
+    "file_write": "name, path, size: a file of a snapshot is about to be written in a local folder",
     "file_progress": "name, written, size: so many bytes of it are written",
 }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import fsspec
 
 from mingpt.base.errors import UserError
-from mingpt.base.files import DriverError, reason_of
+from mingpt.base.files import DriverError, reason_of, write_atomic
 from mingpt.base.paths import refuse_pipe
 from mingpt.base.urls import missing_driver
 from mingpt.config import DataConfig
@@ -36,35 +36,41 @@ class AbsentFile(UserError):
 
 
 def read_bytes(config: DataConfig) -> bytes:
-    """Return the bytes at data.path, cached if remote. UserError if unreadable, or not of data.sha256."""
+    """Return the bytes at data.path, cached if remote. UserError if unreadable, or not of data.sha256.
+
+    A remote text is downloaded again if the cached bytes have another SHA-256 than data.sha256.
+    """
     path, sha256 = config.resolved_path, config.sha256
-    if "://" in path and not path.startswith(LOCAL):
-        try:
-            content = read_cached(path, sha256)
-        except DriverError as error:
-            content = download(path, "data.path")  # its error is a sentence, if the cache is not the reason
-            log.warning(f"{path} is not cached ({reason_of(error)}): the next start downloads it again")
-    else:
-        content = download(path, "data.path")
+    is_remote = "://" in path and not path.startswith(LOCAL)
+    with contextlib.suppress(OSError, RuntimeError):  # not in the cache, or there is none
+        content = cache_path(path).read_bytes() if is_remote else None
+        if content is not None and has_checksum(content, sha256):
+            return content
+    content = download(path, "data.path")
     if not has_checksum(content, sha256):
         digest = hashlib.sha256(content).hexdigest()
         raise UserError(f"data.path {path} has sha256 {digest}, and data.sha256 asks for {sha256}")
+    if is_remote:
+        write_cache(path, content)
     return content
 
 
-def read_cached(url: str, sha256: str | None) -> bytes:
-    """Return the content of a URL, which fsspec keeps in a folder. Raises any error.
+def write_cache(url: str, content: bytes) -> None:
+    """Write the content of a URL to the cache, for the next start. A failure is only logged."""
+    try:
+        cached = cache_path(url)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        # Durable, since without data.sha256 nothing tells whether the cached file is complete.
+        write_atomic(cached, content, cached.with_name(f"{cached.name}.{os.getpid()}"), sync="file")
+    except (OSError, RuntimeError) as error:
+        log.warning(f"{url} is not cached ({reason_of(error)}): the next start downloads it again")
 
-    If it has another SHA-256 than `sha256`, if that is given, the URL is downloaded once more.
-    """
+
+def cache_path(url: str) -> Path:
+    """Return the cache file of a URL. Raises RuntimeError without XDG_CACHE_HOME and a home folder."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mingpt"
-    cache = {"cache_storage": str(folder), "expiry_time": None}
-    files, path = fsspec.core.url_to_fs(f"filecache::{url}", filecache=cache)
-    content: bytes = files.cat_file(path)
-    if not has_checksum(content, sha256):
-        files.pop_from_cache(path)
-        content = files.cat_file(path)
-    return content
+    digest = hashlib.sha256(url.encode(errors="surrogateescape")).hexdigest()
+    return folder / f"{digest[:16]}-{url.partition('?')[0].rsplit('/', 1)[-1][:80]}"
 
 
 def has_checksum(content: bytes, sha256: str | None) -> bool:

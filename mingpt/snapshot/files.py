@@ -130,7 +130,8 @@ class FileStore:
                     sha256 = write_chunks(file, chunks, name, size)
             except OSError as error:
                 raise UserError(
-                    f"no snapshot can be kept in TMPDIR until it is uploaded ({reason_of(error)})"
+                    f"no snapshot can be kept in TMPDIR until it is uploaded ({reason_of(error)}): set "
+                    "TMPDIR to a folder with room for its larger file"
                 ) from error
             self.check_claim()
             retry(lambda: self.upload(local, final), self.retries_s, on_failure)

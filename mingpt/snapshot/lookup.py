@@ -26,7 +26,7 @@ def open_snapshot(
     With `best`, `where` must be a folder, whose valid snapshot with the lowest validation loss is opened. In
     a folder, a bad snapshot, or one that `check` refuses, is skipped and logged in one line. With
     `weights_only`, only the headers of files of optimizer state are read. Raises UserError if no snapshot can
-    be used, or if one has a schema of a later version.
+    be used, or if one is of another version.
     """
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)

@@ -93,7 +93,7 @@ class Transfer:
     def write_files(self, store: SnapshotStore) -> list[FileRecord]:
         """Write all files, durable on return; returns their records for the manifest. Collective.
 
-        An error of one rank is raised on all ranks, and SaveAborted if a rank is gone.
+        An error in writing is raised on all ranks, and SaveAborted if a rank is gone.
         """
         if self.group.world_size == 1:
             return [store.write_file(layout, self.staging.chunks(layout)) for layout in self.layouts]
@@ -101,13 +101,13 @@ class Transfer:
         error: Exception | None = None
         for layout in self.layouts:
             chunks = self.chunks(layout)
-            try:
-                if self.is_main and error is None:
+            if self.is_main and error is None:
+                try:
                     records.append(store.write_file(layout, chunks))
-            except SaveAborted:
-                raise
-            except Exception as problem:  # each driver raises exceptions of its own
-                error = problem
+                except SaveAborted:
+                    raise
+                except Exception as problem:  # each driver raises exceptions of its own
+                    error = problem
             for _ in chunks:
                 pass  # send this rank's rows, or receive the others' although writing has failed
 
@@ -251,7 +251,7 @@ class SnapshotSaver:
                     self.losses[step] = validation_loss(self.store.read_manifest(step))
                 except CorruptSnapshot:
                     self.losses[step] = None
-                except (UnreadableSnapshot, UserError) as error:  # perhaps of a later version
+                except (UnreadableSnapshot, UserError) as error:  # perhaps of another version
                     unreadable[step] = str(error)
         self.losses = {step: self.losses[step] for step in steps if step in self.losses}
         known = {step: loss for step, loss in self.losses.items() if loss is not None}

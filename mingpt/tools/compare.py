@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import reason_of, write_atomic
 from mingpt.base.paths import typed_path
 from mingpt.config import flatten, settings, to_dict
+from mingpt.config.cli import build, read_file
 from mingpt.report import load_history, read_records
 from mingpt.report.plot import draw_curves, read_curves, to_png
 from mingpt.snapshot import Snapshot, SnapshotStore, read_config
@@ -100,8 +100,8 @@ def read_run(name: str) -> Run:
         for step in store.steps():
             try:
                 manifests[step], stores[step] = store.read_manifest(step), store
-            except CorruptSnapshot as error:
-                log.warning(f"the snapshot of step {step} of {name} is damaged: {error}")
+            except (CorruptSnapshot, UserError) as error:  # or of another version
+                log.warning(f"the snapshot of step {step} of {name} cannot be used: {error}")
     return Run(name, folder, file, list(read_records(file)), load_history(folder) or {}, stores, manifests)
 
 
@@ -115,6 +115,10 @@ def read_values(run: Run) -> dict[tuple[int, str], float]:
     }
 
 
+def is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
 def read_facts(run: Run, by_manifest: bool) -> dict[str, str]:
     """Return the facts by the run's newest manifest, or else by config.yaml and run.json.
 
@@ -124,16 +128,17 @@ def read_facts(run: Run, by_manifest: bool) -> dict[str, str]:
     config, inputs = run.folder / "config.yaml", run.history.get("inputs")
     if by_manifest:
         manifest = run.manifests[max(run.manifests)]
+        known = read_config(manifest)
         inputs = {
             "data": manifest["data"]["sha256"][:12],
             "tokenizer": manifest.get("tokenizer", {}).get("sha256", "")[:12],
             "software": manifest["software"],
         }
     elif inputs and config.is_file():
-        manifest = {"config": yaml.safe_load(config.read_text())}
+        known = build(read_file(str(config)))
     else:
         return {}
-    found = flatten(to_dict(read_config(manifest))) | flatten(inputs)
+    found = flatten(to_dict(known)) | flatten(inputs)
     for change in reversed(run.history.get("changes", [])):
         for text in change["settings"]:
             key, values = text.split(": ", 1)
@@ -284,7 +289,8 @@ def tabulate(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         names = ("step", "val/loss", "val/bits_per_byte", "tokens")
         steps, losses, bits, tokens = (
-            [record[name] for record in run.records if name in record] or [math.nan] for name in names
+            [record[name] for record in run.records if is_finite(record.get(name))] or [math.nan]
+            for name in names
         )
         seconds = sum(entry.get("seconds", 0.0) for entry in run.history.get("generations", []))
         row = (max(steps), losses[-1], min(losses), bits[-1], min(bits), seconds or math.nan, tokens[-1])
@@ -325,6 +331,6 @@ def main(arguments: Sequence[str]) -> int:
         lines += ["", f"{runs[0].name} and {run.name}:"]
         for line in (*found.facts, *found.differences, *found.not_compared):
             lines += textwrap.wrap(line, 80, subsequent_indent="    ", break_on_hyphens=False)
-        lines.append(textwrap.shorten(found.finding, 80, placeholder=" ..."))
+        lines.append(found.finding)
     write_lines(lines)
     return int(any(found.differences for found in comparisons))

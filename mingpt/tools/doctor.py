@@ -18,7 +18,7 @@ import socket
 import socketserver
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,15 +67,18 @@ def examine(launch: Launch, config: Config) -> None:
     from torch.distributed import HashStore
 
     store = Rendezvous(launch, MEET_S).process_group_store if launch.is_distributed else HashStore()
-    store.set_timeout(timedelta(seconds=ANSWER_S))
     clock = time.time()  # all workers have met just now
     facts = run_within(FACTS_S, lambda: find_facts(launch, config)) | {"clock": clock}
-    facts["links"] = receive_from_all(launch.rank, all_gather(store, launch, "facts", facts))
-    rows, faults = find_faults(all_gather(store, launch, "links", facts))
+    workers = all_gather(store, launch, "facts", facts)
+    if None not in workers:
+        links_s = sum(LINK_S + CONNECT_S * len(there["addresses"]) for there in workers if there["port"])
+        facts["links"] = receive_from_all(launch.rank, workers)
+        workers = all_gather(store, launch, "links", facts, ANSWER_S + links_s)
+    rows, faults = find_faults(workers)
     if not faults:
         facts["problem"] = try_backend(store, launch, config)
         rows, faults = find_faults(all_gather(store, launch, "backend", facts))
-    if launch.rank == 0:
+    if launch.rank == next(rank for rank, there in enumerate(workers) if there is not None):
         write_lines(
             textwrap.fill(line, 80, subsequent_indent="         ", break_on_hyphens=False)
             for line in [*rows, "", *(faults or ["no fault found"])]
@@ -86,18 +89,20 @@ def examine(launch: Launch, config: Config) -> None:
         raise NonRetryableError(f"faults found: {len(faults)}")
 
 
-def all_gather(store: Any, launch: Launch, name: str, value: Any) -> list[Facts]:
-    """Return the values of all ranks, by rank. They are JSON, and a name is used once. Collective.
+def all_gather(store: Any, launch: Launch, name: str, value: Any, limit_s: float = ANSWER_S) -> list[Any]:
+    """Return the values of all ranks, by rank, None for one that does not answer in time. Collective.
 
-    Raises NonRetryableError if a worker or the store does not answer.
+    They are JSON, and a name is used once.
     """
     store.set(f"{name}/{launch.rank}", json.dumps(value))
-    values = []
+    values, deadline = [], time.monotonic() + limit_s
     for rank in range(launch.world_size):
+        key, left_s = f"{name}/{rank}", max(0.1, deadline - time.monotonic())
         try:
-            values.append(json.loads(store.get(f"{name}/{rank}")))
+            store.wait([key], timedelta(seconds=left_s))
+            values.append(json.loads(store.get(key)))
         except RuntimeError:  # of torch.distributed
-            raise NonRetryableError(f"worker {rank} did not answer within {ANSWER_S:g} s") from None
+            values.append(None)
     return values
 
 
@@ -173,15 +178,21 @@ def receive_from_all(rank: int, workers: list[Facts]) -> list[tuple[int, str, fl
     if rank not in nodes:
         return []
     own, links = nodes.index(rank), []
+    addresses = set(workers[rank]["addresses"].values())
     for sender in nodes[own + 1 :] + nodes[:own]:
-        links.append((sender, *receive_from(workers[sender])))
+        links.append((sender, *receive_from(workers[sender], addresses)))
     return links
 
 
-def receive_from(there: Facts) -> tuple[str, float]:
-    """Return ("", MB/s) of the link from another node; the text says why there is none, and what to do."""
-    problem = ""
+def receive_from(there: Facts, own: Collection[str] = ()) -> tuple[str, float]:
+    """Return ("", MB/s) of the link from another node; the text says why there is none, and what to do.
+
+    After the address at which gloo listens, others are tried, but none that this node has, too (`own`).
+    """
+    problem, first = "", next(iter(there["addresses"].values()))
     for interface, address in there["addresses"].items():
+        if problem and (address in own or address == first):
+            continue
         try:
             mb_s = receive_mb_s(address, there["port"])
         except OSError as error:
@@ -229,22 +240,29 @@ def try_backend(store: Any, launch: Launch, config: Config) -> str:
     return ""
 
 
-def find_faults(workers: list[Facts]) -> tuple[list[str], list[str]]:
+def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
     """Return lines on the facts and the links, and a sentence per fault, which names the node and a way out.
 
-    Of values that equally many nodes have, that of the lowest rank counts as usual.
+    `answers` has None for a worker that did not answer. Of values that equally many nodes have, that of the
+    lowest rank counts as usual.
     """
-    rows, found, first = [], [], workers[0]
+    workers = [there for there in answers if there is not None]
+    rows, first = [], workers[0]
+    found = [
+        (f"worker {rank}", f" did not answer within {ANSWER_S:g} s: look at its own output")
+        for rank, there in enumerate(answers)
+        if there is None
+    ]
     for fact, advice in ADVICE.items():
-        values = group((there["name"], there[fact]) for there in workers)
+        values = group((there["name"], there[fact]) for there in workers if fact != "host" or there["port"])
         rows += [f"{fact:9}{', '.join(nodes)}: {value or '-'}" for value, nodes in values.items()]
-        usual, *others = sorted(values, key=lambda value: -len(values[value]))
+        usual, *others = sorted(values, key=lambda value: (not value, -len(values[value])))
         for value in others:
             if advice and value:
                 found += [
                     (name, f": {fact} is {value}, on the others {usual}: {advice}") for name in values[value]
                 ]
-    links = [(there["name"], *link) for there in workers for link in there["links"]]
+    links = [(there["name"], *link) for there in workers for link in there.get("links", ())]
     rates = sorted([0.0, *(mb_s for *_, mb_s in links)])
     usual_mb_s = rates[3 * len(rates) // 4]
     for name, sender, problem, mb_s in links:

@@ -26,7 +26,7 @@ PHASE_OF = {"batch": "forward", "reduction_start": "reduction", "evaluation_star
 class Kill(NamedTuple):
     """A kill: worker `rank` gets SIGKILL in `phase` of the first step that has this phase, from `step` on.
 
-    `rank` is taken modulo the number of workers; in a save, of the workers that write a file. In a start-up
+    `rank` is taken modulo the number of workers; in a save it is rank 0, which writes. In a start-up
     `step` means nothing. After the kill the job goes on with `workers` workers and `strategy`.
     """
 
@@ -49,7 +49,6 @@ class FaultInjector:
         self.folder = folder
         self.kills = [Kill(*kill) for kill in json.loads((folder / "kills.json").read_text())]
         self.rank, self.workers, self.step = 0, 1, STEPS
-        self.savers = 1  # how many ranks write a file of a snapshot, from rank 0 on
         for name in ("worker_start", "run_start", "step_end", "file_progress"):
             events.subscribe(name, getattr(self, f"on_{name}"))
         for name, phase in PHASE_OF.items():
@@ -63,7 +62,7 @@ class FaultInjector:
         for number, kill in enumerate(self.kills):
             if marker(self.folder, number).exists():
                 continue
-            rank = kill.rank % (self.savers if phase == "save" else self.workers)
+            rank = 0 if phase == "save" else kill.rank % self.workers
             if kill.phase == phase and self.step >= kill.step and self.rank == rank:
                 marker(self.folder, number).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -73,10 +72,8 @@ class FaultInjector:
         self.rank, self.workers = launch.rank, launch.world_size
         self.kill_if_due("start-up")  # a kill in a start-up is due at the next start, whatever its step
 
-    def on_run_start(self, state: Any, strategy: Any) -> None:
+    def on_run_start(self, state: Any, **_: Any) -> None:
         self.step = state.step
-        if strategy.updates_are_sharded:
-            self.savers = min(self.workers, 2)  # weights and optimizer state are files of two ranks
 
     def on_step_end(self, step: int) -> None:
         self.step = step

@@ -66,7 +66,8 @@ def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, elemen
         block = nbytes({name: shape for name, shape in shapes.items() if name.startswith("h.0.")})
         block = 0 if fits_one_bucket(whole) else block  # a small model is gathered at once
         root = whole - config.model.n_layer * block
-        exchanged = 4 * root + 5 * block  # weights of the root and two blocks, gradients in three buffers
+        gathered = root + block * (2 if trainer.fsdp_reshard else config.model.n_layer)
+        exchanged = gathered / (2 if trainer.fsdp_param_dtype else 1) + 3 * (root + block)
         sums = max(first.bit_count() for first in range(0, count, workers))  # of the rounds before
     else:
         shares = [range(rank * count // workers, (rank + 1) * count // workers) for rank in range(workers)]
@@ -170,6 +171,8 @@ def main(arguments: Sequence[str]) -> int:
     config, workers, gpu = parse(words), options.workers, options.gpu_memory
     if workers < 1:
         raise UserError(f"--workers must be at least 1, not {workers}")
+    if gpu is not None and gpu < 1e6:
+        raise UserError(f"--gpu_memory is {gpu} bytes; give a unit, such as --gpu_memory 80GB")
     if not gpu and config.trainer.device == "cuda":
         raise UserError("how much memory does a GPU have? Give --gpu_memory, such as --gpu_memory 80GB")
     check_workers(config, workers)

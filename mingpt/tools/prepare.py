@@ -27,20 +27,28 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from glob import glob, has_magic
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Never
 
 import fsspec
 import numpy as np
+from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
-from mingpt.base.files import decode_text, fsync_path, parse_json, write_atomic
+from mingpt.base.files import decode_text, fsync_path, parse_json, reason_of, write_atomic
 from mingpt.base.paths import refuse_pipe, typed_path
 from mingpt.data import CharTokenizer, JsonTokenizer, Tokenizer, load_named_tokenizer
-from mingpt.data.json_tokenizer import PIECE_CHARACTERS, byte_level_bpe, import_tokenizers, split_text
+from mingpt.data.json_tokenizer import (
+    LOSS_CHARACTERS,
+    PIECE_CHARACTERS,
+    byte_level_bpe,
+    import_tokenizers,
+    split_text,
+)
 from mingpt.data.shard_files import FORMATS, HEADER_BYTES, UINT16, UINT32, read_meta
 from mingpt.data.source import KINDS, readable, suffix_of
 from mingpt.data.tokenizers import bytes_of_token
@@ -64,8 +72,11 @@ def find_files(names: Sequence[str]) -> list[Any]:
     found = list[Any]()
     for name in names:
         refuse_pipe(name, "the text")
+        paths: Any = name  # fsspec knows the patterns of URLs
+        if "://" not in name:
+            paths = [name] if os.path.exists(name) or not has_magic(name) else sorted(glob(name))
         with readable(name):
-            files = fsspec.open_files(name, "rb", compression="infer", expand=not os.path.exists(name))
+            files = fsspec.open_files(paths, "rb", compression="infer", expand=False) if paths else []
         if not files:
             raise UserError(f"no file matches {name}")
         found += files
@@ -74,7 +85,8 @@ def find_files(names: Sequence[str]) -> list[Any]:
 
 def read(file: Any) -> Iterator[str]:
     """Yield the documents of a file. Raises UserError with the place of one that has no text in UTF-8."""
-    path, kind = file.path, KINDS.get(suffix_of(file.path))
+    path = file.path if isinstance(file.fs, LocalFileSystem) else file.full_name
+    kind = KINDS.get(suffix_of(path))
     with readable(path), file as raw:
         stream = io.BufferedReader(raw)  # a network driver may return fewer bytes than asked for
         if kind is None:
@@ -114,9 +126,22 @@ def split(
 
 
 def progress(what: str, total: int | None = None) -> "tqdm[Never]":
-    """Return a progress bar on stderr that counts bytes of text; it is rarely written to a file."""
+    """Return a progress bar on stderr that counts bytes of text; it is rarely written to a file.
+
+    TQDM_DISABLE does not disable it: its count becomes `val_bytes`.
+    """
     pause_s = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(None, what, total, unit="B", unit_scale=True, ncols=80, mininterval=pause_s, delay=pause_s)
+    return tqdm(
+        None,
+        what,
+        total,
+        unit="B",
+        unit_scale=True,
+        ncols=80,
+        mininterval=pause_s,
+        delay=pause_s,
+        disable=False,
+    )
 
 
 def measure(files: Sequence[Any], wants_alphabet: bool) -> tuple[np.ndarray, set[str]]:
@@ -216,8 +241,18 @@ def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_token
                 file.write(head.tobytes())
             done, tokens = done + len(head), tokens[len(head) :]
     if not done:
-        raise UserError(f"the {part} part has no token: give more text")
+        raise UserError(f"the {part} part has no token: remove the folder {out} and give more text")
     return done
+
+
+def cut_short(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts until they have LOSS_CHARACTERS."""
+    left = LOSS_CHARACTERS
+    for text in texts:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
 
 
 def finish_shard(path: Path, dtype: np.dtype[Any]) -> dict[str, Any]:
@@ -264,7 +299,8 @@ def prepare(options: Namespace, out: Path) -> str:
             arrays = encode_all(read_batches(texts, tokenizer, bar), tokenizer, after, dtype)
             tokens += write_tokens(out, part, arrays, options.shard_tokens)
     first = int(np.fromfile(out / "val_00000.bin", dtype, 1, offset=HEADER_BYTES)[0])
-    loses_text = tokenizer.loses("".join(islice(chain.from_iterable(map(read, files)), 100)))
+    texts_again = islice(chain.from_iterable(map(read, files)), 100)
+    loses_text = tokenizer.token_bytes() is None and tokenizer.loses("".join(cut_short(texts_again)))
     content = tokenizer.to_tokenizer_json() or b""
     digest = hashlib.sha256(content).hexdigest()
     meta = {
@@ -308,6 +344,6 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         place = error.filename or options.out
         raise UserError(
-            f"{place} cannot be written: {error.strerror}; start again with an empty --out"
+            f"{place} cannot be written: {reason_of(error)}; start again with an empty --out"
         ) from None
     return 0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt.base.command import CommandParser, write_lines
-from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import temporary_folder
 from mingpt.config import Config
 from mingpt.config.cli import build
@@ -111,7 +111,7 @@ def find_problems(
         train(folder, workers, kills, SETTINGS | {"data.path": config.data.path})
         found = compare(read_run(str(work / "undisturbed" / "run")), read_run(str(folder / "run")))
         last = last_manifest(folder)
-    except (RuntimeError, OSError, CorruptSnapshot, UnreadableSnapshot) as error:
+    except (RuntimeError, OSError, CorruptSnapshot, UnreadableSnapshot, UserError) as error:
         return [str(error)], None
     problems = [*found.differences, *found.not_compared]
     missed = [number for number in range(len(kills)) if not marker(folder, number).exists()]

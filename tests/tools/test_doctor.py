@@ -17,8 +17,15 @@ from mingpt.tools.jobs import clean_environment
 
 def cluster(*changes: dict[str, Any]) -> list[Facts]:
     """The facts of a worker on each of three nodes, the last ones changed."""
-    plain = {"host": "eth0", "device": "cpu AVX512", "program": "torch 2.13", "threads": 1, "Python": "3.12"}
-    facts = [plain | {"name": f"node{n}", "clock": 0.0, "problem": "", "links": []} for n in (1, 2, 3)]
+    plain: dict[str, Any] = {
+        "host": "eth0",
+        "device": "cpu AVX512",
+        "program": "torch 2.13",
+        "threads": 1,
+        "Python": "3.12",
+    }
+    plain |= {"clock": 0.0, "problem": "", "links": [], "port": 1}
+    facts = [plain | {"name": f"node{n}"} for n in (1, 2, 3)]
     for there, change in zip(reversed(facts), reversed(changes), strict=False):
         there.update(change)
     return facts
@@ -44,6 +51,12 @@ def cluster(*changes: dict[str, Any]) -> list[Facts]:
 def test_a_fault_is_one_sentence_that_names_the_node(changes: list[dict[str, Any]], said: str) -> None:
     (fault,) = find_faults(cluster(*changes))[1]
     assert f" {said}" in fault
+
+
+def test_a_worker_that_is_silent_is_a_fault_among_others() -> None:
+    rows, faults = find_faults([*cluster({"threads": 8}), None])
+    assert len(rows) == 6 and len(faults) == 2
+    assert faults[0].startswith("fault:   worker 3 did not answer within 60 s")
 
 
 def test_a_healthy_cluster_has_no_fault_and_a_line_per_fact() -> None:

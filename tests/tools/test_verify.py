@@ -1,6 +1,9 @@
 """`python -m mingpt verify` passes a run that was only killed, and notices one that differs."""
 
+import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,9 @@ from support.snapshots import TENSORS, make_manifest, make_store, write
 from mingpt.config import Config
 from mingpt.config.cli import build
 from mingpt.data import make_corpus
+from mingpt.distributed import Launch
 from mingpt.tools import verify
-from mingpt.tools.fault_injection import STEPS, Kill
+from mingpt.tools.fault_injection import STEPS, FaultInjector, Kill, marker
 from mingpt.tools.verify import PHASES, find_problems, make_schedule, train_undisturbed
 from mingpt.training.audit import recompute
 
@@ -56,6 +60,18 @@ def test_each_way_in_which_the_disturbed_run_can_differ_is_a_problem(
     kills = [Kill("forward", 9, 0, 1)] * (changed == "kill")
     problems, _ = find_problems(1, kills, 1, tmp_path, config)
     assert bool(problems) == bool(changed) and re.search(sentence, "; ".join(problems)), problems
+
+
+def test_a_kill_in_a_save_is_of_the_rank_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kills.json").write_text(json.dumps([Kill("save", 10, 1, 2, "fsdp")]))
+    killed = list[int]()
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(number))
+    monkeypatch.setattr("mingpt.base.events.subscribe", lambda *_: None)
+    injector = FaultInjector(tmp_path)
+    injector.on_worker_start(Launch(rank=0, world_size=2))
+    injector.on_step_end(10)
+    injector.on_file_progress("step_00000010.safetensors", 60, 100)
+    assert killed == [signal.SIGKILL] and marker(tmp_path, 0).exists()
 
 
 def test_a_schedule_depends_on_its_seed_alone_and_has_every_phase() -> None:
