@@ -53,8 +53,8 @@ MAX_FILES = 97 + ROOM["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_740 + ROOM["statements"], nodes=87_810 + ROOM["nodes"]),
-    ("tests",): Size(statements=11_610),
+    PROGRAM: Size(statements=11_730 + ROOM["statements"], nodes=87_700 + ROOM["nodes"]),
+    ("tests",): Size(statements=11_612),
     ("benchmarks",): Size(lines=4_810),
 }
 

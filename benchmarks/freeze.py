@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import common
-from support.jobs import Job, last_step, read_history
+from support.jobs import Job, is_alive, last_step, read_history
 
 from mingpt.base import events
-from mingpt.tools.jobs import is_alive, torchrun
+from mingpt.tools.jobs import torchrun
 
 STEPS, TIMEOUT_S, START_S, STUCK_S, BUSY = 150, 10, 8.0, 1.5, 4
 SETTINGS = common.SMALL | {

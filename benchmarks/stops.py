@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from common import SMALL, Tally, argument_parser, arguments_of, changed_program, row, short_hash, work_folder
-from support.jobs import Job, read_history
+from support.jobs import Job, is_alive, read_history
 
 from mingpt.base import events
-from mingpt.tools.jobs import is_alive, torchrun
+from mingpt.tools.jobs import torchrun
 
 STEPS = 150
 SETTINGS = SMALL | {

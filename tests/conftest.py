@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import Job, last_step, read_metric, tensor_hash
+from support.jobs import Job, is_alive, last_step, read_metric, tensor_hash
 from support.needs import FacilityMissing, need_proc
 from support.nodes import Cluster, why_no_cluster
 from support.switch import wait_until as wait_until
 
-from mingpt.tools.jobs import is_alive, torchrun
+from mingpt.tools.jobs import torchrun
 
 Start = Callable[..., Job]
 Finish = Callable[..., Job]

@@ -76,10 +76,9 @@ def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | N
     return history if run_id in (None, history["id"]) else None
 
 
-def mark_ended(run_dir: Path, status: str, end: str | None = None) -> None:
+def mark_ended(run_dir: Path, status: str) -> None:
     """Set the status in run.json, if it is "running": the job ends before this generation can train.
 
-    `end` tells how the last generation ended; it is recorded if that generation could not record its end.
     Raises nothing.
     """
     path = run_dir / "run.json"
@@ -87,8 +86,6 @@ def mark_ended(run_dir: Path, status: str, end: str | None = None) -> None:
         content = read_json(path)
         if content["status"] == "running":
             content["status"] = status
-        if end and content["generations"] and content["generations"][-1]["end"] == "running":
-            content["generations"][-1]["end"] = end
         write_atomic(path, json.dumps(content, indent=1) + "\n", sync="file")
     except (OSError, ValueError, TypeError, KeyError):
         return  # there is no run yet, or its history is damaged, or cannot be written: the log says why

@@ -1,4 +1,4 @@
-"""Builds torchrun commands and looks at processes in /proc (Linux), for verify, tests and benchmarks."""
+"""Builds torchrun commands and environments for verify, tests and benchmarks."""
 
 import os
 import re
@@ -34,18 +34,3 @@ def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ()) -> li
     )
     command = [sys.executable, "-m", "torch.distributed.run", *(options or one_node)]
     return [*command, f"--nproc_per_node={workers}", f"--max-restarts={restarts}"]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie; False also where /proc cannot be read."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []

@@ -65,7 +65,7 @@ class Saving:
         # goes on from memory: all parts must be there, each on two nodes, also between two generations.
         self.is_on_one_disk = self.is_sharded and not start.folder.snapshots_are_shared
         self.local_every = config.snapshot.every if local_every is None else local_every
-        sharding = self.describe_sharding(start)
+        sharding = self.describe_sharding()
         keep_last, keep_best = config.snapshot.keep_last, config.snapshot.keep_best
         self.saver = SnapshotSaver(start.store, keep_last, keep_best, sharding)
         self.memory = MemorySaver(start.memory, sharding)
@@ -85,7 +85,7 @@ class Saving:
         self.replayed_step = int(start.manifest.get("replayed_step", start.step))
         self.discarded_after = start.discarded_after
 
-    def describe_sharding(self, start: StartPoint) -> Sharding:
+    def describe_sharding(self) -> Sharding:
         """Return the savers' Sharding: all ranks save a sharded state together, else each rank by itself."""
         if not self.is_sharded:
             return Sharding()

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from conftest import Finish, Start, changed_program, command, final_hash, manifest, wait_until
+from support.jobs import is_alive
 
-from mingpt.tools.jobs import is_alive, torchrun
+from mingpt.tools.jobs import torchrun
 
 # This compiler waits until the test lets it go on, at most for a minute.
 SLOW_COMPILER = """#!/bin/sh

@@ -24,10 +24,10 @@ from conftest import (
     snapshot_steps,
     wait_until,
 )
-from support.jobs import descendants, read_history
+from support.jobs import children, descendants, read_history
 
 from mingpt.distributed.device import usable_cores
-from mingpt.tools.jobs import children, torchrun
+from mingpt.tools.jobs import torchrun
 
 TORCHRUN_OUTPUT = ("OMP_NUM_THREADS", "torch.distributed.elastic", "torchelastic", "ChildFailedError", "****")
 GLOG_PREFIX = re.compile(r"^\S*[WEI]\d{4} ", re.MULTILINE)  # as in "W1121 12:34:56.789"

@@ -12,10 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from mingpt.base.files import read_json
-from mingpt.tools.jobs import ROOT, children, clean_environment, is_alive
+from mingpt.tools.jobs import ROOT, clean_environment
 from support.needs import need_proc
 
 POLL_S = 0.01
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie; False also where /proc cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def descendants(pid: int) -> list[int]:

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from mingpt.tools.jobs import ROOT, children, clean_environment
-from support.jobs import Job
+from mingpt.tools.jobs import ROOT, clean_environment
+from support.jobs import Job, children
 from support.switch import TIMEOUT_S, Switch, is_stopped, send_to, state_of, wait_until
 
 PROGRAMS = ("ip", "nft", "bindfs", "unshare", "nsenter", "setsid", "mount")

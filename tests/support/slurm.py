@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from mingpt.tools.jobs import ROOT, clean_environment, is_alive
-from support.jobs import free_port
+from mingpt.tools.jobs import ROOT, clean_environment
+from support.jobs import free_port, is_alive
 from support.switch import send_to, wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")

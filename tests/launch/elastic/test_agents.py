@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, Start, wait_until
-from support.jobs import Job
-
-from mingpt.tools.jobs import children
+from support.jobs import Job, children
 
 WORKER = """
 import os, sys, time
