@@ -23,7 +23,7 @@ from mingpt.model import (
     import_compiler,
 )
 from mingpt.optim import Exchange, Optimizer
-from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, split_rows
+from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
 from mingpt.training.audit import make_sampler
 from mingpt.training.initial_weights import match_weights
 from mingpt.training.start import StartPoint
@@ -92,16 +92,11 @@ def build_run(
 def build_optimizer(config: Config, context: DistributedContext, strategy: Strategy) -> Optimizer:
     """Return the optimizer of this rank's rows of the parameters, with an empty state."""
     exchange = Exchange(  # how a rank's part of the optimizer communicates with the others' parts
-        context.rank,
-        context.world_size,
-        strategy.updates_are_sharded,
-        rows=functools.partial(split_rows, workers=context.world_size),
-        all_to_all=context.all_to_all,
-        all_gather=context.all_gather_parts,
+        context.rank, strategy.rows, all_to_all=context.all_to_all, all_gather=context.all_gather_parts
     )
     # GPUs without bfloat16 compute in float16, Muon's products, too.
     product_dtype = torch.float16 if context.dtype == torch.float16 else torch.bfloat16
-    return Optimizer(strategy.pieces(), strategy.shapes, config.optimizer, exchange, product_dtype)
+    return Optimizer(strategy.pieces(), config.optimizer, exchange, product_dtype)
 
 
 def init_weights(state: TrainState, config: Config, context: DistributedContext, start: StartPoint) -> None:
@@ -111,7 +106,7 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
     UserError on all ranks if snapshot.init_from's weights do not fit. Collective.
     """
     initial, tokenizer = start.initial, start.corpus.tokenizer
-    shapes, parts, first = state.strategy.shapes, state.tensors(), state.first_rows()
+    shapes, parts = state.strategy.shapes, state.tensors()
     draw = functools.partial(draw_weight, config=config.model, seed=config.seed)
     given = context.run_with_heartbeat(
         lambda: match_weights(initial, config.model, shapes, draw, tokenizer) if initial else {}
@@ -123,7 +118,8 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
         else:
             weight = torch.empty(shape, device=context.device)
         context.broadcast(weight, 0)
-        copy_rows(parts[f"model.{name}"], first[f"model.{name}"], 0, weight)
+        first = state.rows.of(f"model.{name}", context.rank).start
+        copy_rows(parts[f"model.{name}"], first, 0, weight)
 
 
 def prepare_forward(

@@ -56,8 +56,8 @@ class Saving:
         self.main_rank = start.folder.snapshots_rank  # the rank whose snapshots count as durable
         self.is_main = context.rank == self.main_rank
         self.is_sharded = state.strategy.updates_are_sharded
-        self.shapes = state.shapes()
-        self.rows_by_rank = {name: state.rows_by_rank(name, shape) for name, shape in self.shapes.items()}
+        self.shapes = state.rows.shapes
+        self.rows_by_rank = {name: state.rows.by_rank(name) for name in self.shapes}
         # All ranks take part in writing a sharded state.
         self.writes_to_disk = start.folder.keeps_snapshots or self.is_sharded
         local_every = config.snapshot.local_every

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import DriverError, reason_of
+from mingpt.base.rows import split_rows
 from mingpt.config import Config, result_settings
 from mingpt.distributed import DistributedContext
-from mingpt.parallel import split_rows
 from mingpt.snapshot import Check, Entries, MemorySnapshots, Snapshot, SnapshotStore
 from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 from mingpt.training.state import (

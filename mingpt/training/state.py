@@ -17,19 +17,18 @@ from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES
+from mingpt.base.rows import RowMap, Shape, split_rows
 from mingpt.data import Tokenizer, kind_of, load_tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.model import GPT, parameter_shapes
 from mingpt.optim import Optimizer, state_shapes
-from mingpt.parallel import Strategy, split_rows
+from mingpt.parallel import Strategy
 from mingpt.snapshot import Entries, Snapshot, read_config
 
 TOKENIZER_TENSOR = "tokenizer"  # the bytes of a tokenizer.json
 GROWTH_STEPS = 2000  # steps in a row without overflow after which the loss scale doubles
 # A gradient of zeros never overflows: without a limit its scale would leave float32.
 MAX_LOSS_SCALE = 2.0**100
-
-Shape = tuple[int, ...]
 
 
 def check_model(manifest: dict[str, Any], entries: Entries) -> None:
@@ -266,26 +265,14 @@ class TrainState:
         weights = {f"model.{name}": weight for name, weight in self.strategy.held_weights().items()}
         return weights | {f"optimizer.{name}": part for name, part in self.optimizer.state_dict().items()}
 
-    def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the whole tensors, of which `tensors` returns this rank's rows, by name."""
+    @functools.cached_property
+    def rows(self) -> RowMap:
+        """The rows of each tensor that each rank holds; `tensors` returns this rank's."""
         shapes = {f"model.{name}": shape for name, shape in self.strategy.shapes.items()}
         for name, part in self.optimizer.state_dict().items():
             parameter = name.rpartition(".")[0]
             shapes[f"optimizer.{name}"] = self.strategy.shapes[parameter] if part.ndim else ()
-        return shapes
-
-    def rows_by_rank(self, name: str, shape: Shape) -> list[range] | None:
-        """Return the rows of a tensor of the whole shape `shape` by rank; None if each rank holds all."""
-        strategy = self.strategy
-        is_sharded = (
-            strategy.weights_are_sharded if name.startswith("model.") else strategy.updates_are_sharded
-        )
-        return split_rows(shape[0], strategy.world_size) if is_sharded and shape else None
-
-    def first_rows(self) -> dict[str, int]:
-        """Return the first row that this rank holds of each tensor, by name; 0 if it holds all."""
-        rows = {name: self.rows_by_rank(name, shape) for name, shape in self.shapes().items()}
-        return {name: part[self.strategy.rank].start if part else 0 for name, part in rows.items()}
+        return self.strategy.state_rows(shapes)
 
 
 @torch.no_grad()
@@ -391,13 +378,13 @@ def load_state(state: TrainState, stored: StoredState, context: DistributedConte
     Learned positions past block_size are left out. Raises UserError for the weights of another model. The
     counters `step`, `windows_seen` and `skipped` are not set.
     """
-    parts, first, shapes = state.tensors(), state.first_rows(), state.shapes()
+    parts, held, rank = state.tensors(), state.rows, state.strategy.rank
     names = [name for name in stored.shapes if name.startswith("model.")]
     there = {name: (stored.shapes[name], stored.dtypes[name]) for name in names}
-    here = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
+    here = {name: shape for name, shape in held.shapes.items() if name.startswith("model.")}
     check_shapes(there, here, f"the snapshot of step {stored.manifest['step']}")
     optimizer = [name for name in stored.shapes if name.startswith("optimizer.")]
-    if set(optimizer) == {name for name in shapes if name.startswith("optimizer.")}:
+    if set(optimizer) == {name for name in held.shapes if name.startswith("optimizer.")}:
         names += optimizer
     for name, begin, rows in stored.stream(names, context):
-        copy_rows(parts[name], first[name], begin, rows)
+        copy_rows(parts[name], held.of(name, rank).start, begin, rows)

@@ -15,8 +15,8 @@ from support.snapshots import file_names, make_manifest, make_store, write
 from torch import Tensor
 
 from mingpt.base.errors import ClaimLost
+from mingpt.base.rows import split_rows
 from mingpt.distributed import DistributedContext
-from mingpt.parallel import split_rows
 from mingpt.snapshot import Sharding, SnapshotSaver, SnapshotStore, specs_of
 from mingpt.snapshot import layout as layout_module
 from mingpt.snapshot import saver as saver_module

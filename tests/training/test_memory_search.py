@@ -13,9 +13,9 @@ from support.snapshots import write
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot
+from mingpt.base.rows import split_rows
 from mingpt.config import to_dict
 from mingpt.distributed import DistributedContext
-from mingpt.parallel import split_rows
 from mingpt.snapshot import MemorySaver, MemorySnapshots, Sharding, SnapshotStore
 from mingpt.snapshot.layout import specs_of
 from mingpt.snapshot.memory import plan_copies

@@ -15,6 +15,7 @@ from support.single_process import SingleProcess
 from support.snapshots import TENSORS, make_manifest, make_store, save
 
 from mingpt.base.errors import NonRetryableError
+from mingpt.base.rows import RowMap
 from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.distributed.device import find_environment
@@ -60,8 +61,7 @@ def make_saving(
         step=10,
         windows_seen=80,
         tensors=lambda: TENSORS,
-        shapes=lambda: {name: tuple(tensor.shape) for name, tensor in TENSORS.items()},
-        rows_by_rank=lambda name, shape: None,
+        rows=RowMap({name: tuple(tensor.shape) for name, tensor in TENSORS.items()}),
         strategy=SimpleNamespace(updates_are_sharded=is_on_one_disk, weights_are_sharded=False),
     )
     context = SingleProcess()

@@ -9,8 +9,8 @@ from support.training import Arch, Name, train
 from torch import Tensor
 
 from mingpt.base.errors import UserError
+from mingpt.base.rows import split_rows
 from mingpt.distributed import DistributedContext
-from mingpt.parallel import split_rows
 from mingpt.training import state
 from mingpt.training.state import Rows, StoredState, copy_rows, load_state
 
@@ -83,9 +83,8 @@ def test_a_rank_of_several_takes_its_rows(rank: int, weights_too: bool, small_pi
     tensors = trained_tensors("adamw", "gpt2")
     state = shard_state(rank, 3, weights_too)
     load_state(state, make_stored(tensors), SingleProcess())
-    shapes = state.shapes()
     for name, part in state.tensors().items():
-        rows = state.rows_by_rank(name, shapes[name])
+        rows = state.rows.by_rank(name)
         expected = tensors[name][rows[rank].start : rows[rank].stop] if rows else tensors[name]
         assert torch.equal(part, expected), name
 
