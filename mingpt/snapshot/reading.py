@@ -24,7 +24,7 @@ from torch import Tensor
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
 from mingpt.base.files import PIECE_BYTES, BadJson, Count, DriverError, check_json, reason_of, retry
 from mingpt.snapshot.layout import DTYPES, memory_of
-from mingpt.snapshot.manifest import parse_object
+from mingpt.snapshot.manifest import Manifest, parse_object
 
 T = TypeVar("T")
 LENGTH_BYTES = 8
@@ -134,26 +134,36 @@ class EntryFields(pydantic.BaseModel):
 
 
 Entries = Mapping[str, TensorEntry]
-# A function that raises CorruptSnapshot or UnreadableSnapshot if a snapshot with this manifest and these
-# tensors must not be used.
-Check = Callable[[dict[str, Any], Entries], None]
+# A function that raises CorruptSnapshot or UnreadableSnapshot if a snapshot with this manifest, these tensors
+# and these bytes of a tokenizer must not be used.
+Check = Callable[[Manifest, Entries, bytes | None], None]
 
 
-def accept_all(manifest: dict[str, Any], entries: Entries) -> None:
+def accept_all(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
     """Accept every snapshot: the `check` of a reader that takes any manifest and tensors."""
 
 
-class TensorFile:
-    """A safetensors file. Constructing it reads and checks the header; `read` reads a tensor.
+class StoredFile:
+    """A file of a snapshot. Constructing it checks that the file is there and has `expected_size`, in bytes.
 
-    Raises CorruptSnapshot if the file is missing, its header wrong, or its size not `expected_size` (None:
-    any), and UnreadableSnapshot if reading fails. The tensors' numbers and checksums are not checked.
+    None stands for any size. Raises CorruptSnapshot or, if reading fails, UnreadableSnapshot.
     """
 
     def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:
         self.file, self.size = file, file.size()
+        self.entries: dict[str, TensorEntry] = {}
         if expected_size not in (None, self.size):
             raise CorruptSnapshot(f"{file.what} has {self.size:,} bytes instead of {expected_size:,}")
+
+
+class TensorFile(StoredFile):
+    """A safetensors file. Constructing it also reads and checks the header; `read` reads a tensor.
+
+    Raises CorruptSnapshot if the header is wrong. The tensors' numbers and checksums are not checked.
+    """
+
+    def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:
+        super().__init__(file, expected_size)
         if self.size < LENGTH_BYTES:
             raise CorruptSnapshot(f"{file.what} has {self.size} bytes and no header")
         length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")

@@ -51,7 +51,7 @@ def build_run(
     model.set_recompute(trainer.recompute == "block")
     strategy_class = STRATEGIES[trainer.parallel, trainer.reduction]
     sampler = make_sampler(config, corpus.train, context.world_size, context.rank, strategy_class.takes_turns)
-    sampler.seek(start.manifest["windows"])
+    sampler.seek(start.manifest.windows)
     setup = StrategySetup(
         model,
         list(model.h),
@@ -67,10 +67,11 @@ def build_run(
     strategy = strategy_class(setup)
     model.init_buffers()
     optimizer = build_optimizer(config, context, strategy)
-    windows, skipped = start.manifest["windows"], start.manifest.get("skipped", (0, 0))
+    windows, skipped = start.manifest.windows, start.manifest.skipped
     loss_scale = None
     if context.dtype == torch.float16:
-        loss_scale = LossScale(**(start.manifest.get("loss_scale") or {}))
+        stored = start.manifest.loss_scale
+        loss_scale = LossScale(stored.scale, stored.good_steps) if stored else LossScale()
     state = TrainState(model, optimizer, strategy, start.step, windows, skipped, loss_scale)
     if start.snapshot:
         load_state(state, start.snapshot, context)
@@ -84,7 +85,7 @@ def build_run(
     compiled = prepare_forward(config, context, model, strategy, choice.is_compiled)
     environment = replace(environment, compiled=compiled)
     if start.snapshot:
-        compare_environment(start.manifest["software"], environment)
+        compare_environment(start.manifest.software.model_dump(), environment)
     failed = choice.is_compiled and not compiled
     return state, sampler, environment, "not compiled: torch.compile failed" if failed else str(choice)
 
@@ -183,7 +184,6 @@ def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, mod
 def compare_environment(then: dict[str, Any], environment: Environment) -> None:
     """Log one line if `environment` differs from `then`, the snapshot's: then the bits may differ, too."""
     now = asdict(environment)
-    then = {"numerics": 1} | then  # the first snapshots did not record it
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]
     if changed:
         log.info(
