@@ -55,7 +55,7 @@ PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
     PROGRAM: Size(statements=11_730 + ROOM["statements"], nodes=87_700 + ROOM["nodes"]),
     ("tests",): Size(statements=11_640),
-    ("benchmarks",): Size(lines=4_810),
+    ("benchmarks",): Size(lines=4_830),
 }
 
 
