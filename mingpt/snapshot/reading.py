@@ -1,7 +1,7 @@
 """Read the safetensors format strictly, by ranges of a file in a folder or at a URL.
 
 The format is 8 bytes with the header's length, the header as JSON, the tensors. `TensorFile` reads the
-header, and later single tensors or rows of them. The header is checked against the file's size before a
+header, and later single tensors. The header is checked against the file's size before a
 tensor is allocated. No pickle is read, and nothing is executed. Wrong content raises CorruptSnapshot, a
 failure to read UnreadableSnapshot. https://huggingface.co/docs/safetensors
 """
@@ -171,17 +171,11 @@ class TensorFile(StoredFile):
             raise CorruptSnapshot(f"the header of {file.what} cannot have {length:,} bytes")
         self.entries = parse_header(file.read(LENGTH_BYTES, LENGTH_BYTES + length), self.size, file.what)
 
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        """Return a tensor, or its rows `begin` to before `end`, in new memory. KeyError if it is missing."""
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in new memory. Raises KeyError if it is missing."""
         entry = self.entries[name]
-        dtype, shape, row_bytes = DTYPES[entry.dtype], entry.shape, 0
-        if shape:
-            stop = shape[0] if end is None else end
-            assert 0 <= begin <= stop <= shape[0], f"{name} has no rows {begin} to {stop}"
-            row_bytes = (entry.end - entry.begin) // max(1, shape[0])
-            shape = (stop - begin, *shape[1:])
-        tensor = torch.empty(shape, dtype=dtype)
-        self.file.read_into(entry.begin + begin * row_bytes, memory_of(tensor.view(-1).view(torch.uint8)))
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.file.read_into(entry.begin, memory_of(tensor.view(-1).view(torch.uint8)))
         return tensor
 
 

@@ -6,8 +6,8 @@ state is one part, a sharded one has a part per worker, and the number of worker
 ranks that are to read the chosen parts then check all bytes of these. A bad part is left out, and the next
 choice is tried.
 
-The result is a StoredState: for each tensor the rows, and which rank reads them. `stream` reads piece by
-piece and broadcasts, so that no rank needs memory for a second whole state.
+The result is a StoredState: for each tensor the rows, and which rank reads them. `stream` reads tensor by
+tensor and broadcasts, so that no rank needs memory for a second whole state.
 """
 
 import contextlib
@@ -177,26 +177,13 @@ def choose(offers: Iterable[Offer], saved_after: int | None) -> tuple[list[Offer
 
 
 class Source(NamedTuple):
-    """Rows of a tensor (a scalar is one row) that rank `rank` reads from `snapshot`, None on other ranks."""
+    """Rows of a tensor, of a scalar one row, that rank `rank` reads from `snapshot` (None on other ranks)."""
 
     name: str
     rows: range
+    numel: int
     rank: int
     snapshot: Snapshot | None
-
-    def read(self, begin: int, end: int) -> Tensor:
-        """Return rows of the whole tensor, `begin` to before `end`, which must be among `rows`."""
-        assert self.snapshot is not None, f"rank {self.rank} reads {self.name}"
-        return self.snapshot.read(self.name, begin - self.rows.start, end - self.rows.start)
-
-
-class Piece(NamedTuple):
-    """Rows `begin` to before `end` of a source's tensor, `numel` elements."""
-
-    source: Source
-    begin: int
-    end: int
-    numel: int
 
 
 @dataclass(frozen=True)
@@ -212,48 +199,38 @@ class StoredState:
     sources: dict[str, list[Source]]
 
     def stream(self, names: Iterable[str], context: DistributedContext) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield pieces of these tensors, the same on all ranks: (name, number of its first row, its rows).
+        """Yield the rows of each source of these tensors, the same on all ranks: (name, first row, rows).
 
-        The rows are on the CPU. Collective: all ranks must iterate to the end.
+        The rows are on the CPU. A message has those of one source, or of several small ones. Collective: all
+        ranks must iterate to the end.
         """
         for batch in self.batches(names):
-            buffer = torch.empty(sum(piece.numel for piece in batch))
-            parts, source = buffer.split([piece.numel for piece in batch]), batch[0].source.rank
-            if context.rank == source:
-                context.run_with_heartbeat(functools.partial(fill, batch, parts))  # a store may be slow
-            else:
-                context.run_with_heartbeat(lambda: None)
-            context.broadcast(buffer, source)
-            for piece, part in zip(batch, parts, strict=True):
-                yield piece.source.name, piece.begin, part.view(-1, *self.shapes[piece.source.name][1:])
+            sizes, rank = [source.numel for source in batch], batch[0].rank
+            buffer = context.run_with_heartbeat(functools.partial(read_all, batch))  # a store may be slow
+            if context.rank != rank:
+                buffer = torch.empty(sum(sizes))
+            context.broadcast(buffer, rank)
+            for source, part in zip(batch, buffer.split(sizes), strict=True):
+                yield source.name, source.rows.start, part.view(-1, *self.shapes[source.name][1:])
 
-    def batches(self, names: Iterable[str]) -> Iterator[list[Piece]]:
-        """Yield the pieces of each message: read by one rank, of at most PIECE_BYTES in all, or one row."""
+    def batches(self, names: Iterable[str]) -> Iterator[list[Source]]:
+        """Yield the sources of each message: of one rank, and of at most PIECE_BYTES if there are several."""
+        batch, size = list[Source](), 0
         sources = [source for name in names for source in self.sources[name]]
-        batch: list[Piece] = []
-        for source in sorted(sources, key=lambda source: source.rank):  # so that a rank sends many at once
-            for piece in self.cut(source):
-                size = 4 * sum(one.numel for one in (*batch, piece))
-                if batch and (source.rank != batch[0].source.rank or size > PIECE_BYTES):
-                    yield batch
-                    batch = []
-                batch.append(piece)
+        for source in sorted(sources, key=lambda source: source.rank):
+            size += 4 * source.numel
+            if batch and (source.rank != batch[0].rank or size > PIECE_BYTES):
+                yield batch
+                batch, size = [], 4 * source.numel
+            batch.append(source)
         if batch:
             yield batch
 
-    def cut(self, source: Source) -> Iterator[Piece]:
-        """Yield the rows of a source in pieces of at most PIECE_BYTES, or of one row if that is larger."""
-        columns = math.prod(self.shapes[source.name][1:])
-        count = max(1, PIECE_BYTES // max(1, 4 * columns))
-        for begin in source.rows[::count]:
-            end = min(begin + count, source.rows.stop)
-            yield Piece(source, begin, end, (end - begin) * columns)
 
-
-def fill(batch: Sequence[Piece], parts: Sequence[Tensor]) -> None:
-    """Read each piece into the part at the same place, a vector of as many elements."""
-    for piece, part in zip(batch, parts, strict=True):
-        part.copy_(piece.source.read(piece.begin, piece.end).reshape(-1))
+def read_all(batch: Sequence[Source]) -> Tensor:
+    """Return the numbers of these sources as one vector; an empty one on ranks that do not read them."""
+    read = [source.snapshot.read(source.name).view(-1) for source in batch if source.snapshot]
+    return read[0] if len(read) == 1 else torch.cat([torch.empty(0), *read])
 
 
 @dataclass(frozen=True)
@@ -322,11 +299,11 @@ def assemble(
     manifest, tokenizer, where = context.broadcast_object(content, whole.reader)
     rows, sources = reader.rows_of(manifest), dict[str, list[Source]]()
     for name in rows.shapes:
-        offers = parts if rows.by_rank(name) else [whole]
-        sources[name] = [
-            Source(name, rows.of(name, offer.part), offer.reader, reader.snapshot_of(offer))
-            for offer in offers
-        ]
+        columns = math.prod(rows.shapes[name][1:])
+        for offer in parts if rows.by_rank(name) else [whole]:
+            held = rows.of(name, offer.part)
+            source = Source(name, held, len(held) * columns, offer.reader, reader.snapshot_of(offer))
+            sources.setdefault(name, []).append(source)
     return StoredState(
         manifest.model_copy(update={"shard": None}), tokenizer, dict(rows.shapes), sources
     ), where

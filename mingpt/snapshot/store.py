@@ -120,7 +120,7 @@ def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int, 
 
 
 class Snapshot:
-    """Reads single tensors, or rows of them, from the files of a snapshot, without checking their bytes.
+    """Reads single tensors from the files of a snapshot, without checking their bytes.
 
     The constructor raises CorruptSnapshot if a tensor is in two files; the methods that read raise
     UnreadableSnapshot or CorruptSnapshot.
@@ -145,9 +145,9 @@ class Snapshot:
         """The configuration of the run that wrote the snapshot."""
         return self.manifest.settings
 
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        """Return a tensor, or its rows `begin` to before `end`. Raises KeyError if it is missing."""
-        return self.file_of[name].read(name, begin, end)
+    def read(self, name: str) -> Tensor:
+        """Return a tensor. Raises KeyError if it is missing."""
+        return self.file_of[name].read(name)
 
     def read_tokenizer(self) -> bytes | None:
         """Return the bytes of the tokenizer; None if there is none."""

@@ -29,7 +29,7 @@ def make_stored(tensors: Tensors, owners: int = 1, rank: int | None = None) -> S
             part = rows.of(name, owner)
             held = tensor[part.start : part.stop] if tensor.ndim else tensor
             snapshot = snapshot_of(make_manifest(7), {name: held}) if rank in (None, owner) else None
-            sources[name].append(Source(name, part, owner, snapshot))
+            sources[name].append(Source(name, part, held.numel(), owner, snapshot))
     return StoredState(make_manifest(7), None, dict(rows.shapes), sources)
 
 
