@@ -37,9 +37,7 @@ from common import Tally, argument_parser, row, work_folder
 from faulty_store import FAULTS, FaultyStore
 
 from mingpt.base.rows import RowMap
-from mingpt.distributed.background_group import BackgroundGroup
-from mingpt.snapshot import Manifest, Snapshot, SnapshotSaver, SnapshotStore, specs_of
-from mingpt.snapshot.layout import StagingBuffer, make_layout
+from mingpt.snapshot import Keep, Manifest, Snapshot, SnapshotSaver, SnapshotStore
 from mingpt.snapshot.reading import accept_all
 from mingpt.snapshot.saver import Transfer
 from mingpt.snapshot.search import Reader
@@ -54,6 +52,7 @@ BEGIN, END = "/the/save/begins", "/the/save/ends"  # paths that the child looks 
 Verdicts = Iterator[tuple[str, str, str]]  # kind of fault, where it happened, verdict
 Operation = tuple[str, str, str]  # kind, name of a file, its new name or its inode
 DiskState = tuple[tuple[str, bytes], ...]  # names and contents of a folder's files
+KEEP = Keep(last=1, best=True)
 
 
 def tensors_of(step: int) -> dict[str, torch.Tensor]:
@@ -63,10 +62,7 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
 
 def transfer(step: int) -> Transfer:
     """The tensor files of a step."""
-    tensors = tensors_of(step)
-    staging = StagingBuffer(tensors)
-    staging.fill(tensors)
-    return Transfer(make_layout(specs_of(tensors), step), staging, BackgroundGroup(0, 1))
+    return SnapshotSaver(SnapshotStore("memory://")).stage(step, tensors_of(step))
 
 
 def manifest(step: int) -> Manifest:
@@ -79,7 +75,7 @@ def manifest(step: int) -> Manifest:
 
 
 def saver(store: SnapshotStore) -> SnapshotSaver:
-    return SnapshotSaver(store, keep_last=1, keep_best=True, tokenizer=b"abc")
+    return SnapshotSaver(store, tokenizer=b"abc")
 
 
 def find_newest(store: SnapshotStore) -> tuple[Snapshot | None, dict[int, str]]:
@@ -112,7 +108,7 @@ def verdict(store: SnapshotStore) -> str:
     for bad, reason in corrupt.items():
         store.quarantine(bad, reason)
     store.prepare()
-    saver(store).write(manifest(40), transfer(40))
+    saver(store).write(manifest(40), transfer(40), dict, KEEP)
     found, corrupt = find_newest(store)
     if found is None or found.manifest.step != 40 or corrupt:
         return "a further save fails"
@@ -134,7 +130,7 @@ def save_under_strace(store: SnapshotStore, injection: list[str], log: Path) -> 
         if child == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
             os.access(BEGIN, os.F_OK)
-            job.write(manifest(30), transfer_30, sync_records)
+            job.write(manifest(30), transfer_30, sync_records, KEEP)
             os.access(END, os.F_OK)
             os._exit(0)
     os.waitpid(child, os.WUNTRACED)
@@ -287,15 +283,15 @@ def power_losses(work: Path, stride: int) -> Verdicts:
 
 def orders(work: Path, stride: int) -> Verdicts:
     """The verdicts on `order`. After a kill it matters which files exist, not in which order they came."""
-    layouts = transfer(30).layouts
-    states = list(itertools.product(("absent", "half", "whole"), repeat=len(layouts)))
+    files = [layout for layout, _ in transfer(30).files]
+    states = list(itertools.product(("absent", "half", "whole"), repeat=len(files)))
     for number, state in list(enumerate(states))[::stride]:
         store = SnapshotStore(str(work / f"order-{number}" / "snapshots"))
         write_first_two(store)
         store.begin(30)
         save_30 = transfer(30)
-        for layout, condition in zip(layouts, state, strict=True):
-            content = b"".join(save_30.staging.chunks(layout))
+        for (layout, chunks), condition in zip(save_30.files, state, strict=True):
+            content = b"".join(chunks)
             if condition == "half":
                 Path(store.path(f"partial-{layout.name}")).write_bytes(content[: len(content) // 2])
             elif condition == "whole":
@@ -318,7 +314,7 @@ def faults_of_a_store(stride: int) -> Verdicts:
     """The verdicts on `store`."""
     store, files = faulty_store()
     files.armed = True
-    saver(store).write(manifest(30), transfer(30))
+    saver(store).write(manifest(30), transfer(30), dict, KEEP)
     points = [(fault, at) for fault in FAULTS for at in range(1, files.calls + 1)]
     for fault, at in points[::stride]:
         yield f"store {fault}", f"call {at}", fault_of_a_store(fault, at)
@@ -329,7 +325,7 @@ def fault_of_a_store(fault: str, at: int) -> str:
     store, files = faulty_store()
     files.last_listing = files.ls(store.root, detail=False)
     files.armed, files.fault, files.at = True, fault, at
-    saver(store).write(manifest(30), transfer(30))
+    saver(store).write(manifest(30), transfer(30), dict, KEEP)
     if fault != "lists late":
         files.armed = False
     found, _ = find_newest(store)  # a listing may still be late

@@ -2,7 +2,7 @@
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ class BackgroundGroup:
     """A gloo process group of all ranks, for one background thread of each. Constructing it is collective.
 
     The methods raise SaveAborted if a rank is gone. With one rank there is no process group: do not call
-    `send_and_receive` then; the other methods exchange nothing.
+    `send` and `receive` then; the other methods exchange nothing.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -58,6 +58,8 @@ class BackgroundGroup:
         result, error = None, None
         try:
             result = work()
+        except SaveAborted:
+            raise  # a rank is gone: there is nothing to exchange with it
         except Exception as problem:  # of any kind: all ranks raise it
             error = problem
         outcomes = self.all_gather_object((result, picklable(error)))
@@ -72,19 +74,29 @@ class BackgroundGroup:
         result = self.on_all_ranks(lambda: work() if is_here else None)[rank]
         return result  # type: ignore[return-value]
 
-    def send_and_receive(
-        self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]
-    ) -> None:
-        """Send tensors `sent`, receive into tensors `received`, both (rank, tensor) pairs, and wait for all.
+    def send(self, rank: int, pieces: Iterable[Tensor]) -> list[dist.Work]:
+        """Begin to send these tensors to a rank; `wait` for the result. Until then they must not change.
 
-        Not collective. For each tensor sent, its rank must receive one of the same size, in the same order.
+        Not collective. For each tensor the rank must receive one of the same size, in the same order.
         """
         with save_needs_peers():
-            work = [dist.isend(tensor, rank, group=self.group) for rank, tensor in sent]
-            work += [dist.irecv(tensor, rank, group=self.group) for rank, tensor in received]
-            for one in work:
-                assert one is not None  # this rank is in the group
-                one.wait()
+            return [checked(dist.isend(piece, rank, group=self.group)) for piece in pieces]
+
+    def receive(self, rank: int, piece: Tensor) -> None:
+        """Receive a tensor that `rank` sends into `piece`. Not collective."""
+        with save_needs_peers():
+            checked(dist.irecv(piece, rank, group=self.group)).wait()
+
+    def wait(self, sent: Iterable[dist.Work]) -> None:
+        """Wait until all that was sent has been received."""
+        with save_needs_peers():
+            for work in sent:
+                work.wait()
+
+
+def checked(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in the group"
+    return work
 
 
 def picklable(error: Exception | None) -> Exception | None:

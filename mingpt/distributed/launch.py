@@ -23,6 +23,7 @@ LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI
 AGENT_FOLDER = "mingpt-"  # prefix of the folder that the agent makes for the status file
 # Set by launch/elastic/handler.py for its workers; the same on all nodes, also after nodes were lost.
 JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
+MEMORY_FILE = "MINGPT_MEMORY_FILE"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Launch:
     has_known_launcher: bool = False
     slurm_tasks: int = 1  # tasks of the job step that srun started
     status_file: Path | None = None  # rank 0 writes the job's exit code there; see mingpt.launch.agent
+    memory_file: Path | None = None  # a worker writes there where the run's snapshots in memory are
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -94,6 +96,7 @@ class Launch:
             job=env.get(JOB),
             round=number(ROUND) if ROUND in env else None,
             status_file=Path(env[STATUS_FILE]) if STATUS_FILE in env else None,
+            memory_file=Path(env[MEMORY_FILE]) if MEMORY_FILE in env else None,
             has_known_launcher=any(name in env for name in LAUNCHERS),
         )
 

@@ -5,14 +5,14 @@ and the manifest's checksums hold. SnapshotSaver (saver.py) deletes old snapshot
 the model: tensors are known by their names, and by the rows that each rank holds.
 """
 
-from mingpt.snapshot.layout import TensorSpec, specs_of
+from mingpt.base.processes import Process, this_process
+from mingpt.snapshot.layout import specs_of
 from mingpt.snapshot.lookup import open_snapshot
 from mingpt.snapshot.manifest import Manifest, TokenizerFields
 from mingpt.snapshot.memory import MemorySaver, MemorySnapshots
 from mingpt.snapshot.reading import Check, Entries
-from mingpt.snapshot.saver import Sharding, SnapshotSaver
+from mingpt.snapshot.saver import Keep, SnapshotSaver
 from mingpt.snapshot.search import Found, StoredState, find_latest
-from mingpt.snapshot.slots import Process, this_process
 from mingpt.snapshot.store import OLDER_TOKENIZER, Snapshot, SnapshotStore
 
 __all__ = [
@@ -20,16 +20,15 @@ __all__ = [
     "Check",
     "Entries",
     "Found",
+    "Keep",
     "Manifest",
     "MemorySaver",
     "MemorySnapshots",
     "Process",
-    "Sharding",
     "Snapshot",
     "SnapshotSaver",
     "SnapshotStore",
     "StoredState",
-    "TensorSpec",
     "TokenizerFields",
     "find_latest",
     "open_snapshot",

@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +43,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-# Takes a tensor's name; returns the rows that each rank holds, or None if all ranks hold the whole tensor.
-RowsByRank = Callable[[str], list[range] | None]
 
 
 def file_name(step: int, kind: str) -> str:
@@ -110,7 +107,7 @@ class FileLayout:
     size: int  # bytes, header included
 
 
-def specs_of(tensors: Mapping[str, Tensor] | Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
@@ -146,27 +143,17 @@ def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
 
 
 class StagingBuffer:
-    """A safetensors file in memory with room for tensors like `tensors`, which `fill` copies into it.
+    """Memory with room for tensors like `tensors`, which `fill` copies into it.
 
-    `allocate(size)` returns the memory, a one-dimensional uint8 tensor of `size` bytes. By default the memory
-    is newly allocated. If a tensor is on a GPU, the memory's pages are locked.
+    If a tensor is on a GPU, the memory's pages are locked.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor] | Mapping[str, TensorSpec],
-        allocate: Callable[[int], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         specs = specs_of(tensors)
         layout = file_layout("", specs)  # one file, whatever its size
-        # Zeroing faults in every page.
-        self.buffer = (
-            allocate(layout.size) if allocate else torch.empty(layout.size, dtype=torch.uint8).zero_()
-        )
-        if any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors.values()):
+        self.buffer = torch.empty(layout.size, dtype=torch.uint8).zero_()  # zeroing faults in every page
+        if any(tensor.is_cuda for tensor in tensors.values()):
             self.lock_pages()
-        header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-        self.buffer[: len(header)] = header
         self.parts: dict[str, Tensor] = {}  # the bytes of each tensor: uint8, one-dimensional
         self.slots: dict[str, Tensor] = {}  # the same memory, with the tensor's type and shape
         for name, begin in layout.begins.items():
@@ -203,15 +190,6 @@ class StagingBuffer:
         """Yield the bytes of these tensors as uint8 tensors of at most PIECE_BYTES, without copying them."""
         for name in names:
             yield from (piece for piece in self.parts[name].split(PIECE_BYTES) if len(piece))
-
-    def chunks(self, layout: FileLayout) -> list[memoryview]:
-        """Return a file's bytes, its tensors being in this buffer: header, then views of at most 16 MiB."""
-        return [memoryview(layout.header), *map(memory_of, self.pieces(layout.begins))]
-
-    @property
-    def content(self) -> memoryview:
-        """All bytes of the buffer, header included, without copying them."""
-        return memory_of(self.buffer)
 
 
 @functools.cache  # once per process, whatever the number of buffers

@@ -1,9 +1,12 @@
-"""Write snapshots in the background, one at a time, and prune old ones.
+"""Write snapshots in the background, one at a time, and remove old ones.
 
-A rank that holds the whole state writes it alone. If the state is sharded, each rank holds some rows, and all
-ranks save together: the main rank receives the other ranks' rows of one tensor after the other and writes
-them, so the files do not depend on the sharding. Training continues meanwhile: background threads write and
-exchange, over a process group of their own.
+A save copies the tensors into a staging buffer, for which training waits. A background thread then writes two
+tensor files and the tokenizer, and the manifest last. A rank that holds the whole state writes it alone. If
+the state is sharded, each rank holds some rows, and all ranks save together: the main rank receives the other
+ranks' rows of one tensor after the other and writes them, so the files do not depend on the sharding. The
+threads exchange over a process group of their own.
+
+The same saver writes to a disk, to a URL and to a node's memory (memory.py); only its store differs.
 """
 
 import functools
@@ -11,163 +14,116 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from mingpt.base.errors import ClaimLost, CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES, reason_of
-from mingpt.distributed import DistributedContext
+from mingpt.base.rows import RowMap
 from mingpt.distributed.background_group import BackgroundGroup
-from mingpt.snapshot.layout import (
-    FileLayout,
-    RowsByRank,
-    StagingBuffer,
-    TensorSpec,
-    make_layout,
-    memory_of,
-    specs_of,
-)
+from mingpt.snapshot.layout import FileLayout, StagingBuffer, TensorSpec, make_layout, memory_of
 from mingpt.snapshot.manifest import FileRecord, Manifest, validation_loss
 from mingpt.snapshot.store import SnapshotStore
 
 # A function that computes manifest fields in the background; it may raise SaveAborted.
 LateFields = Callable[[], dict[str, Any]]
+# Takes a tensor's name; returns (rank, bytes) for the parts of the tensor, in their order.
+Sources = Callable[[str], Sequence[tuple[int, int]]]
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """The ranks that save a state together, and the rows that each of them holds.
+class Keep(NamedTuple):
+    """Which snapshots a saver leaves when it removes old ones."""
 
-    Without a `context` the state is not sharded: this rank, number 0 of 1, holds the whole state and
-    exchanges nothing.
-    """
-
-    context: DistributedContext | None = None  # of the ranks that share the rows
-    specs: Mapping[str, TensorSpec] = field(default_factory=dict)  # of the whole tensors
-    rows_by_rank: RowsByRank = dict[str, list[range]]().get  # by default all ranks hold all rows
-    weights_are_sharded: bool = False  # if not, each rank has all weights
-    main_rank: int = 0  # writes on disk, and prunes
-
-    @property
-    def rank(self) -> int:
-        return self.context.rank if self.context else 0
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this rank among the ranks on its node; 0 if the state is not sharded."""
-        return self.context.launch.local_rank if self.context else 0
-
-    @property
-    def world_size(self) -> int:
-        return self.context.world_size if self.context else 1
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank. Collective."""
-        return self.context.all_gather_object(value) if self.context else [value]
-
-
-UNSHARDED = Sharding()
+    last: int  # so many of the newest
+    best: bool = False  # also the one with the lowest validation loss
+    replayed_step: int = 0  # also the newest one up to this step
 
 
 class Transfer:
-    """Writes the tensor files of one snapshot to a store. Every rank of `sharding` has a transfer.
+    """Writes the tensor files of one snapshot on rank `writer`; the ranks of `sources` send it their parts.
 
-    `layouts` has a plan of each file, and `staging` this rank's bytes. The main rank writes. For each tensor
-    in a file's order it receives the rows of one rank after the other, in pieces of at most PIECE_BYTES.
+    `layouts` has a plan of each file, and `staging` this rank's bytes. For each tensor in a file's order, the
+    writer receives one part after the other, in pieces of at most PIECE_BYTES. Each of these ranks has a
+    transfer, and calls `write_files`; another rank needs none.
     """
 
     def __init__(
         self,
         layouts: Sequence[FileLayout],
         staging: StagingBuffer,
+        sources: Sources,
         group: BackgroundGroup,
-        sharding: Sharding = UNSHARDED,
+        writer: int = 0,
     ) -> None:
-        self.layouts, self.staging, self.group, self.sharding = layouts, staging, group, sharding
-        self.main_rank, self.is_main = sharding.main_rank, group.rank == sharding.main_rank
+        self.staging, self.sources, self.group, self.writer = staging, sources, group, writer
+        self.is_writer = group.rank == writer
+        self.files = [(layout, self.chunks(layout)) for layout in layouts]
+        self.sent: list[Any] = []  # what this rank has begun to send
 
     def write_files(self, store: SnapshotStore) -> list[FileRecord]:
-        """Write all files, durable on return; returns their records for the manifest. Collective.
+        """Write all files, durable on return; returns their records on the writer, nothing on other ranks.
 
-        An error in writing is raised on all ranks, and SaveAborted if a rank is gone.
+        An error in writing is raised on the writer alone, once it has received everything; SaveAborted is
+        raised where a rank is gone.
         """
-        if self.group.world_size == 1:
-            return [store.write_file(layout, self.staging.chunks(layout)) for layout in self.layouts]
-        records: list[FileRecord] = []
-        error: Exception | None = None
-        for layout in self.layouts:
-            chunks = self.chunks(layout)
-            if self.is_main and error is None:
-                try:
-                    records.append(store.write_file(layout, chunks))
-                except SaveAborted:
-                    raise
-                except Exception as problem:  # each driver raises exceptions of its own
-                    error = problem
+        try:
+            return [store.write_file(layout, chunks) for layout, chunks in self.files if self.is_writer]
+        except SaveAborted:
+            self.files = []
+            raise
+        finally:
+            self.exchange()
+            self.group.wait(self.sent)
+
+    def exchange(self) -> None:
+        """Begin to send this rank's parts, or receive those that the writer has not received yet."""
+        for _, chunks in self.files:
             for _ in chunks:
-                pass  # send this rank's rows, or receive the others' although writing has failed
-
-        def outcome() -> list[FileRecord]:
-            if error is not None:
-                raise error
-            return records
-
-        return self.group.on_rank(self.main_rank, outcome)
+                pass
 
     def chunks(self, layout: FileLayout) -> Iterator[memoryview]:
-        """Yield a file on the main rank; on others nothing: they send. Collective: iterate to the end."""
-        if self.is_main:
+        """Yield a file on the writer; on others nothing: they begin to send. Iterate to the end."""
+        if self.is_writer:
             yield memoryview(layout.header)
         for name in layout.begins:
-            rows_by_rank = self.sharding.rows_by_rank(name)
-            if rows_by_rank is None and self.is_main:
-                yield from self.own_pieces(name)
-            for rank, rows in enumerate(rows_by_rank or ()):
-                spec = self.sharding.specs[name]
-                yield from self.rows_of(rank, name, spec.nbytes // spec.shape[0] * len(rows))
+            for rank, size in self.sources(name):
+                if rank == self.group.rank and self.is_writer:
+                    yield from map(memory_of, self.staging.pieces([name]))
+                elif rank == self.group.rank:
+                    self.sent += self.group.send(self.writer, self.staging.pieces([name]))
+                elif self.is_writer:
+                    yield from self.receive(rank, size)
 
-    def own_pieces(self, name: str) -> Iterator[memoryview]:
-        return map(memory_of, self.staging.pieces([name]))
-
-    def rows_of(self, rank: int, name: str, size: int) -> Iterator[memoryview]:
-        """Yield, on the main rank, the `size` bytes of a tensor that `rank` holds, and which `rank` sends."""
-        if size and rank == self.group.rank == self.main_rank:
-            yield from self.own_pieces(name)
-        elif size and rank == self.group.rank:
-            for piece in self.staging.pieces([name]):
-                self.group.send_and_receive([(self.main_rank, piece)], [])
-        elif self.is_main:
-            for begin in range(0, size, PIECE_BYTES):
-                piece = torch.empty(min(PIECE_BYTES, size - begin), dtype=torch.uint8)
-                self.group.send_and_receive([], [(rank, piece)])
-                yield memory_of(piece)
+    def receive(self, rank: int, size: int) -> Iterator[memoryview]:
+        """Yield `size` bytes that `rank` sends."""
+        for begin in range(0, size, PIECE_BYTES):
+            piece = torch.empty(min(PIECE_BYTES, size - begin), dtype=torch.uint8)
+            self.group.receive(rank, piece)
+            yield memory_of(piece)
 
 
 class SnapshotSaver:
     """Saves a state in the background; if it is sharded, each rank has a saver and all save together.
 
-    After a failed write, on a full disk for example, training continues, and the next save tries again; only
-    the last write must succeed, see `finish`. `prune` tells which snapshots are kept. Constructing a saver is
-    collective: all ranks of `sharding` do it together.
+    A rank that saves alone has no `group`. Else `group` has all ranks, `rows` tells what each of them holds,
+    and the main rank writes and removes. After a failed write, on a full disk for example, training
+    continues, and the next save tries again; only the last write must succeed.
     """
 
     def __init__(
         self,
         store: SnapshotStore,
-        keep_last: int,
-        keep_best: bool,
-        sharding: Sharding = UNSHARDED,
         tokenizer: bytes | None = None,
+        rows: RowMap | None = None,
+        group: BackgroundGroup | None = None,
+        main_rank: int = 0,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.store, self.keep_last, self.keep_best, self.sharding = store, keep_last, keep_best, sharding
-        self.replayed_step = 0  # the newest snapshot up to this step is kept
-        self.group = BackgroundGroup(sharding.rank, sharding.world_size)
+        self.store, self.tokenizer, self.rows, self.main_rank = store, tokenizer, rows, main_rank
+        self.group = group or BackgroundGroup(0, 1)
         self.losses: dict[int, float | None] = {}  # validation loss at each step that has a snapshot
         self.staging: StagingBuffer | None = None
         self.thread: threading.Thread | None = None
@@ -180,22 +136,39 @@ class SnapshotSaver:
             self.staging = StagingBuffer(tensors)
         return self.staging
 
-    def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], late_fields: LateFields = dict) -> None:
+    def stage(self, step: int, tensors: Mapping[str, Tensor]) -> Transfer:
+        """Copy this rank's tensors, after which they may change; return the transfer that writes the copy."""
+        staging = self.allocate(tensors)
+        staging.fill(tensors)
+        whole = self.rows.shapes if self.rows else {}
+        specs = {
+            name: TensorSpec(tensor.dtype, tuple(whole.get(name, tensor.shape)))
+            for name, tensor in tensors.items()
+        }
+
+        def sources(name: str) -> list[tuple[int, int]]:
+            if self.rows and self.rows.by_rank(name):
+                size = specs[name].dtype.itemsize
+                return [(rank, size * count) for rank, count in enumerate(self.rows.numel(name))]
+            return [(self.main_rank, specs[name].nbytes)]
+
+        return Transfer(make_layout(specs, step), staging, sources, self.group, self.main_rank)
+
+    def save(
+        self, manifest: Manifest, tensors: Mapping[str, Tensor], late_fields: LateFields, keep: Keep
+    ) -> None:
         """Wait for the write of the last save to end, copy this rank's tensors, and begin to write them.
 
         On return the tensors may change. The background thread adds the fields that `late_fields` returns to
-        the manifest. If the write fails, it keeps the error in `error`. Collective.
+        the manifest, and then removes all snapshots but those to `keep`. If the write fails, it keeps the
+        error in `error`. Collective.
         """
         self.wait()
-        staging = self.allocate(tensors)
-        staging.fill(tensors)
-        specs = {**specs_of(tensors), **self.sharding.specs}  # of the whole tensors
-        layouts = make_layout(specs, manifest.step)
-        transfer = Transfer(layouts, staging, self.group, self.sharding)
-        self.thread = threading.Thread(target=self.write, args=(manifest, transfer, late_fields))
+        transfer = self.stage(manifest.step, tensors)
+        self.thread = threading.Thread(target=self.write, args=(manifest, transfer, late_fields, keep))
         self.thread.start()
 
-    def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields = dict) -> None:
+    def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields, keep: Keep) -> None:
         """Write a snapshot, then prune; runs in the background. Raises nothing; sets `error`. Collective."""
         step = manifest.step
         try:
@@ -210,18 +183,18 @@ class SnapshotSaver:
             return
         try:
             if self.is_main:
-                self.prune()
+                self.prune(keep)
         except Exception as error:  # the new snapshot is valid all the same
             log.warning(f"old snapshots could not be removed: {reason_of(error)}")
 
     @property
     def is_main(self) -> bool:
         """Whether this rank writes the manifest and prunes."""
-        return self.group.rank == self.sharding.main_rank
+        return self.group.rank == self.main_rank
 
     def on_main_rank(self, work: Callable[[], T]) -> T:
         """Run `work` on the main rank; all ranks return its result or raise its error. Collective."""
-        return self.group.on_rank(self.sharding.main_rank, work)
+        return self.group.on_rank(self.main_rank, work)
 
     def write_once(self, manifest: Manifest, transfer: Transfer) -> None:
         """Write a snapshot, durable on return. Raises any rank's error on all ranks. Collective.
@@ -238,7 +211,7 @@ class SnapshotSaver:
 
         try:
             is_complete = self.on_main_rank(lambda: self.store.begin(step))
-            records = transfer.write_files(self.store)
+            records = self.group.on_all_ranks(lambda: transfer.write_files(self.store))[self.main_rank]
             if self.tokenizer is not None:
                 write_tokenizer = functools.partial(self.store.write_tokenizer, step, self.tokenizer)
                 records.append(self.on_main_rank(write_tokenizer))
@@ -251,7 +224,7 @@ class SnapshotSaver:
             raise
 
     def find_best(self, steps: list[int]) -> int | None:
-        """Return the one of `steps` with the lowest validation loss; None without `keep_best` or a loss."""
+        """Return the one of `steps` with the lowest validation loss; None if none has a loss."""
         unreadable = self.store.unreadable
         for step in steps:
             if step not in self.losses and step not in unreadable:
@@ -263,7 +236,7 @@ class SnapshotSaver:
                     unreadable[step] = str(error)
         self.losses = {step: self.losses[step] for step in steps if step in self.losses}
         known = {step: loss for step, loss in self.losses.items() if loss is not None}
-        return min(known, key=known.__getitem__, default=None) if self.keep_best else None
+        return min(known, key=known.__getitem__, default=None)
 
     def best_loss(self, last_step: int) -> float:
         """Return the lowest loss of snapshots up to `last_step`; infinity if `find_best` finds none."""
@@ -271,17 +244,17 @@ class SnapshotSaver:
         loss = None if best is None else self.losses[best]
         return math.inf if loss is None else loss
 
-    def prune(self) -> None:
-        """Delete all snapshots but the newest `keep_last`, the best, and the newest up to `replayed_step`.
+    def prune(self, keep: Keep) -> None:
+        """Delete all snapshots but those to `keep`, and the files of interrupted removals.
 
-        The best is kept if `keep_best` is set. Unreadable snapshots are neither counted nor deleted. Files of
-        interrupted removals are deleted, too.
+        Unreadable snapshots are neither counted nor deleted.
         """
         best = self.find_best(self.store.steps())
         steps = [step for step in self.store.steps() if step not in self.store.unreadable]
-        replayed = next((step for step in steps if step <= self.replayed_step), None)
-        for step in steps[self.keep_last :]:
-            if step not in (best, replayed):
+        replayed = next((step for step in steps if step <= keep.replayed_step), None)
+        kept = {*steps[: keep.last], replayed, *([best] if keep.best else [])}
+        for step in steps:
+            if step not in kept:
                 self.store.remove(step)
         # Remove files that interrupted removals have left.
         complete = self.store.steps()
@@ -295,9 +268,3 @@ class SnapshotSaver:
         if self.thread:
             self.thread.join(timeout_s)
         return not (self.thread and self.thread.is_alive())
-
-    def finish(self) -> None:
-        """Wait for the last write, if any, to end; raise its error if it failed."""
-        self.wait()
-        if self.error:
-            raise self.error

@@ -183,13 +183,12 @@ def prepare_store(
     memory: MemorySnapshots,
     context: DistributedContext,
     found: Found,
-    is_restart: bool,
     folder: RunFolder,
 ) -> None:
     """Rename corrupt snapshots on disk, prepare their folder, and remove useless ones in memory. Collective.
 
     Only the rank that keeps a folder of snapshots renames and prepares there. Useless are those that other
-    runs left behind and, in a job's first generation, those past the snapshot that it starts from. Where a
+    runs left behind, and all but the newest one up to the step that the generation starts from. Where a
     folder cannot be written to, raises the errors of `refuse_where_it_fails`.
     """
 
@@ -204,8 +203,7 @@ def prepare_store(
                 ) from None
         if context.launch.local_rank == 0:
             memory.remove_leftovers()
-            if not is_restart:
-                memory.remove_newer(found.state.manifest.step if found.state else -1)
+            memory.make_room(found.state.manifest.step if found.state else -1)
         if folder.keeps_snapshots:
             store.prepare()
 

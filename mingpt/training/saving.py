@@ -15,11 +15,11 @@ from mingpt.base.files import reason_of
 from mingpt.base.urls import redact
 from mingpt.config import Config, to_dict
 from mingpt.distributed import DistributedContext
-from mingpt.distributed.background_group import save_needs_peers
+from mingpt.distributed.background_group import BackgroundGroup, save_needs_peers
 from mingpt.distributed.device import Environment
 from mingpt.distributed.exit import JOB_ENDS
 from mingpt.report import RunLogger
-from mingpt.snapshot import Manifest, MemorySaver, Sharding, SnapshotSaver, TensorSpec
+from mingpt.snapshot import Keep, Manifest, MemorySaver, SnapshotSaver
 from mingpt.snapshot.manifest import DataFields, LossScaleFields, SoftwareFields, finite_records
 from mingpt.training.audit import Audit
 from mingpt.training.resume import SUSPECT
@@ -57,8 +57,6 @@ class Saving:
         self.main_rank = start.folder.snapshots_rank  # the rank whose snapshots count as durable
         self.is_main = context.rank == self.main_rank
         self.is_sharded = state.strategy.updates_are_sharded
-        self.shapes = state.rows.shapes
-        self.rows_by_rank = {name: state.rows.by_rank(name) for name in self.shapes}
         # All ranks take part in writing a sharded state.
         self.writes_to_disk = start.folder.keeps_snapshots or self.is_sharded
         local_every = config.snapshot.local_every
@@ -66,17 +64,19 @@ class Saving:
         # goes on from memory: all parts must be there, each on two nodes, also between two generations.
         self.is_on_one_disk = self.is_sharded and not start.folder.snapshots_are_shared
         self.local_every = config.snapshot.every if local_every is None else local_every
-        sharding = self.describe_sharding()
-        keep_last, keep_best = config.snapshot.keep_last, config.snapshot.keep_best
-        self.saver = SnapshotSaver(start.store, keep_last, keep_best, sharding, content)
-        self.memory = MemorySaver(start.memory, sharding, content if context.launch.local_rank == 0 else None)
+        self.saver = SnapshotSaver(start.store, content)
+        if self.is_sharded:
+            group = BackgroundGroup(context.rank, context.world_size)
+            self.saver = SnapshotSaver(start.store, content, state.rows, group, self.main_rank)
+        in_memory = content if context.launch.local_rank == 0 else None
+        self.memory = MemorySaver(start.memory, context, state.rows, in_memory)
         self.last_save_step = start.durable_step  # step of the last save to disk that was begun
         # Step of the last save to disk that this rank has begun; at first, of the snapshot it found, or -1.
         self.own_step = start.own_step
         if self.is_sharded:  # all ranks save together, so the main rank's step is that of all
             self.own_step = context.broadcast_object(start.own_step, self.main_rank)
         self.best_loss = -math.inf  # the lowest validation loss so far; without keep_best no loss is lower
-        if keep_best:
+        if config.snapshot.keep_best:
             best_loss = self.saver.best_loss(state.step) if self.is_main else None
             self.best_loss = context.broadcast_object(best_loss, self.main_rank)
         self.is_slow_disk_reported = False
@@ -87,20 +87,6 @@ class Saving:
         self.replayed_step = start.step if replayed_step is None else replayed_step
         self.evaluated_step = start.manifest.evaluated_step  # the last step that was evaluated
         self.discarded_after = start.discarded_after
-
-    def describe_sharding(self) -> Sharding:
-        """Return the savers' Sharding: all ranks save a sharded state together, else each rank by itself."""
-        if not self.is_sharded:
-            return Sharding()
-        parts = self.state.tensors()
-        specs = {name: TensorSpec(part.dtype, self.shapes[name]) for name, part in parts.items()}
-        return Sharding(
-            self.context,
-            specs,
-            self.rows_by_rank.get,
-            self.state.strategy.weights_are_sharded,
-            self.main_rank,
-        )
 
     @property
     def writes_to_memory(self) -> bool:
@@ -117,7 +103,7 @@ class Saving:
         if self.writes_to_disk:
             self.saver.allocate(self.tensors(self.is_main))
         if self.config.snapshot.memory_every and self.writes_to_memory:
-            self.memory.allocate(self.tensors(self.context.launch.local_rank == 0), self.state.step)
+            self.memory.allocate(self.tensors(self.context.launch.local_rank == 0))
 
     def note_written(self, step: int, run_logger: RunLogger | None) -> None:
         """Note that the snapshot of `step` is durable, as all ranks know; ignore a step that is not newer.
@@ -180,8 +166,9 @@ class Saving:
                 return late_fields(chain)
 
             self.own_step = self.state.step
-            self.saver.replayed_step = self.replayed_step
-            self.saver.save(manifest, tensors, fields)
+            settings = self.config.snapshot
+            keep = Keep(settings.keep_last, settings.keep_best, self.replayed_step)
+            self.saver.save(manifest, tensors, fields, keep)
         events.emit("save_end", kind="disk", step=self.state.step)
 
     def is_due_in_memory(self, is_on_disk: bool) -> bool:
@@ -212,7 +199,7 @@ class Saving:
         """
         tensors = self.state.tensors()
         if self.is_sharded and not with_whole:
-            return {name: part for name, part in tensors.items() if self.rows_by_rank[name]}
+            return {name: part for name, part in tensors.items() if self.state.rows.by_rank(name)}
         return tensors
 
     def manifest(self, **fields: Any) -> Manifest:

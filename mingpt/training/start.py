@@ -17,7 +17,7 @@ from mingpt.data import Corpus, Data
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment
 from mingpt.report import load_history, open_log, read_job_start
-from mingpt.snapshot import Manifest, MemorySnapshots, SnapshotStore, StoredState, find_latest, this_process
+from mingpt.snapshot import Manifest, MemorySnapshots, SnapshotStore, StoredState, find_latest
 from mingpt.training.audit import START
 from mingpt.training.claim import Claims, claim_places
 from mingpt.training.initial_weights import InitialWeights, open_weights
@@ -136,10 +136,7 @@ def find_snapshot(
     if not is_restart:
         check_workers(config, context.world_size)
     run_id = agree_on_run_id(context, folder, claims.was_started())
-    agent = this_process(context.launch.agent_pid)
-    memory = MemorySnapshots(
-        config.snapshot.memory_path, run_id, folder.path, context.launch.node_rank, agent
-    )
+    memory = MemorySnapshots(config.snapshot.memory_path, run_id, folder.path)
     history = load_history(folder.path, run_id) or {"generations": []}
     starts = context.all_gather_object(read_job_start(history) if is_restart else None)
     suspects = max(context.all_gather_object(history.get("suspects", [])), key=len)
@@ -168,7 +165,7 @@ def find_snapshot(
         workers, after = " or ".join(suspects[-1]["workers"]), suspects[-1]["after"]
         log.warning(f"{workers} computed wrongly: nothing that was saved after step {after} is used")
     if not config.trainer.eval_only:
-        prepare_store(store, memory, context, latest, is_restart, folder)
+        prepare_store(store, memory, context, latest, folder)
         share_history(context, folder, found.step)
     return found
 

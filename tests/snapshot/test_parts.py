@@ -8,10 +8,11 @@ import pytest
 import torch
 from support import snapshots
 from support.faults import FaultyDisk
-from support.snapshots import PARTS, file_names, make_manifest, make_store, save, transfer, write
+from support.snapshots import PARTS, file_names, make_manifest, make_store, save, write
 
 from mingpt.base.errors import ClaimLost
-from mingpt.snapshot import SnapshotSaver, SnapshotStore, open_snapshot
+from mingpt.snapshot import SnapshotSaver, SnapshotStore, open_snapshot, specs_of
+from mingpt.snapshot.layout import make_layout
 
 NAMES = ["step_00000002.safetensors", "step_00000002.optimizer.safetensors"]
 
@@ -73,7 +74,7 @@ def test_a_save_that_was_killed_is_no_snapshot_and_its_files_are_removed_at_the_
     before = file_names(store)
     store.begin(3)
     for number in written:
-        layout = transfer(3, PARTS).layouts[number]
+        layout = make_layout(specs_of(PARTS), 3)[number]
         Path(store.path(layout.name)).write_bytes(layout.header)
     assert newest(store) == (2, []), "it is not set aside"
     store.prepare()
@@ -85,7 +86,7 @@ def test_leftovers_of_a_removal_that_was_cut_short_go_with_the_next_save(store: 
     write(store, make_manifest(3), PARTS)
     Path(store.path("step_00000002.json")).unlink()
     Path(store.path(NAMES[1])).unlink()
-    saver = SnapshotSaver(store, keep_last=5, keep_best=False)
+    saver = SnapshotSaver(store)
     save(saver, make_manifest(4), PARTS)
     assert store.steps() == store.steps("safetensors") == [4, 3, 1]
 

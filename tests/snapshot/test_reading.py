@@ -12,7 +12,7 @@ import torch
 from support.snapshots import TENSORS, file_names, make_manifest, make_store, newest, save, write
 
 from mingpt.base.errors import UserError
-from mingpt.snapshot import SnapshotSaver, SnapshotStore, open_snapshot, reading
+from mingpt.snapshot import Keep, SnapshotSaver, SnapshotStore, open_snapshot, reading
 
 FAILURES = [
     OSError(errno.EIO, "Input/output error"),
@@ -111,7 +111,7 @@ def test_an_unreadable_snapshot_is_never_pruned_and_does_not_count(
     write(store, make_manifest(9))
     break_reading(f"00000009.{kind}", FAILURES[0])
     newest(store)
-    saver = SnapshotSaver(store, keep_last=1, keep_best=True)
+    saver = SnapshotSaver(store)
     for step in (3, 4):
-        save(saver, make_manifest(step))
+        save(saver, make_manifest(step), keep=Keep(last=1, best=True))
     assert store.steps() == [9, 4]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.snapshots import TENSORS, make_manifest, make_store, save
 
-from mingpt.snapshot import SnapshotSaver, SnapshotStore
+from mingpt.snapshot import Keep, SnapshotSaver, SnapshotStore
 from mingpt.snapshot.layout import FileLayout, step_of
 from mingpt.snapshot.manifest import FileRecord
 
@@ -16,16 +16,16 @@ def store(tmp_path: Path) -> SnapshotStore:
 
 
 def test_the_newest_and_the_best_are_kept(store: SnapshotStore) -> None:
-    saver = SnapshotSaver(store, keep_last=2, keep_best=True)
+    saver = SnapshotSaver(store)
     for step, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, None)):
-        saver.save(make_manifest(step, loss), TENSORS)
-    saver.finish()
+        saver.save(make_manifest(step, loss), TENSORS, dict, Keep(last=2, best=True))
+    saver.wait()
     assert store.steps() == [5, 4, 2]
     assert saver.newest_written == 5
-    later = SnapshotSaver(store, keep_last=1, keep_best=True)
-    save(later, make_manifest(6, 3.0))
+    later = SnapshotSaver(store)
+    save(later, make_manifest(6, 3.0), keep=Keep(last=1, best=True))
     assert store.steps() == [6, 2], "the best one of an earlier generation"
-    save(SnapshotSaver(store, keep_last=1, keep_best=False), make_manifest(7))
+    save(later, make_manifest(7), keep=Keep(last=1))
     assert store.steps() == [7]
 
 
@@ -43,11 +43,9 @@ class FullDisk:
         return self.real(layout, chunks)
 
 
-def saver_with(
-    store: SnapshotStore, losses: dict[int, float | None], keep_best: bool = True
-) -> SnapshotSaver:
+def saver_with(store: SnapshotStore, losses: dict[int, float | None]) -> SnapshotSaver:
     """A saver that has written snapshots with these validation losses by step."""
-    saver = SnapshotSaver(store, keep_last=100, keep_best=keep_best)
+    saver = SnapshotSaver(store)
     for step, loss in losses.items():
         save(saver, make_manifest(step, loss))
     return saver

@@ -15,16 +15,16 @@ from support.snapshots import file_names, make_manifest, make_store, write
 from torch import Tensor
 
 from mingpt.base.errors import ClaimLost
-from mingpt.base.rows import split_rows
+from mingpt.base.rows import RowMap
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot import Sharding, SnapshotSaver, SnapshotStore, specs_of
+from mingpt.distributed.background_group import BackgroundGroup
+from mingpt.snapshot import Keep, SnapshotSaver, SnapshotStore
 from mingpt.snapshot import layout as layout_module
 from mingpt.snapshot import saver as saver_module
 from mingpt.snapshot.layout import FileLayout
 from mingpt.snapshot.manifest import FileRecord
 
 Tensors = dict[str, Tensor]
-Rows = dict[str, list[range] | None]
 STEP, CHUNK_BYTES = 7, 100
 
 
@@ -43,21 +43,12 @@ def state() -> Tensors:
     }
 
 
-def split_state(tensors: Tensors, workers: int) -> Rows:
-    """The rows of each tensor by rank; None for tensors that all ranks hold whole."""
-    return {
-        name: split_rows(len(tensor), workers) if tensor.ndim and name != "tokenizer" else None
-        for name, tensor in tensors.items()
-    }
-
-
-def part_of(tensors: Tensors, rows: Rows, rank: int, main_rank: int) -> Tensors:
+def part_of(tensors: Tensors, rows: RowMap, rank: int, main_rank: int) -> Tensors:
     """The tensors that a rank gives to a snapshot."""
     parts = {}
     for name, tensor in tensors.items():
-        of_ranks = rows[name]
-        if of_ranks is not None:
-            parts[name] = tensor[of_ranks[rank].start : of_ranks[rank].stop].clone()
+        if rows.by_rank(name):
+            parts[name] = tensor[rows.of(name, rank).start : rows.of(name, rank).stop].clone()
         elif rank == main_rank:
             parts[name] = tensor.clone()
     return parts
@@ -90,13 +81,13 @@ def save_together(
     def work(context: DistributedContext) -> tuple[str, int]:
         vars(saver_module)["PIECE_BYTES"] = vars(layout_module)["PIECE_BYTES"] = CHUNK_BYTES
         tensors, workers = state(), context.world_size
-        rows = split_state(tensors, workers)
-        sharding = Sharding(context, specs_of(tensors), rows.get, main_rank=main_rank)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        rows = RowMap(shapes, workers, ("model.", "optimizer."))
         store = SnapshotStore(str(folder / "snapshots"), retries_s=())
-        saver = SnapshotSaver(store, 3, False, sharding)
+        saver = SnapshotSaver(store, None, rows, BackgroundGroup(context.rank, workers), main_rank)
         prepare(saver, context)
         part = part_of(tensors, rows, context.rank, main_rank)
-        saver.save(make_manifest(STEP), part, late_fields if context.rank == 0 else dict)
+        saver.save(make_manifest(STEP), part, late_fields if context.rank == 0 else dict, Keep(3))
         for tensor in part.values():
             tensor.zero_()  # the next step overwrites tensors, so the saver must have copied them
         saver.wait()

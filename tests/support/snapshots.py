@@ -7,14 +7,12 @@ from typing import Any
 
 import fsspec
 import torch
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from mingpt.base.rows import RowMap
-from mingpt.distributed.background_group import BackgroundGroup
-from mingpt.snapshot import Manifest, Snapshot, SnapshotSaver, SnapshotStore, find_latest, specs_of
-from mingpt.snapshot.layout import StagingBuffer, make_layout
+from mingpt.snapshot import Keep, Manifest, Snapshot, SnapshotSaver, SnapshotStore, find_latest
 from mingpt.snapshot.reading import SourceFile, TensorFile, accept_all
-from mingpt.snapshot.saver import Transfer
 from support.single_process import SingleProcess
 
 TENSORS = {
@@ -52,9 +50,7 @@ def newest(store: SnapshotStore) -> tuple[int, dict[int, str]]:
 
 def to_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
     """The bytes of one safetensors file."""
-    staging = StagingBuffer(tensors)
-    staging.fill(tensors)
-    return bytes(staging.content)
+    return save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 def open_content(content: bytes) -> TensorFile:
@@ -77,12 +73,6 @@ def make_store(tmp_path: Path) -> SnapshotStore:
     return store
 
 
-def transfer(step: int, tensors: Mapping[str, Tensor] = TENSORS) -> Transfer:
-    staging = StagingBuffer(tensors)
-    staging.fill(tensors)
-    return Transfer(make_layout(specs_of(tensors), step), staging, BackgroundGroup(0, 1))
-
-
 def write(
     store: SnapshotStore,
     manifest: Manifest,
@@ -90,12 +80,19 @@ def write(
     tokenizer: bytes | None = None,
 ) -> None:
     """Write a whole snapshot."""
-    SnapshotSaver(store, 1, False, tokenizer=tokenizer).write_once(manifest, transfer(manifest.step, tensors))
+    saver = SnapshotSaver(store, tokenizer)
+    saver.write_once(manifest, saver.stage(manifest.step, tensors))
 
 
-def save(saver: SnapshotSaver, manifest: Manifest, tensors: Mapping[str, Tensor] = TENSORS) -> None:
-    """Save to the end, as a saver does in the background."""
-    saver.write(manifest, transfer(manifest.step, tensors))
+def save(
+    saver: SnapshotSaver,
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor] = TENSORS,
+    keep: Keep = Keep(last=100),  # noqa: B008
+) -> None:
+    """Save to the end."""
+    saver.save(manifest, tensors, dict, keep)
+    saver.wait()
 
 
 def file_names(store: SnapshotStore) -> list[str]:

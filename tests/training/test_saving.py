@@ -20,7 +20,6 @@ from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.distributed.device import find_environment
 from mingpt.snapshot import Manifest, MemorySnapshots, SnapshotSaver
-from mingpt.snapshot.slots import Slots
 from mingpt.training.audit import START, Audit
 from mingpt.training.run_folder import RunFolder
 from mingpt.training.saving import Saving
@@ -47,7 +46,7 @@ def make_saving(
     folder = RunFolder(tmp_path, True, True, is_shared=True, snapshots_are_shared=not is_on_one_disk)
     start: Any = SimpleNamespace(
         store=make_store(tmp_path),
-        memory=MemorySnapshots(str(tmp_path), "id", tmp_path, 0),
+        memory=MemorySnapshots(str(tmp_path), "id", tmp_path),
         durable_step=0,
         step=0,
         manifest=NOT_BEGUN,
@@ -157,22 +156,23 @@ def test_what_one_node_has_on_disk_is_in_memory_before_and_until_no_generation_m
 ) -> None:
     """At any moment that node may be lost, and the job goes on from the other nodes' memory."""
     saving = make_saving(tmp_path, {}, is_on_one_disk=True)
-    commit_to_memory, commit_to_disk, in_memory = Slots.commit, saving.store.commit, list[list[int]]()
+    memory = saving.memory.own.store
+    commit_to_memory, commit_to_disk, in_memory = memory.commit, saving.store.commit, list[list[int]]()
 
     def steps_in_memory() -> list[int]:
         return sorted(
             {step for store in saving.memory.snapshots.stores() for step in store.steps()}, reverse=True
         )
 
-    def slow_commit(slots: Slots, manifest: Manifest) -> None:
+    def slow_commit(manifest: Manifest) -> None:
         time.sleep(0.2)
-        commit_to_memory(slots, manifest)
+        commit_to_memory(manifest)
 
     def noted_commit(manifest: Manifest) -> None:
         in_memory.append(steps_in_memory())
         commit_to_disk(manifest)
 
-    monkeypatch.setattr(Slots, "commit", slow_commit)
+    monkeypatch.setattr(memory, "commit", slow_commit)
     monkeypatch.setattr(saving.store, "commit", noted_commit)
     for step in (10, 13):
         saving.state.step = step
@@ -239,7 +239,7 @@ def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch:
 
 def test_a_new_best_is_one_below_all_that_are_kept(tmp_path: Path) -> None:
     """Snapshots of later steps do not count: the run does not go on from them. Without keep_best, none is."""
-    kept = SnapshotSaver(make_store(tmp_path), keep_last=9, keep_best=False)
+    kept = SnapshotSaver(make_store(tmp_path))
     for step, loss in ((5, 3.0), (10, 4.0), (15, 1.0)):
         save(kept, make_manifest(step, loss))
     saving = make_saving(tmp_path, {"snapshot.keep_best": True})

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import socket
 import sys
 import threading
@@ -36,9 +37,9 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from mingpt.base.errors import UserError
-from mingpt.config import SnapshotConfig
+from mingpt.base.files import temporary_folder
 from mingpt.distributed.exit import write_stderr
-from mingpt.distributed.launch import JOB, ROUND
+from mingpt.distributed.launch import AGENT_FOLDER, JOB, MEMORY_FILE, ROUND
 from mingpt.launch.elastic import decisions
 from mingpt.launch.elastic.boards import (
     Board,
@@ -54,7 +55,7 @@ from mingpt.launch.elastic.boards import (
 )
 from mingpt.launch.elastic.decisions import FINISHED, LEFT, WAITING, Entry, Round
 from mingpt.launch.elastic.node import Meeting, Node
-from mingpt.snapshot.memory import LEFT_TO_AGENT, remove_after_end
+from mingpt.snapshot.memory import LEFT_TO_AGENT
 
 PROPOSAL_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 10.0
@@ -161,6 +162,9 @@ class ElasticRendezvous(RendezvousHandler):
             if isinstance(rdzv, Path)
             else [HostBoard(host, port, self._run_id) for host, port in rdzv]
         )
+        self._folder = temporary_folder(AGENT_FOLDER)  # made before `_leave` is registered: removed after it
+        self._memory_file = Path(self._folder.name) / "memory"
+        os.environ[MEMORY_FILE] = str(self._memory_file)
         self._node.start(server.port, boards)
         atexit.register(flush_stderr)
         atexit.register(self._leave)
@@ -190,7 +194,7 @@ class ElasticRendezvous(RendezvousHandler):
             view, now = self._node.view(), time.monotonic()
             if view.finished:
                 self._say("the job is finished")
-                remove_after_end(Path(SnapshotConfig().memory_path))
+                self._free_memory()
                 raise SystemExit(0)
             group = meeting.group_to_propose(view, now)
             if group is not None:
@@ -298,9 +302,19 @@ class ElasticRendezvous(RendezvousHandler):
                 time.sleep(POLL_S)
         return True
 
+    def _free_memory(self, only_left: bool = False) -> None:
+        """Remove the snapshots that this agent's workers have in memory, since no generation follows here.
+
+        With `only_left`, only those that the last generation left to a next one on purpose.
+        """
+        if self._memory_file.exists():
+            root = Path(self._memory_file.read_text())
+            if not only_left or (root / LEFT_TO_AGENT).exists():
+                shutil.rmtree(root, ignore_errors=True)
+
     def _leave(self) -> None:
         self._node.end(LEFT, EXIT_S)
-        remove_after_end(Path(SnapshotConfig().memory_path), LEFT_TO_AGENT)
+        self._free_memory(only_left=True)
         time.sleep(NOTICE_S)
 
 

@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import shutil
 import socket
 import threading
 import time
@@ -19,12 +18,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.utils.store import barrier
 
 from mingpt.base.errors import UserError
-from mingpt.config import SnapshotConfig
+from mingpt.distributed.launch import MEMORY_FILE
 from mingpt.launch.elastic.boards import FolderBoard, Message, Server, request
 from mingpt.launch.elastic.handler import ElasticRendezvous, RoundStore, assigned_ranks
 from mingpt.launch.elastic.node import Node
 from mingpt.snapshot import MemorySnapshots
-from mingpt.snapshot.slots import this_process
+from mingpt.snapshot.memory import LEFT_TO_AGENT
 
 HERE, PEER = "127.0.0.1", "127.0.0.2"
 
@@ -135,21 +134,25 @@ def test_torchrun_ranks_the_workers_of_unequal_nodes_without_asking_anybody(
     assert ranks == list(range(6))
 
 
-def test_an_agent_that_comes_after_the_end_of_its_job_frees_the_memory_of_its_node(
-    new_handler: Callable[..., ElasticRendezvous], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", ["finished", "left", "failed"])
+def test_an_agent_that_ends_frees_the_memory_of_its_node_unless_its_workers_failed(
+    end: str, new_handler: Callable[..., ElasticRendezvous], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory of another agent on the same machine stays."""
+    """It comes after the job's end, or its workers left snapshots to a next generation. Others' stay."""
     monkeypatch.setattr(Node, "view", lambda self: SimpleNamespace(finished=True))
-    slots = []
-    for run_id, owner in (("ended", this_process()), ("other", this_process(os.getppid()))):
-        memory = MemorySnapshots(SnapshotConfig().memory_path, f"test-{run_id}", tmp_path, 0, owner)
-        slots.append(memory.make_slots("-worker-0"))
-        slots[-1].open({})
-    with pytest.raises(SystemExit, match="0"):
-        new_handler().next_rendezvous()
-    left = [one.folder.parent.exists() for one in slots]
-    shutil.rmtree(slots[1].folder.parent)
-    assert left == [False, True]
+    own, other = [MemorySnapshots(str(tmp_path), run_id, tmp_path).root for run_id in ("own", "other")]
+    handler = new_handler()
+    Path(os.environ[MEMORY_FILE]).write_text(str(own))  # as a worker does
+    for root in (own, other):
+        (root / "folder").mkdir(parents=True)
+    if end == "finished":
+        with pytest.raises(SystemExit, match="0"):
+            handler.next_rendezvous()
+    else:
+        if end == "left":
+            (own / LEFT_TO_AGENT).touch()
+        vars(ElasticRendezvous)["_leave"](handler)
+    assert own.exists() == (end == "failed") and other.exists()
 
 
 def test_torchrun_without_the_script_is_told_to_use_it(tmp_path: Path) -> None:
