@@ -268,14 +268,14 @@ class MemorySaver:
 
     def plan_copy(self, rank: int, step: int) -> Transfer:
         """Return the transfer of a rank's rows to the rank that keeps their copy."""
-        specs = self.part_specs(rank)
-        assert self.group and self.own.staging
+        specs, keeper = self.part_specs(rank), self.keepers[rank]
+        assert self.group and self.own.staging and keeper is not None
         return Transfer(
             make_layout(specs, step),
             self.own.staging,
             lambda name: [(rank, specs[name].nbytes)],
             self.group,
-            self.keepers[rank],
+            keeper,
         )
 
     def disable(self, problem: str) -> None:

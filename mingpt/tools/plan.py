@@ -85,7 +85,7 @@ def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, elemen
     }
     copies = {
         "host: snapshot for disk": state,
-        "host: snapshots in memory": 2 * state if config.snapshot.memory_every else 0,
+        "host: snapshots in memory": 3 * state if config.snapshot.memory_every else 0,
     }
     total = sum(needs.values()) + (sum(copies.values()) if on_cpu else 0)
     return needs | copies | {"total": total}

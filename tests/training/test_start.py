@@ -135,9 +135,9 @@ def test_of_the_nodes_that_share_a_folder_one_sets_a_corrupt_snapshot_aside(
     write(store, make_manifest(5))
 
     def prepare(context: DistributedContext) -> None:
-        memory = MemorySnapshots(str(tmp_path), "id", tmp_path, context.rank)
+        memory = MemorySnapshots(str(tmp_path), "id", tmp_path)
         folder = RunFolder(tmp_path, True, keeps_snapshots=context.rank == 0, is_shared=True)
-        prepare_store(store, memory, context, latest(CORRUPT), False, folder)
+        prepare_store(store, memory, context, latest(CORRUPT), folder)
 
     assert run_ranks(2, prepare) == [None, None]
     (line,) = caplog.messages
