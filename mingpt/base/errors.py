@@ -32,7 +32,7 @@ class NonRetryableError(ExpectedError):
 
 
 class ClaimLost(ExpectedError):
-    """This process no longer holds the claim (a job's right to write) to its run or snapshot folder."""
+    """This process no longer holds the claim (a job's right to write) to its run folder."""
 
 
 class SupersededError(ClaimLost, NonRetryableError):

@@ -159,7 +159,7 @@ class DistributedContext:
     def is_restart(self, was_started: bool) -> bool:
         """Return whether any rank knows that an earlier generation of the job passed the checks of its start.
 
-        `was_started`: this rank knows it from its claims; the store may have been lost with its host.
+        `was_started`: this rank knows it from run.json; the store may have been lost with its host.
         Collective; all ranks return the same.
         """
         was_started = was_started or (self.rendezvous is not None and self.rendezvous.was_started())

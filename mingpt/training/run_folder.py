@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import remove_quietly, write_atomic
@@ -157,7 +157,11 @@ def make_run_dir(path: Path) -> None:
         may_pass = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         if may_pass and path.is_dir():
             return  # each file that cannot be written will be reported, and tried again
-        raise UserError(f"run_dir {path} cannot be written to: {describe_obstacle(path, error)}") from None
+        raise not_writable(path, error) from None
+
+
+def not_writable(path: Path, error: OSError) -> UserError:
+    return UserError(f"run_dir {path} cannot be written to: {describe_obstacle(path, error)}")
 
 
 def lowest_rank_there(path: Path, context: DistributedContext) -> int:
@@ -192,42 +196,42 @@ def write_probe(path: Path) -> bool:
 
 
 class NodeRun(NamedTuple):
-    """The run in a node's run folder, and whether the node had a part in an earlier generation of the job."""
+    """The run in a node's run folder. The greatest NodeRun is of the run that a job goes on with."""
 
-    run_id: str | None  # None: no run
+    was_started: bool  # the node had a part in an earlier generation of the job
     last_step: int  # the last step that its run.json records
+    run_id: str
     host: str
     node_rank: int
-    was_started: bool
 
 
-def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started: bool) -> str:
-    """Return the id of the run in the run folders, a new id if there is no run. Collective.
+def agree_on_run_id(
+    context: DistributedContext, folder: RunFolder, history: dict[str, Any], was_started: bool
+) -> str | None:
+    """Return the id of the run in the run folders; None if there is no run yet. Collective.
 
-    `was_started` tells that this node had a part in an earlier generation of the job. If the folders hold
-    different runs, all ranks raise UserError. But if a run is of such a node, the job goes on with it: nodes
-    with another run raise NodeRefused, and the others PeersMissing.
+    `history` is this folder's run.json; without one, it has no generations. `was_started` tells that this
+    node had a part in an earlier generation of the job. If the folders hold different runs, all ranks raise
+    UserError. But if a run is of such a node, the job goes on with it: nodes with another run raise
+    NodeRefused, and the others PeersMissing.
     """
-    history, node_rank = load_history(folder.path), context.launch.node_rank
-    last_step = history["generations"][-1]["to_step"] if history and history["generations"] else 0
-    run_id = history["id"] if history else None
-    mine = NodeRun(run_id, last_step, platform.node(), node_rank, was_started)
-    found = context.all_gather_object(mine)
-    ids = list(dict.fromkeys(node.run_id for node in found if node.run_id is not None))
-    if len(ids) < 2:
-        return ids[0] if ids else context.broadcast_object(uuid.uuid4().hex, 0)
-    places = [f"run {node.run_id[:8]} on {node.host}" for node in found if node.run_id is not None]
-    listed = "; ".join(dict.fromkeys(places))
+    mine = None
+    if history["generations"]:
+        last_step, node_rank = history["generations"][-1]["to_step"], context.launch.node_rank
+        mine = NodeRun(was_started, last_step, history["id"], platform.node(), node_rank)
+    found = [node for node in context.all_gather_object(mine) if node]
+    # If two parts of a job began without each other, the part that has come further goes on.
+    kept = max(found, default=None)
+    others = [node for node in found if kept and node.run_id != kept.run_id]
+    if kept is None or not others:
+        return kept and kept.run_id
+    listed = "; ".join(dict.fromkeys(f"run {node.run_id[:8]} on {node.host}" for node in found))
     sentence = (
         f"the nodes hold different runs in {folder.path} ({listed}): give the job another run_dir, or remove "
         f"{folder.path} where it is another run's"
     )
-    # If two parts of a job began without each other, the part that has come further goes on.
-    of_job = [node for node in found if node.was_started and node.run_id is not None]
-    if not of_job:
+    if not kept.was_started:
         raise UserError(sentence)
-    kept = max(of_job, key=lambda node: (node.last_step, str(node.run_id))).run_id
-    others = [node for node in found if node.run_id not in (None, kept)]
     refuse_nodes(context, {node.node_rank: (node.host, sentence) for node in others})
 
 

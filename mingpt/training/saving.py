@@ -49,7 +49,7 @@ class Saving:
         audit: Audit,
     ) -> None:
         self.config, self.context, self.state, self.audit = config, context, state, audit
-        self.corpus, self.environment = start.corpus, environment
+        self.corpus, self.environment, self.run_id = start.corpus, environment, start.run_id
         tokenizer = start.corpus.tokenizer
         self.tokenizer_fields = describe_tokenizer(tokenizer, start.corpus.vocab_size)
         content = tokenizer.to_bytes() if tokenizer else None
@@ -219,6 +219,7 @@ class Saving:
         """Return the manifest as far as it is known now, with `fields`, without audit chain and files."""
         state, files = self.state, dict(self.corpus.files)
         return Manifest(
+            run=self.run_id,
             step=state.step,
             windows=state.windows_seen,
             skipped=list(state.skipped),

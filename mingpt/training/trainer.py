@@ -70,7 +70,6 @@ class Trainer:
         # From here on run.json records from which step the job began, and where this generation fails.
         if context.rank == 0:
             context.mark_started()
-        start.claims.mark_started()
 
     def is_over(self, start: StartPoint) -> bool:
         """Whether the run stands at max_steps, or past it, and needs no further report. Collective.
@@ -101,10 +100,11 @@ class Trainer:
                 start.changes,
                 start.logged_step,
                 time.monotonic() - context.exit.began_at,
+                start.claim.holder.job,
             ),
             self.environment,
-            start.claims.run_dir.check,
-            start.claims.run_dir.may_write,
+            start.claim.check,
+            start.claim.may_write,
             is_main=context.rank == 0,
             parameters=sum(map(math.prod, self.strategy.shapes.values())),
         )
