@@ -58,16 +58,18 @@ def try_within(limit_s: float, work: Callable[[], object]) -> bool:
 def start(work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
     """Start `work` in a daemon thread; return a future of its result or exception, and the thread."""
     outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=complete, args=(outcome, work), daemon=True)
     thread.start()
     return outcome, thread
+
+
+def complete(outcome: Future[T], work: Callable[[], T]) -> Future[T]:
+    """Run `work` in this thread; set the future `outcome` to its result or exception, and return it."""
+    try:
+        outcome.set_result(work())
+    except BaseException as error:
+        outcome.set_exception(error)
+    return outcome
 
 
 def loopback_address() -> str:

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class Evaluator:
         was requested meanwhile. Raises UserError on all ranks for unusable data. Events report `step`.
         """
         events.emit("evaluation_start", step=step)
-        sums = self.context.run_with_heartbeat(self.local_sums)
+        sums = self.context.on_all(self.local_sums)
         if self.context.agreed_stop:
             return None
         nats, source_bytes, targets = (math.fsum(row) for row in self.context.all_reduce(sums).tolist())
@@ -127,11 +128,15 @@ def is_missing(config: Config, context: DistributedContext, start: StartPoint) -
         return False
     if start.snapshot is None or step == 0:
         return True  # the records of step 0 are dropped when a run begins there again
-    is_on_record = start.snapshot.manifest["metrics"].get("val", {}).get("step") == step
-    if context.rank == 0 and not is_on_record:
-        records = read_records(start.folder.path / "metrics.jsonl")
-        try:
-            is_on_record = any(record["step"] == step and "val/loss" in record for record in records)
-        except OSError as error:
-            log.warning(f"metrics.jsonl cannot be read ({reason_of(error)}): evaluating again")
-    return not context.broadcast_object(is_on_record, 0)
+    if start.snapshot.manifest["metrics"].get("val", {}).get("step") == step:
+        return False
+    return not context.on_rank(0, lambda: has_evaluation(start.folder.path / "metrics.jsonl", step))
+
+
+def has_evaluation(path: Path, step: int) -> bool:
+    """Return whether the metrics in this file have an evaluation at `step`; if unreadable, log that."""
+    try:
+        return any(record["step"] == step and "val/loss" in record for record in read_records(path))
+    except OSError as error:
+        log.warning(f"metrics.jsonl cannot be read ({reason_of(error)}): evaluating again")
+        return False

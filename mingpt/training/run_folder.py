@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+import torch
+
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import remove_quietly, write_atomic
 from mingpt.base.paths import describe_obstacle
@@ -24,6 +26,7 @@ from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import find_program
 from mingpt.report import load_history, read_records
+from mingpt.snapshot.layout import memory_of
 
 # Settings that change no result and must be the same on all workers.
 SAME_EVERYWHERE = ("trainer.eval_only", "trainer.parallel", "trainer.shard_optimizer", "trainer.fsdp_reshard")
@@ -77,8 +80,12 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     path = Path(config.run_dir)
     if config.trainer.eval_only:
         return RunFolder(path, False, False, True)  # nothing is written
-    refuse_where_it_fails(context, lambda: try_disks(config))
-    refuse_where_it_fails(context, lambda: make_run_dir(path))
+
+    def open_here() -> None:
+        try_disks(config)
+        make_run_dir(path)
+
+    refuse_where_it_fails(context, open_here)
     keeper = lowest_rank_there(path, context)
     snapshots_keeper = keeper
     if config.snapshot.path is not None:
@@ -103,15 +110,15 @@ def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object
     on without the nodes where it fails, which raise NodeRefused, and the others raise PeersMissing.
     """
 
-    def attempt() -> str | None:
+    def attempt() -> tuple[str | None, str, int]:
+        message = None
         try:
             work()
         except UserError as error:
-            return str(error)
-        return None
+            message = str(error)
+        return message, platform.node(), context.launch.node_rank
 
-    mine = context.run_with_heartbeat(attempt)
-    found = context.all_gather_object((mine, platform.node(), context.launch.node_rank))
+    found = context.gather_on_all(attempt)
     failed = {node: (host, message) for message, host, node in found if message is not None}
     if not failed:
         return
@@ -170,12 +177,11 @@ def lowest_rank_there(path: Path, context: DistributedContext) -> int:
         return 0
     is_first = context.launch.local_rank == 0
     probe = path / f"probe-{uuid.uuid4().hex}"
-    is_written = context.run_with_heartbeat(lambda: is_first and write_probe(probe))
-    probes = context.all_gather_object(probe.name if is_written else None)
-    seen = context.run_with_heartbeat(
+    probes = context.gather_on_all(lambda: probe.name if is_first and write_probe(probe) else None)
+    seen = context.on_all(
         lambda: [rank for rank, name in enumerate(probes) if name and os.path.exists(path / name)]
     )
-    if is_written:
+    if probes[context.rank]:
         remove_quietly(probe)  # all ranks have looked
     return min(seen, default=0)
 
@@ -240,10 +246,7 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
     """
     if folder.is_shared:
         return
-    extent = context.run_with_heartbeat(
-        lambda: measure_history(folder.path, step) if folder.is_kept else None
-    )
-    extents = context.all_gather_object(extent)
+    extents = context.gather_on_all(lambda: measure_history(folder.path, step) if folder.is_kept else None)
     ranked = [(*entry, -rank) for rank, entry in enumerate(extents) if entry is not None]
     if not ranked:
         return
@@ -282,9 +285,19 @@ def read_if_there(path: Path) -> bytes:
 
 
 def read_on(source: int, context: DistributedContext, read: Callable[[], bytes]) -> bytes:
-    """Call `read` on rank `source` alone, and return its bytes on all ranks. Collective.
+    """Call `read` on rank `source` alone, and return its bytes, not pickled, on all ranks. Collective.
 
     All ranks raise a UserError of `read`.
     """
-    content = context.run_with_heartbeat(lambda: read() if context.rank == source else None)
-    return context.broadcast_bytes(content, source)
+    content = b""
+
+    def read_here() -> int:
+        nonlocal content
+        content = read()
+        return len(content)
+
+    buffer = torch.empty(context.on_rank(source, read_here), dtype=torch.uint8)
+    if context.rank == source:
+        memory_of(buffer)[:] = content
+    context.broadcast(buffer, source)
+    return content or buffer.numpy().tobytes()

@@ -78,8 +78,7 @@ class Trainer:
         It needs one if the job died after its last snapshot, before it recorded the end of the run.
         """
         is_complete = start.snapshot is not None and start.step >= self.config.trainer.max_steps
-        is_here = is_complete and self.context.rank == 0 and is_reported(start.folder.path)
-        return self.context.broadcast_object(is_here, 0)
+        return is_complete and self.context.on_rank(0, lambda: is_reported(start.folder.path))
 
     def open_run_logger(self, start: StartPoint) -> RunLogger | None:
         """Return a new RunLogger; None on a rank without a run folder, or if nothing is left. Collective."""
@@ -225,8 +224,8 @@ class Trainer:
                 "nothing is left to do"
             )
             return False
-        failure = self.run_logger.repeated_failure() if self.run_logger else None
-        failure = self.context.broadcast_object(failure, 0)
+        logger = self.run_logger
+        failure = self.context.on_rank(0, lambda: logger.repeated_failure() if logger else None)
         if failure:
             self.saving.remove_memory_snapshots()
             raise NonRetryableError(failure)
@@ -259,7 +258,7 @@ class Trainer:
                 self.context.stop_signal.remove_stop_file()
                 self.run_logger.ended(self.state.step, stopped_by, self.saving.store.url, self.timer.phases)
 
-        self.context.run_with_heartbeat(report)
+        self.context.on_all(report)
         self.saving.release_memory(stopped_by)
 
     def handle_nonfinite(self, grad_norm: float) -> None:
@@ -338,7 +337,7 @@ class Trainer:
         losses, context = self.evaluator.evaluate(self.state.step), self.context
         if losses is None:
             return context.agreed_stop
-        sample = context.run_with_heartbeat(lambda: self.evaluator.sample(self.run_logger is not None))
+        sample = context.on_all(lambda: self.evaluator.sample(self.run_logger is not None))
         if context.should_stop():
             return context.agreed_stop
         if self.run_logger:

@@ -193,15 +193,15 @@ def dying_in_exchange(rank: int, number: int) -> Prepare:
     def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
         if context.rank != rank:
             return
-        on_all_ranks, calls = saver.group.on_all_ranks, []
+        gather_on_all, calls = saver.group.gather_on_all, []
 
         def die(work: Callable[[], Any]) -> list[Any]:
             calls.append(work)
             if len(calls) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return on_all_ranks(work)
+            return gather_on_all(work)
 
-        saver.group.on_all_ranks = die  # type: ignore[method-assign]
+        saver.group.gather_on_all = die  # type: ignore[method-assign]
 
     return prepare
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mingpt.distributed import DistributedContext, Launch
+from mingpt.distributed.group import Group
 
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ class ThreadContext(DistributedContext):
         self.launch = Launch(
             rank=rank, world_size=world_size, node_rank=node_rank, local_rank=local_rank, round=round
         )
-        self.rank, self.world_size = rank, world_size
+        Group.__init__(self, rank, world_size)
         self.barrier, self.board = barrier, board
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -49,8 +50,7 @@ class ThreadContext(DistributedContext):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor.copy_(torch.stack(self.all_gather_object(tensor.clone())).sum(0))
 
-    def run_with_heartbeat(self, work: Callable[[], T]) -> T:
-        return self.raise_on_all_ranks(work)
+    fail_beside_work = Group.fail_beside_work  # which does not exit
 
 
 def run_ranks(
