@@ -25,7 +25,7 @@ from mingpt.distributed.device import (
     resolve_dtype,
 )
 from mingpt.distributed.exit import ProcessExit, first_line, is_lost_peer
-from mingpt.distributed.group import Group
+from mingpt.distributed.group import Group, wait_for
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import GenerationEnd, Rendezvous
 from mingpt.distributed.signals import REASONS, StopSignal
@@ -41,19 +41,6 @@ SLOWEST_START = 3.0  # a worker waits for the others so many times as long as it
 UNMANAGED_WAIT_S = 180.0  # without an agent, workers are started one by one, and are not restarted
 BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
 log = logging.getLogger(__name__)
-
-
-def wait_for(work: "torch.distributed.Work | None") -> None:
-    """Wait for an asynchronous collective. Raises DistNetworkError for gloo's errors, which have no type."""
-    from torch.distributed import DistNetworkError
-
-    assert work is not None  # this rank is in the group
-    try:
-        work.wait()
-    except RuntimeError as error:
-        if type(error) is RuntimeError:
-            raise DistNetworkError(str(error)) from error
-        raise
 
 
 def connect_gpus(watch: "NcclWatch", device: "torch.device") -> Exception | None:
@@ -75,12 +62,12 @@ def connect_gpus(watch: "NcclWatch", device: "torch.device") -> Exception | None
     return None
 
 
-class StepStatus(NamedTuple):
-    """What `reduce_step_status` returns about a step: the same values on all ranks."""
+class Place(NamedTuple):
+    """Where a rank runs."""
 
-    losses: list[float]  # of all micro-batches of the step, in their order
-    newest_written: int  # step of the newest snapshot that this generation has put on disk, or 0
-    stop_reason: str | None  # a request to stop that any rank has received, the first of REASONS
+    node_rank: int
+    local_rank: int
+    host: str
 
 
 class DistributedContext(Group):
@@ -130,13 +117,16 @@ class DistributedContext(Group):
                 timeout=timedelta(seconds=config.timeout_s),
             )
         self.device = self.on_all(lambda: find_device(config.device, launch))
-        found = self.all_gather_object((self.device.type, resolve_dtype(config.dtype, self.device)))
-        types, dtypes = zip(*found, strict=True)
+        own_dtype = resolve_dtype(config.dtype, self.device)
+        place = Place(launch.node_rank, launch.local_rank, platform.node())
+        found = self.all_gather_object((self.device.type, own_dtype, place))
+        self.places = [place for *_, place in found]  # by rank
+        types, dtypes = [kind for kind, *_ in found], {dtype for _, dtype, _ in found}
         check_device_types(types)
         self.idle_gpus = idle_gpus(config.device, launch)
         # If auto is not the same on all ranks, it is what all can do: all GPUs have float16.
         common = torch.float16 if self.device.type == "cuda" else torch.float32
-        self.dtype = dtypes[0] if len(set(dtypes)) == 1 else common
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else common
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.device.type == "cuda" and self.world_size > 1:
@@ -211,12 +201,11 @@ class DistributedContext(Group):
         torch.distributed.all_to_all_single(received, tensor, list(receive), list(send))
         return received
 
-    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Sum over the ranks in place; return `tensor`. Exact if all ranks but one have zeros. Collective."""
-        return self.all_reduce_async(tensor)()
-
     def all_reduce_async(self, tensor: "torch.Tensor") -> Callable[[], "torch.Tensor"]:
-        """Begin an `all_reduce`; return a function that waits and returns `tensor`, the sum. Collective."""
+        """Begin to sum over the ranks in place; return a function that waits and returns `tensor`, the sum.
+
+        Exact if all ranks but one have zeros. Collective.
+        """
         import torch
 
         work = torch.distributed.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
@@ -266,12 +255,15 @@ class DistributedContext(Group):
             self.memory = connect(self.rank, self.all_gather_object, is_on_cpu, timeout_s)
         return self.memory
 
-    def reduce_step_status(self, losses: "torch.Tensor", newest_written: int) -> Callable[[], StepStatus]:
-        """Exchange the status of a step; return a function that waits for it. All ranks must call both.
+    def reduce_step_status(
+        self, losses: "torch.Tensor", newest_written: int
+    ) -> Callable[[], tuple[list[float], int]]:
+        """Exchange the status of a step; return a function that waits and returns the sums over the ranks.
 
         `losses` has an element for each micro-batch of the step, zero for those of other ranks, and
-        `newest_written` is zero on all ranks but one: the ranks' values are summed. If the losses are on a
-        GPU, the exchange begins only in the returned function.
+        `newest_written`, the step of the newest snapshot that this generation has put on disk, is zero on all
+        ranks but one. A request to stop becomes `agreed_stop` in the returned function; if the losses are on
+        a GPU, the exchange begins only there. All ranks must call both.
         """
         import torch
 
@@ -290,13 +282,15 @@ class DistributedContext(Group):
         # Copying losses from a GPU waits for the GPU, so they are copied when the result is asked for.
         started = None if losses.is_cuda else begin()
 
-        def wait() -> StepStatus:
+        def wait() -> tuple[list[float], int]:
             wait_for_sum = started or begin()
             values = wait_for_sum().tolist()
             self.exit.note_progress()
             count = len(losses)
-            received = [name for name, value in zip(REASONS, values[count + 1 :], strict=True) if value]
-            return StepStatus(values[:count], int(values[count]), received[0] if received else None)
+            self.agree_to_stop(
+                [name for name, value in zip(REASONS, values[count + 1 :], strict=True) if value]
+            )
+            return values[:count], int(values[count])
 
         return wait
 
@@ -316,6 +310,6 @@ class DistributedContext(Group):
 
     def should_stop(self) -> bool:
         """Return whether a stop is agreed, so that work may be cut short. Other ranks may learn it later."""
-        if self.world_size == 1 and self.stop_signal.deferred:
-            self.agreed_stop = self.agreed_stop or self.stop_signal.reason
+        if self.world_size == 1:
+            self.agree_to_stop([self.stop_signal.reason])
         return self.agreed_stop is not None

@@ -7,7 +7,6 @@ import platform
 import re
 import resource
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +62,7 @@ def idle_gpus(wanted: str, launch: Launch) -> str | None:
     )
 
 
-def check_device_types(types: Sequence[str]) -> None:
+def check_device_types(types: list[str]) -> None:
     """Raise UserError unless the `types`, by rank, are all the same, as a process group requires."""
     if len(set(types)) > 1:
         raise UserError(

@@ -20,13 +20,27 @@ from mingpt.distributed.signals import REASONS, StopSignal
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
 
 HEARTBEAT_S = 0.5
 # The time limit of a background thread's exchange, in which a rank may write slowly. A dead rank is noticed
 # at once, a frozen rank by the timeout of training's collectives.
 TIMEOUT = timedelta(hours=2)
 T = TypeVar("T")
+Outcome = tuple[Any, Exception | None]  # what work has returned, what it has raised
+
+
+def wait_for(work: "Work | None") -> None:
+    """Wait for an asynchronous collective. Raises DistNetworkError for gloo's errors, which have no type."""
+    from torch.distributed import DistNetworkError
+
+    assert work is not None  # this rank is in the group
+    try:
+        work.wait()
+    except RuntimeError as error:
+        if type(error) is RuntimeError:
+            raise DistNetworkError(str(error)) from error
+        raise
 
 
 class Group:
@@ -39,15 +53,10 @@ class Group:
 
     shared_errors: type[Exception] = Exception  # errors of work that all ranks raise
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        stop_signal: StopSignal | None = None,
-        process_group: "ProcessGroup | None" = None,
-    ) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.stop_signal, self.process_group = stop_signal, process_group
+    process_group: "ProcessGroup | None" = None
+
+    def __init__(self, rank: int, world_size: int, stop_signal: StopSignal | None = None) -> None:
+        self.rank, self.world_size, self.stop_signal = rank, world_size, stop_signal
         self.agreed_stop: str | None = None  # the request to stop that all ranks know
 
     def exchange(self) -> AbstractContextManager[None]:
@@ -67,14 +76,8 @@ class Group:
 
     def broadcast_object(self, value: T | None, source: int) -> T:
         """Return rank `source`'s value, pickled, on all ranks; ignore the values of others. Collective."""
-        if self.world_size == 1:
-            return value  # type: ignore[return-value]
-        from torch.distributed import broadcast_object_list
-
-        box = [value]
-        with self.exchange():
-            broadcast_object_list(box, src=source, group=self.process_group)
-        return box[0]  # type: ignore[return-value]
+        values = self.all_gather_object(value if self.rank == source else None)
+        return values[source]  # type: ignore[return-value]
 
     def send_and_receive(
         self, sent: "Sequence[tuple[int, Tensor]]", received: "Sequence[tuple[int, Tensor]]"
@@ -89,8 +92,7 @@ class Group:
             work = [isend(tensor, rank, group=self.process_group) for rank, tensor in sent]
             work += [irecv(tensor, rank, group=self.process_group) for rank, tensor in received]
             for one in work:
-                assert one is not None  # this rank is in the group
-                one.wait()
+                wait_for(one)
 
     def on_all(self, work: Callable[[], T]) -> T:
         """Run `work` on all ranks; return this rank's result, which is not sent. Collective.
@@ -113,46 +115,47 @@ class Group:
         """Run `work` on all ranks; return the results of all, pickled, by rank. Otherwise as `on_all`."""
         if self.world_size == 1:
             return [work()]
-        outcome: Future[T] = Future()
-        exchanged, _ = start(lambda: self._exchange_outcomes(outcome))
-        complete(outcome, work)
-        return exchanged.result()
-
-    def _exchange_outcomes(self, outcome: "Future[T]") -> list[T]:
-        """Exchange the outcome of each rank's work, once it has one, until all have. Collective."""
-        try:
-            while True:
-                wait([outcome], HEARTBEAT_S)
-                is_done = outcome.done()
-                error = outcome.exception() if is_done else None
-                if error is not None and not isinstance(error, self.shared_errors):
-                    raise error
-                result = outcome.result() if is_done and error is None else None
-                stop_reason = self.stop_signal.reason if self.stop_signal else None
-                reports = self.all_gather_object((is_done, result, error and picklable(error), stop_reason))
-                are_done, results, errors, stop_reasons = zip(*reports, strict=True)
-                self.agree_to_stop(stop_reasons)
-                if all(are_done):
-                    break
-        except Exception as problem:
-            if not outcome.done():
-                self.fail_beside_work(problem)
-            raise
+        outcome: Future[Outcome] = Future()
+        exchanged = start(lambda: self._exchange_outcomes(outcome))
+        complete(outcome, lambda: self._attempt(work))
+        results, errors = zip(*exchanged.result(), strict=True)
         for error in filter(None, errors):
             raise error
         return list(results)
+
+    def _attempt(self, work: Callable[[], T]) -> Outcome:
+        try:
+            return work(), None
+        except self.shared_errors as error:
+            return None, picklable(error)
+
+    def _exchange_outcomes(self, outcome: "Future[Outcome]") -> list[Outcome]:
+        """Exchange the outcome of each rank's work, None before its end, until all have ended. Collective."""
+        try:
+            while True:
+                wait([outcome], HEARTBEAT_S)
+                own = outcome.result() if outcome.done() else None
+                stop_reason = self.stop_signal.reason if self.stop_signal else None
+                outcomes, stop_reasons = zip(*self.all_gather_object((own, stop_reason)), strict=True)
+                self.agree_to_stop(stop_reasons)
+                if None not in outcomes:
+                    return list(outcomes)
+        except Exception as error:
+            if not outcome.done():
+                self.fail_beside_work(error)
+            raise
 
     def fail_beside_work(self, error: Exception) -> None:
         """Act on an error of the exchanges while the work goes on; later, the work's caller raises it."""
 
     def agree_to_stop(self, reasons: Sequence[str | None]) -> None:
-        """Set `agreed_stop`, if it is not set, to the first of REASONS that any rank has received.
+        """Set `agreed_stop`, if it is not set, to the first of REASONS that is among `reasons`.
 
-        `reasons` are by rank, the same on all ranks. Raises StopRequested as the class says.
+        `reasons` are those that any rank has received: the same on all ranks. Raises StopRequested as the
+        class says.
         """
-        received = [name for name in REASONS if name in reasons]
-        if received and self.agreed_stop is None:
-            self.agreed_stop = received[0]
+        first = next((name for name in REASONS if name in reasons), None)
+        self.agreed_stop = self.agreed_stop or first
         if self.agreed_stop and self.stop_signal and not self.stop_signal.deferred:
             raise StopRequested(self.agreed_stop)
 

@@ -59,7 +59,7 @@ def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
     fingerprints = context.all_gather_object(data.fingerprint)
     if len(set(fingerprints)) == 1:
         return data
-    hosts, files = zip(*context.all_gather_object((platform.node(), data.files)), strict=True)
+    files, hosts = context.all_gather_object(data.files), [place.host for place in context.places]
     other = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
     name = first_difference(files[0], files[other]) or "their order"
     raise UserError(
@@ -78,9 +78,8 @@ def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], w
 
     Raises the first node's UserError on all ranks if it works on none. Collective.
     """
-    local_ranks = context.all_gather_object(context.launch.local_rank)
     errors: list[UserError] = []
-    for source in [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]:
+    for source in [rank for rank, place in enumerate(context.places) if place.local_rank == 0]:
         try:
             content = read_on(source, context, read)
         except UserError as error:  # raised on all ranks
@@ -223,8 +222,10 @@ def broadcast_tokenizer(
     characters, since the text makes its own. Raises UserError if the data is a text and the weights have no
     tokenizer: characters would take over none of their rows.
     """
+    content = b""
 
-    def choose() -> tuple[str, bytes] | None:
+    def choose() -> str | None:
+        nonlocal content
         if initial is None or (initial.tokenizer is None and isinstance(data, ShardData)):
             return None
         if initial.tokenizer is None:
@@ -233,11 +234,16 @@ def broadcast_tokenizer(
                 "data.tokenizer, as a tokenizer.json or gpt2; data.tokenizer=char begins with characters"
             )
         kind = kind_of(initial.tokenizer)
-        is_taken = kind == "json" or isinstance(data, ShardData)
-        return (kind, initial.tokenizer.to_bytes()) if is_taken else None
+        if kind != "json" and isinstance(data, TextData):
+            return None
+        content = initial.tokenizer.to_bytes()
+        return kind
 
-    found = context.broadcast_object(context.on_all(choose), 0)
-    return context.on_all(lambda: load_tokenizer(*found) if found else None)
+    kind = context.on_rank(0, choose)
+    if kind is None:
+        return None
+    received = read_on(0, context, lambda: content)
+    return context.on_all(lambda: load_tokenizer(kind, received))
 
 
 def check_prepared_with(config: DataConfig, data: Data, tokenizer: Tokenizer | None) -> None:

@@ -56,16 +56,17 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
     same = {name: flatten(settings)[name] for name in SAME_EVERYWHERE}
     same["snapshot.path"] = "null" if path is None else ("a URL" if "://" in path else "a folder")
     program = find_program() if context.launch.has_several_nodes else ""
-    told = context.all_gather_object((settings, same, program, platform.node()))
-    programs = {host: program for *_, program, host in told}
-    first_settings, first, _, first_host = told[0]
-    for settings, other, _, host in told:
+    told = context.all_gather_object((settings, same, program))
+    hosts = [place.host for place in context.places]
+    programs = {host: program for host, (*_, program) in zip(hosts, told, strict=True)}
+    first_settings, first, _ = told[0]
+    for host, (settings, other, _) in zip(hosts, told, strict=True):
         changed = differences(first_settings, settings)
         changed += [f"{name}: {first[name]} -> {other[name]}" for name in same if first[name] != other[name]]
         if changed:
             raise UserError(
                 f"the workers were started with different settings: those on {host} differ from those on "
-                f"{first_host} ({'; '.join(changed)})"
+                f"{hosts[0]} ({'; '.join(changed)})"
             )
     if context.rank == 0 and len(set(programs.values())) > 1:
         log.warning(f"the nodes run different programs, which may compute different bits: {programs}")
@@ -86,19 +87,18 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
         make_run_dir(path)
 
     refuse_where_it_fails(context, open_here)
-    keeper = lowest_rank_there(path, context)
-    snapshots_keeper = keeper
+    keepers = snapshot_keepers = lowest_ranks_there(path, context)
     if config.snapshot.path is not None:
         is_folder = "://" not in config.snapshot.path
-        snapshots_keeper = lowest_rank_there(Path(config.snapshot.path), context) if is_folder else 0
-    keepers = context.all_gather_object((keeper, snapshots_keeper))
+        place = Path(config.snapshot.path)
+        snapshot_keepers = lowest_ranks_there(place, context) if is_folder else [0] * context.world_size
     return RunFolder(
         path,
-        is_kept=keeper == context.rank,
-        keeps_snapshots=snapshots_keeper == context.rank,
-        is_shared=len({one for one, _ in keepers}) == 1,
-        snapshots_rank=min(other for _, other in keepers),
-        snapshots_are_shared=len({other for _, other in keepers}) == 1,
+        is_kept=keepers[context.rank] == context.rank,
+        keeps_snapshots=snapshot_keepers[context.rank] == context.rank,
+        is_shared=len(set(keepers)) == 1,
+        snapshots_rank=min(snapshot_keepers),
+        snapshots_are_shared=len(set(snapshot_keepers)) == 1,
     )
 
 
@@ -110,19 +110,19 @@ def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object
     on without the nodes where it fails, which raise NodeRefused, and the others raise PeersMissing.
     """
 
-    def attempt() -> tuple[str | None, str, int]:
-        message = None
+    def attempt() -> str | None:
         try:
             work()
         except UserError as error:
-            message = str(error)
-        return message, platform.node(), context.launch.node_rank
+            return str(error)
+        return None
 
-    found = context.gather_on_all(attempt)
-    failed = {node: (host, message) for message, host, node in found if message is not None}
+    found = zip(context.places, context.gather_on_all(attempt), strict=True)
+    failed = {place.node_rank: (place.host, message) for place, message in found if message is not None}
     if not failed:
         return
-    goes_on = (context.launch.round or 1) > 1 and len(failed) < len({node for *_, node in found})
+    nodes = {place.node_rank for place in context.places}
+    goes_on = (context.launch.round or 1) > 1 and len(failed) < len(nodes)
     if not goes_on:
         host, why = next(iter(failed.values()))
         raise UserError(f"{why} (on {host})" if context.launch.has_several_nodes else why)
@@ -167,23 +167,26 @@ def make_run_dir(path: Path) -> None:
         raise UserError(f"run_dir {path} cannot be written to: {describe_obstacle(path, error)}") from None
 
 
-def lowest_rank_there(path: Path, context: DistributedContext) -> int:
-    """Return the lowest rank whose node sees the same folder at `path` as this rank's node. Collective.
+def lowest_ranks_there(path: Path, context: DistributedContext) -> list[int]:
+    """Return, for each rank, the lowest rank whose node sees the same folder at `path`. Collective.
 
     Each node writes a file with a name that no node has looked for before, since network file systems
     remember which files were missing. A node that sees none is taken to see the folder that rank 0 sees.
     """
     if not context.launch.has_several_nodes:
-        return 0
+        return [0] * context.world_size
     is_first = context.launch.local_rank == 0
     probe = path / f"probe-{uuid.uuid4().hex}"
     probes = context.gather_on_all(lambda: probe.name if is_first and write_probe(probe) else None)
-    seen = context.on_all(
-        lambda: [rank for rank, name in enumerate(probes) if name and os.path.exists(path / name)]
-    )
+
+    def look() -> int:
+        seen = (rank for rank, name in enumerate(probes) if name and os.path.exists(path / name))
+        return next(seen, 0)
+
+    keepers = context.gather_on_all(look)
     if probes[context.rank]:
         remove_quietly(probe)  # all ranks have looked
-    return min(seen, default=0)
+    return keepers
 
 
 def write_probe(path: Path) -> bool:
@@ -289,15 +292,8 @@ def read_on(source: int, context: DistributedContext, read: Callable[[], bytes])
 
     All ranks raise a UserError of `read`.
     """
-    content = b""
-
-    def read_here() -> int:
-        nonlocal content
-        content = read()
-        return len(content)
-
-    buffer = torch.empty(context.on_rank(source, read_here), dtype=torch.uint8)
-    if context.rank == source:
-        memory_of(buffer)[:] = content
+    content = context.on_all(lambda: read() if context.rank == source else b"")
+    buffer = torch.empty(sum(context.all_gather_object(len(content))), dtype=torch.uint8)
+    memory_of(buffer)[: len(content)] = content
     context.broadcast(buffer, source)
     return content or buffer.numpy().tobytes()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from mingpt.distributed import DistributedContext, Launch
+from mingpt.distributed.context import Place
 from mingpt.distributed.group import Group
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class ForkedContext(DistributedContext):
         )
         signals: Any = SimpleNamespace(reason=None, deferred=False)
         Group.__init__(self, rank, world_size, signals)
+        self.places = [Place(0, other, "localhost") for other in range(world_size)]
         self.device, self.threads = torch.device("cpu"), 1
         self.rendezvous = self.memory = None
         process_exit: Any = SimpleNamespace(note_progress=lambda: None)

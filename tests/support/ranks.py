@@ -5,13 +5,14 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from mingpt.distributed import DistributedContext, Launch
+from mingpt.distributed.context import Place
 from mingpt.distributed.group import Group
 
 T = TypeVar("T")
+HOST = platform.node()
 
 
 class ThreadContext(DistributedContext):
@@ -31,6 +32,7 @@ class ThreadContext(DistributedContext):
             rank=rank, world_size=world_size, node_rank=node_rank, local_rank=local_rank, round=round
         )
         Group.__init__(self, rank, world_size)
+        self.places = [Place(0, r, HOST) if one_node else Place(r, 0, HOST) for r in range(world_size)]
         self.barrier, self.board = barrier, board
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -40,15 +42,8 @@ class ThreadContext(DistributedContext):
         self.barrier.wait()
         return values
 
-    def broadcast_object(self, value: T | None, source: int) -> T:
-        received: Any = self.all_gather_object(value)[source]
-        return received  # type: ignore[no-any-return]
-
     def broadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self.all_gather_object(tensor.clone())[source])
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor.copy_(torch.stack(self.all_gather_object(tensor.clone())).sum(0))
 
     fail_beside_work = Group.fail_beside_work  # which does not exit
 
@@ -77,6 +72,3 @@ def run_ranks(
 def lone_rank(rank: int = 0, world_size: int = 1) -> DistributedContext:
     """A rank that meets no other rank: it is alone, or exchanges nothing."""
     return ThreadContext(rank, world_size, threading.Barrier(1), [None] * world_size, round=None)
-
-
-HOST = platform.node()
