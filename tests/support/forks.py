@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mingpt.distributed import DistributedContext, Launch
-from mingpt.distributed.context import Place
-from mingpt.distributed.group import Group
+from mingpt.distributed import DistributedContext, Group, Launch, Place
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0

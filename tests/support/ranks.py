@@ -7,9 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from mingpt.distributed import DistributedContext, Launch
-from mingpt.distributed.context import Place
-from mingpt.distributed.group import Group
+from mingpt.distributed import DistributedContext, Group, Launch, Place
 
 T = TypeVar("T")
 HOST = platform.node()

@@ -9,8 +9,7 @@ from support.ranks import HOST, run_ranks
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.config.cli import build
-from mingpt.distributed import DistributedContext
-from mingpt.distributed.context import Place
+from mingpt.distributed import DistributedContext, Place
 from mingpt.training import run_folder
 from mingpt.training.run_folder import (
     RunFolder,
