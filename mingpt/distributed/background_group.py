@@ -1,5 +1,5 @@
 """The name before group.py, for the files that still import it."""
 
-from mingpt.distributed.group import BackgroundGroup, save_needs_peers
+from mingpt.distributed.group import BackgroundGroup
 
-__all__ = ["BackgroundGroup", "save_needs_peers"]
+__all__ = ["BackgroundGroup"]

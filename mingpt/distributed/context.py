@@ -4,7 +4,6 @@ Every method that exchanges something is collective: all ranks must call it, in 
 imported late, so that a wrong setting is reported without waiting.
 """
 
-import contextlib
 import logging
 import os
 import platform
@@ -162,10 +161,10 @@ class DistributedContext(Group):
         if self.rendezvous is not None:
             self.rendezvous.mark_started()
 
-    @contextlib.contextmanager
-    def exchange(self) -> Iterator[None]:
-        yield
+    def all_gather_object(self, value: T) -> list[T]:
+        values = super().all_gather_object(value)
         self.exit.note_progress()
+        return values
 
     def broadcast(self, tensor: "torch.Tensor", source: int) -> None:
         """Copy rank `source`'s `tensor` into the other ranks' `tensor`; all are contiguous. Collective."""

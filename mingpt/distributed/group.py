@@ -5,17 +5,14 @@ work on one rank, `on_all` and `gather_on_all` on each, and all ranks raise the 
 tell each other of a request to stop. torch is imported late, as in context.py.
 """
 
-import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mingpt.base.errors import SaveAborted, StopRequested
+from mingpt.base.errors import StopRequested
 from mingpt.base.system import complete, start
-from mingpt.distributed.exit import is_lost_peer
 from mingpt.distributed.signals import REASONS, StopSignal
 
 if TYPE_CHECKING:
@@ -46,7 +43,8 @@ def wait_for(work: "Work | None") -> None:
 class Group:
     """Rank, world size and exchanges of a process group, by default of the one with all ranks.
 
-    With one rank nothing is exchanged, and there need not be a process group. If there is a `stop_signal`,
+    With one rank nothing is exchanged, and there need not be a process group. `is_lost_peer` is true for the
+    errors that the methods raise if a rank is gone or silent. If there is a `stop_signal`,
     `on_rank`, `on_all` and `gather_on_all` carry a request to stop: once a rank has received one, it becomes
     `agreed_stop` on all ranks in the same call. Before `StopSignal.defer` all ranks raise StopRequested then.
     """
@@ -59,10 +57,6 @@ class Group:
         self.rank, self.world_size, self.stop_signal = rank, world_size, stop_signal
         self.agreed_stop: str | None = None  # the request to stop that all ranks know
 
-    def exchange(self) -> AbstractContextManager[None]:
-        """Return the context of each exchange. A subclass notes its end there, or translates its errors."""
-        return contextlib.nullcontext()
-
     def all_gather_object(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank, on all ranks. Values are pickled. Collective."""
         if self.world_size == 1:
@@ -70,8 +64,7 @@ class Group:
         from torch.distributed import all_gather_object
 
         values: list[Any] = [None] * self.world_size
-        with self.exchange():
-            all_gather_object(values, value, group=self.process_group)
+        all_gather_object(values, value, group=self.process_group)
         return values
 
     def broadcast_object(self, value: T | None, source: int) -> T:
@@ -88,11 +81,10 @@ class Group:
         """
         from torch.distributed import irecv, isend
 
-        with self.exchange():
-            work = [isend(tensor, rank, group=self.process_group) for rank, tensor in sent]
-            work += [irecv(tensor, rank, group=self.process_group) for rank, tensor in received]
-            for one in work:
-                wait_for(one)
+        work = [isend(tensor, rank, group=self.process_group) for rank, tensor in sent]
+        work += [irecv(tensor, rank, group=self.process_group) for rank, tensor in received]
+        for one in work:
+            wait_for(one)
 
     def on_all(self, work: Callable[[], T]) -> T:
         """Run `work` on all ranks; return this rank's result, which is not sent. Collective.
@@ -160,21 +152,10 @@ class Group:
             raise StopRequested(self.agreed_stop)
 
 
-@contextlib.contextmanager
-def save_needs_peers() -> Iterator[None]:
-    """In this context, raise SaveAborted for an error that means a lost peer; pass on any other error."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_lost_peer(error):
-            raise SaveAborted from error
-        raise
-
-
 class BackgroundGroup(Group):
     """A gloo process group of all ranks, for one background thread of each. Constructing it is collective.
 
-    The methods raise SaveAborted if a rank is gone. No request to stop is carried: training agrees on it.
+    All ranks raise any error of the work. No request to stop is carried: training agrees on it.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -183,8 +164,6 @@ class BackgroundGroup(Group):
             from torch.distributed import new_group
 
             self.process_group = new_group(backend="gloo", timeout=TIMEOUT)
-
-    exchange = staticmethod(save_needs_peers)
 
     def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
         return self.gather_on_all(work)

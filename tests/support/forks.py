@@ -35,8 +35,7 @@ class ForkedContext(DistributedContext):
         self.places = [Place(0, other, "localhost") for other in range(world_size)]
         self.device, self.threads = torch.device("cpu"), 1
         self.rendezvous = self.memory = None
-        process_exit: Any = SimpleNamespace(note_progress=lambda: None)
-        self.exit = process_exit
+        self.exit: Any = SimpleNamespace(note_progress=lambda: None)
 
 
 def fork_ranks(
