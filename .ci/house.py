@@ -54,8 +54,8 @@ MAX_FILES = 97 + ROOM["files"]
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
     PROGRAM: Size(statements=11_730 + ROOM["statements"], nodes=87_700 + ROOM["nodes"]),
-    ("tests",): Size(statements=11_612),
-    ("benchmarks",): Size(lines=4_810),
+    ("tests",): Size(statements=11_640),
+    ("benchmarks",): Size(lines=4_830),
 }
 
 

@@ -4,7 +4,7 @@
     python benchmarks/crash_points.py --stride 11    # every eleventh point only: half a minute
 
 Snapshots of steps 10 and 20 exist; that of step 30 is being saved, after which step 10 is pruned. Each has
-two tensor files and a manifest. There are five kinds of fault, all enumerated:
+two tensor files, a tokenizer and a manifest. There are five kinds of fault, all enumerated:
 
 - `kill`: SIGKILL on entering each system call of the save (strace's fault injection), but for `futex`, whose
   number of calls differs from save to save, as threads happen to wait for each other;
@@ -36,10 +36,13 @@ import torch
 from common import Tally, argument_parser, row, work_folder
 from faulty_store import FAULTS, FaultyStore
 
+from mingpt.base.rows import RowMap
 from mingpt.distributed.background_group import BackgroundGroup
-from mingpt.snapshot import SnapshotSaver, SnapshotStore, specs_of
+from mingpt.snapshot import Manifest, Snapshot, SnapshotSaver, SnapshotStore, specs_of
 from mingpt.snapshot.layout import StagingBuffer, make_layout
+from mingpt.snapshot.reading import accept_all
 from mingpt.snapshot.saver import Transfer
+from mingpt.snapshot.search import Reader
 
 ON_FILES = {
     "open", "openat", "write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "unlink",
@@ -66,18 +69,27 @@ def transfer(step: int) -> Transfer:
     return Transfer(make_layout(specs_of(tensors), step), staging, BackgroundGroup(0, 1))
 
 
-def manifest(step: int) -> dict[str, Any]:
-    """The manifest's fields that a save knows."""
-    return {
-        "step": step, "windows": step, "config": {}, "vocabulary": "abc",
+def manifest(step: int) -> Manifest:
+    """The manifest as a save knows it."""
+    return Manifest.model_validate({
+        "step": step, "windows": step, "config": {}, "tokenizer": {"kind": "bytes", "vocab_size": 3},
         "data": {"path": "data/input.txt", "sha256": "0" * 64},
         "software": {"torch": "2.13.0", "device": "cpu AVX512", "threads": 1, "dtype": "float32"},
-        "audit": "0" * 64, "metrics": {},
-    }  # fmt: skip
+    })  # fmt: skip
 
 
 def saver(store: SnapshotStore) -> SnapshotSaver:
-    return SnapshotSaver(store, keep_last=1, keep_best=True)
+    return SnapshotSaver(store, keep_last=1, keep_best=True, tokenizer=b"abc")
+
+
+def find_newest(store: SnapshotStore) -> tuple[Snapshot | None, dict[int, str]]:
+    """The newest valid snapshot, if any, and why newer ones are corrupt, by step."""
+    reader = Reader([store], accept_all, lambda manifest: RowMap({}), rank=0)
+    while offers := reader.view().offers:
+        if reader.verify(offers):
+            break
+    corrupt = {fault.step: fault.reason for fault in reader.faults.values()}
+    return (reader.opened[0, offers[0].step] if offers else None), corrupt
 
 
 def write_first_two(store: SnapshotStore) -> None:
@@ -88,10 +100,10 @@ def write_first_two(store: SnapshotStore) -> None:
 
 def verdict(store: SnapshotStore) -> str:
     """The verdict on the files that a fault left behind: "ok", or what is wrong with them."""
-    found, corrupt = store.find_newest()
+    found, corrupt = find_newest(store)
     if found is None:
         return "there is no valid snapshot"
-    step = found.manifest["step"]
+    step = found.manifest.step
     if step not in (20, 30):
         return f"the newest is of step {step}"
     expected = tensors_of(step)
@@ -101,8 +113,8 @@ def verdict(store: SnapshotStore) -> str:
         store.quarantine(bad, reason)
     store.prepare()
     saver(store).write(manifest(40), transfer(40))
-    found, corrupt = store.find_newest()
-    if found is None or found.manifest["step"] != 40 or corrupt:
+    found, corrupt = find_newest(store)
+    if found is None or found.manifest.step != 40 or corrupt:
         return "a further save fails"
     if store.steps() != store.steps("safetensors"):
         return "files without a manifest are left"
@@ -320,9 +332,9 @@ def fault_of_a_store(fault: str, at: int) -> str:
     saver(store).write(manifest(30), transfer(30))
     if fault != "lists late":
         files.armed = False
-    found, _ = store.find_newest()  # a listing may still be late
+    found, _ = find_newest(store)  # a listing may still be late
     files.armed = False
-    if found and found.manifest["step"] in (20, 30):
+    if found and found.manifest.step in (20, 30):
         return verdict(store)
     return "nothing found by a late listing"
 

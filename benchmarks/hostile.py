@@ -128,7 +128,7 @@ class Range:
         for path in snapshots.iterdir():
             if not older and "step_00000004" not in path.name:
                 path.unlink()
-        size = sum(path.lstat().st_blocks * 512 for path in paths)
+        size = sum(path.lstat().st_blocks * 512 for path in (*paths, paths[1].with_suffix(".tokenizer")))
         before = sorted(path.name for path in snapshots.iterdir())
         outcome = self.start(program, run_dir)
         after = sorted(path.name for path in snapshots.iterdir())

@@ -34,19 +34,24 @@ class Forgery:
     canary: Path  # a payload that is executed creates this file
     tensor_file: bytes | None = None  # replaces header and data
     manifest_file: bytes | None = None  # replaces the manifest, or is what is left of it
+    tokenizer: bytes = b""
     place: list[Callable[[Path, Path], None]] = field(default_factory=list)  # change the files at the end
 
     def write(self, manifest_path: Path, tensor_path: Path) -> None:
         content = self.tensor_file
         if content is None:
             content = with_header(json.dumps(self.header).encode(), self.data)
-        digest = hashlib.sha256(content).hexdigest()
-        files = [{"name": tensor_path.name, "sha256": digest, "bytes": len(content)}]
-        joint = hashlib.sha256(digest.encode()).hexdigest()
-        self.manifest |= {"files": files, "sha256": joint, "bytes": len(content)}
+        written = {tensor_path: content, tensor_path.with_suffix(".tokenizer"): self.tokenizer}
+        files = [
+            {"name": path.name, "sha256": hashlib.sha256(one).hexdigest(), "bytes": len(one)}
+            for path, one in written.items()
+        ]
+        joint = hashlib.sha256("".join(str(file["sha256"]) for file in files).encode()).hexdigest()
+        self.manifest |= {"files": files, "sha256": joint, "bytes": sum(map(len, written.values()))}
         encoded = seal(self.manifest) if self.manifest_file is None else self.manifest_file
         tensor_path.with_suffix(".optimizer.safetensors").unlink()
-        tensor_path.write_bytes(content)
+        for path, one in written.items():
+            path.write_bytes(one)
         manifest_path.write_bytes(encoded)
         for change in self.place:
             change(manifest_path, tensor_path)
@@ -65,7 +70,8 @@ def read(manifest_path: Path, tensor_path: Path, canary: Path) -> Forgery:
             offsets = [len(data) + offset for offset in entry["data_offsets"]]
             header[name] = entry | {"data_offsets": offsets}
         data += content[end:]
-    return Forgery(json.loads(manifest_path.read_text()), header, data, canary)
+    tokenizer = tensor_path.with_suffix(".tokenizer").read_bytes()
+    return Forgery(json.loads(manifest_path.read_text()), header, data, canary, tokenizer=tokenizer)
 
 
 def with_header(header: bytes, data: bytes) -> bytes:
@@ -156,11 +162,15 @@ MANIFEST_FIELDS: dict[str, dict[str, Any]] = {
     "manifest: metrics are text": {"metrics": {"val": {"val/loss": "low"}}},
     "manifest: metrics are NaN": {"metrics": {"val": {"val/loss": float("nan")}}},
     "manifest: data is text": {"data": "text"},
-    "vocabulary: empty": {"vocabulary": ""},
-    "vocabulary: a character twice": {"vocabulary": "aabc"},
-    "vocabulary: half a character": {"vocabulary": "\ud800"},
-    "vocabulary: 3.5 MB": {"vocabulary": "a" * (7 * MB // 2)},
-    "vocabulary: 600,000 characters": {"vocabulary": "".join(map(chr, range(0x10000, 0x10000 + 600_000)))},
+    "manifest: an unknown tokenizer": {"tokenizer": {"kind": "pickle", "vocab_size": 65}},
+    "manifest: 2**62 tokens": {"tokenizer": {"kind": "char", "vocab_size": 2**62}},
+}
+# Contents of the tokenizer's file, with the right checksums.
+TOKENIZERS: dict[str, Callable[[Forgery], bytes]] = {
+    "tokenizer: empty": lambda _: b"",
+    "tokenizer: a pickle": pickled,
+    "tokenizer: nested 100,000 deep": lambda _: b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "tokenizer: a character twice": lambda forgery: forgery.tokenizer.replace(b'"a": ', b'"b": '),
 }
 # Fields of the manifest's parts.
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -186,7 +196,7 @@ PLACED: dict[str, Callable[[Path], Any]] = {
 # Fields that are valid by themselves: a snapshot with them is used or refused, but nothing is allocated.
 VALID_FIELDS: dict[str, dict[str, Any]] = {
     "valid: 2**62 windows": {"windows": 2**62},
-    "valid: schema is 3": {"schema": 3},
+    "valid: schema is 4": {"schema": 4},
     "valid: another text": {"data": {"path": "x", "sha256": "0" * 64}},
 }
 
@@ -246,6 +256,10 @@ def forge(kind: str, forgery: Forgery) -> None:
         forgery.tensor_file = TENSOR_FILES[kind](forgery)
     elif kind in MANIFEST_FILES:
         forgery.manifest_file = MANIFEST_FILES[kind](forgery)
+    elif kind in TOKENIZERS:
+        forgery.tokenizer = TOKENIZERS[kind](forgery)
+        digest = hashlib.sha256(forgery.tokenizer).hexdigest()
+        forgery.manifest["tokenizer"]["sha256"] = digest
     elif kind in HEADER_FIELDS:
         forgery.header[WEIGHT].update(HEADER_FIELDS[kind])
     elif kind in NEW_NAMES:
@@ -268,6 +282,6 @@ OTHERS: dict[str, Kind] = {
 }
 KINDS = [
     *TENSOR_FILES, *OTHERS, *HEADER_FIELDS, *NEW_NAMES, *NUMBERS, *MANIFEST_FILES, *MANIFEST_FIELDS,
-    *PARTS,
+    *TOKENIZERS, *PARTS,
     *(f"{subject}: {what}" for subject in ("tensors", "manifest") for what in PLACED),
 ]  # fmt: skip

@@ -41,7 +41,7 @@ def main() -> int:
     tally = Tally()
     with work_folder() as folder:
         config = train_undisturbed(folder)
-        row(undisturbed=last_manifest(folder / "undisturbed")["sha256"], workers=1)
+        row(undisturbed=last_manifest(folder / "undisturbed").sha256, workers=1)
         for seed in range(arguments.first_seed, arguments.first_seed + arguments.schedules):
             tally.add(is_identical(seed, folder, config))
     return tally.exit_code()

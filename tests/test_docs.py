@@ -68,7 +68,7 @@ def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, e
     out = extended / "out"
     assert '"steps_per_minute"' in (out / "metric" / "metrics.jsonl").read_text()
     assert len((out / "sink" / "losses.csv").read_text().splitlines()) == 2
-    assert '"vocabulary": "bytes"' in (out / "byte" / "snapshots" / "step_00000002.json").read_text()
+    assert '"kind": "bytes"' in (out / "byte" / "snapshots" / "step_00000002.json").read_text()
     assert '"reduction": "plain"' in (out / "plain" / "snapshots" / "step_00000002.json").read_text()
     assert '"schedule": "wsd"' in (out / "wsd" / "snapshots" / "step_00000002.json").read_text()
 

@@ -70,6 +70,7 @@ def test_a_micro_batch_writes_no_more_to_memory_than_it_did(arch: str) -> None:
 STARTING_PROGRAM = """
 import sys
 import torch
+from mingpt.base.rows import RowMap
 from mingpt.config import Config
 from mingpt.model import GPT
 from mingpt.optim import Exchange, Optimizer
@@ -77,7 +78,7 @@ from mingpt.parallel.ddp import allocate
 import mingpt.training.trainer, mingpt.distributed
 weights = dict(GPT(Config().model, vocab_size=5, block_size=4).named_parameters())
 shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-optimizer = Optimizer(weights, shapes, Config().optimizer, Exchange(0, 1, False, None, None, None))
+optimizer = Optimizer(weights, Config().optimizer, Exchange(0, RowMap(shapes), None, None))
 with torch.device("meta"):
     model = GPT(Config().model, vocab_size=5, block_size=4)
 allocate(model, torch.device("cpu"))

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch.utils.data import DistributedSampler
 
+from mingpt.base.rows import RowMap
 from mingpt.config import ModelConfig
 from mingpt.model import GPT
-from mingpt.parallel.strategy import numel_by_rank
 from tutorial.drawing import BLUE, BOLD, GREEN, GREY, LEFT, ORANGE, PURPLE, RED, WHITE, WIDTH, Picture
 
 single = importlib.import_module("tutorial.1_single")  # an import statement allows no name that begins with 1
@@ -34,7 +34,8 @@ def parameter_bytes() -> dict[str, list[int]]:
     for name, weight in model.named_parameters():
         unit = name[: len("h.0")] if name.startswith("h.") else "rest"
         held = units.setdefault(unit, [0] * WORLD_SIZE)
-        for rank, numel in enumerate(numel_by_rank(weight.shape, WORLD_SIZE)):
+        rows = RowMap({name: tuple(weight.shape)}, WORLD_SIZE, (name,))
+        for rank, numel in enumerate(rows.numel(name)):
             held[rank] += FLOAT_BYTES * numel
     return units
 

@@ -118,8 +118,6 @@ class JsonTokenizer(Tokenizer):
     for truncation, padding and dropout are ignored.
     """
 
-    stored_as_tensor = True
-
     def __init__(self, content: bytes) -> None:
         """Parse a tokenizer.json. Raises ValueError if it is unusable, UserError without `tokenizers`."""
         self._content = content

@@ -19,8 +19,6 @@ from mingpt.base.files import parse_json
 class Tokenizer(ABC):
     """A tokenizer: encodes text, decodes tokens, and turns itself into bytes for a snapshot."""
 
-    stored_as_tensor = False  # whether a snapshot keeps the bytes as a tensor: too many for its manifest
-
     @classmethod
     @abstractmethod
     def train(cls, text: str) -> "Tokenizer":
@@ -33,7 +31,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """Return the whole tokenizer as UTF-8 text, for a snapshot."""
+        """Return the whole tokenizer, for a file of a snapshot."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -146,10 +144,13 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "CharTokenizer":
-        return cls(content.decode())
+        tokenizer = cls.from_tokenizer_json(content)
+        if tokenizer is None:
+            raise ValueError("this is no tokenizer.json of characters")
+        return tokenizer
 
     def to_bytes(self) -> bytes:
-        return self.characters.encode()
+        return self.to_tokenizer_json()
 
     def __len__(self) -> int:
         return len(self.characters)

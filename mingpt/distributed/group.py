@@ -69,8 +69,12 @@ class Group:
 
     def broadcast_object(self, value: T | None, source: int) -> T:
         """Return rank `source`'s value, pickled, on all ranks; ignore the values of others. Collective."""
-        values = self.all_gather_object(value if self.rank == source else None)
-        return values[source]  # type: ignore[return-value]
+        box = [value]
+        if self.world_size > 1:
+            from torch.distributed import broadcast_object_list
+
+            broadcast_object_list(box, src=source, group=self.process_group)
+        return box[0]  # type: ignore[return-value]
 
     def send_and_receive(
         self, sent: "Sequence[tuple[int, Tensor]]", received: "Sequence[tuple[int, Tensor]]"

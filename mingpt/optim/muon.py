@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mingpt.base.rows import RowMap, Shape
 from mingpt.config import OptimizerConfig
 
 # The most matrices in a batched product; independent of the number of workers. On a CPU one matrix takes as
@@ -22,19 +23,13 @@ from mingpt.config import OptimizerConfig
 BATCH_SIZE = {"cpu": 4, "cuda": 12}
 NEWTON_SCHULZ = 5 * [(3.4445, -4.7750, 2.0315)]
 
-Shape = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class Exchange:
     """The rows that each worker holds, and the collectives between the workers, if there are several."""
 
     rank: int
-    workers: int
-    # Whether each worker holds rows(n)[rank] of each tensor with n rows; else each holds all rows.
-    is_sharded: bool
-    # rows(n): the rows that each rank holds of a tensor with n rows, one range per rank.
-    rows: Callable[[int], Sequence[range]]
+    rows: RowMap  # of the parameters
     # all_to_all(elements, send, receive): sends (sum(send),) elements to the ranks in order, returns the
     # (sum(receive),) elements received; `send` and `receive` are counts per rank.
     all_to_all: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
@@ -46,15 +41,13 @@ class Exchange:
 class Muon:
     """Muon, with updates scaled to the root mean square of AdamW's updates (Liu et al. 2025).
 
-    `weights` are this worker's rows of at least one matrix, contiguous, updated in place; `shapes` has the
-    whole shape of each. All workers construct it with the same names in the same order, and call `step`
-    together.
+    `weights` are this worker's rows of at least one matrix, contiguous, updated in place. All workers
+    construct it with the same names in the same order, and call `step` together.
     """
 
     def __init__(
         self,
         weights: Mapping[str, Tensor],
-        shapes: Mapping[str, Shape],
         config: OptimizerConfig,
         exchange: Exchange,
         product_dtype: torch.dtype = torch.bfloat16,
@@ -62,12 +55,14 @@ class Muon:
         self.config, self.exchange, self.product_dtype = config, exchange, product_dtype
         self.weights = {name: weight.detach() for name, weight in weights.items()}
         assert all(weight.is_contiguous() for weight in self.weights.values())
-        self.shapes = {name: shapes[name] for name in weights}
+        self.rows, self.rank = exchange.rows, exchange.rank
+        self.shapes = {name: self.rows.shapes[name] for name in weights}
+        self.is_sharded = any(self.rows.by_rank(name) for name in weights)
         self.state = {
             name: {"momentum_buffer": torch.zeros_like(weight)} for name, weight in self.weights.items()
         }
         self.device = next(iter(self.weights.values())).device
-        self.batches_by_rank = assign_batches(self.shapes, exchange.workers, self.device.type)
+        self.batches_by_rank = assign_batches(self.shapes, self.rows.workers, self.device.type)
         self.names_by_rank = [[name for batch in part for name in batch] for part in self.batches_by_rank]
 
     @torch.no_grad()
@@ -78,14 +73,14 @@ class Muon:
         momentum = self.config.momentum
         torch._foreach_lerp_(list(buffers.values()), [gradients[name] for name in buffers], 1 - momentum)
         torch._foreach_mul_(list(self.weights.values()), 1 - lr * self.config.weight_decay)
-        step = self.step_on_rows if self.exchange.is_sharded else self.step_on_matrices
+        step = self.step_on_rows if self.is_sharded else self.step_on_matrices
         step(lr, gradients, buffers)
 
     def step_on_matrices(
         self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
     ) -> None:
         """Compute this worker's updates, receive those of the other workers, and apply all. Collective."""
-        mine = self.names_by_rank[self.exchange.rank]
+        mine = self.names_by_rank[self.rank]
         nesterov = {name: self.nesterov(gradients[name], buffers[name]) for name in mine}
         computed = self.join(list(self.orthogonal(nesterov).values()))
         sizes = [[self.weights[name].numel() for name in names] for names in self.names_by_rank]
@@ -95,11 +90,11 @@ class Muon:
 
     def step_on_rows(self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Send rows to the workers that compute the updates, apply the updates' rows received. Collective."""
-        mine, ranks = self.names_by_rank[self.exchange.rank], range(self.exchange.workers)
+        mine, ranks = self.names_by_rank[self.rank], range(self.rows.workers)
         names = [name for part in self.names_by_rank for name in part]
         sizes = [self.weights[name].numel() for name in names]
         by_owner = [sum(self.weights[name].numel() for name in part) for part in self.names_by_rank]
-        rows = {name: self.exchange.rows(self.shapes[name][0]) for name in mine}
+        rows = {name: [self.rows.of(name, rank) for rank in ranks] for name in mine}
         pieces = [
             (rank, name, len(rows[name][rank]) * self.shapes[name][1]) for rank in ranks for name in mine
         ]
@@ -130,7 +125,7 @@ class Muon:
         These are names_by_rank[rank]; `matrices` has each of them whole.
         """
         updates = {}
-        for batch in self.batches_by_rank[self.exchange.rank]:
+        for batch in self.batches_by_rank[self.rank]:
             stacked = torch.stack([wide(matrices[name]) for name in batch])
             computed = newton_schulz(stacked, self.product_dtype).bfloat16()
             for name, update in zip(batch, computed, strict=True):

@@ -130,24 +130,24 @@ def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
 class Optimizer:
     """AdamW for every tensor, or Muon for the blocks' matrices and AdamW for the rest.
 
-    `weights` are this worker's rows of each parameter (all of them, unless `exchange.is_sharded`),
-    contiguous, updated in place; there may be no rows. `shapes` are the shapes of the whole parameters, in
-    the same order on all workers. All workers call `step` together. Muon's products are in `product_dtype`.
+    `weights` are this worker's rows of each parameter (all of them, unless `exchange.rows` says otherwise),
+    contiguous, updated in place, by name in the same order on all workers; there may be no rows. All workers
+    call `step` together. Muon's products are in `product_dtype`.
     """
 
     def __init__(
         self,
         weights: Mapping[str, Tensor],
-        shapes: Mapping[str, tuple[int, ...]],
         config: OptimizerConfig,
         exchange: Exchange,
         product_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        shapes = exchange.rows.shapes
         hidden = {name: weight for name, weight in weights.items() if uses_muon(name, shapes[name], config)}
         rest = {name: weight for name, weight in weights.items() if name not in hidden}
         self.parts: list[AdamW | Muon] = [AdamW(rest, shapes, config)]
         if hidden:
-            self.parts.append(Muon(hidden, shapes, config, exchange, product_dtype))
+            self.parts.append(Muon(hidden, config, exchange, product_dtype))
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
         """Update the weights in place from gradients of the same shapes; keep the gradients. Collective."""

@@ -7,9 +7,9 @@ every strategy.
 from mingpt.parallel.ddp import DDPReduction
 from mingpt.parallel.exact import ExactReduction
 from mingpt.parallel.fsdp import ExactFSDPReduction, FSDPReduction
-from mingpt.parallel.strategy import STRATEGIES, Strategy, StrategySetup, digest, split_rows
+from mingpt.parallel.strategy import STRATEGIES, Strategy, StrategySetup, digest
 
-__all__ = ["STRATEGIES", "ExactReduction", "Strategy", "StrategySetup", "digest", "split_rows"]
+__all__ = ["STRATEGIES", "ExactReduction", "Strategy", "StrategySetup", "digest"]
 
 STRATEGIES["ddp", "exact"] = ExactReduction
 STRATEGIES["ddp", "fast"] = DDPReduction

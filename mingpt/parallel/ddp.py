@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mingpt.base import events
 from mingpt.distributed.shared_memory import SharedMemory
-from mingpt.parallel.strategy import Forward, Strategy, StrategySetup, digest, numel_by_rank
+from mingpt.parallel.strategy import Forward, Strategy, StrategySetup, digest
 
 # As in DistributedDataParallel: a smaller collective takes more time to start than to move its bytes.
 BUCKET_BYTES = 25 << 20
@@ -120,7 +120,7 @@ class WholeWeights(Strategy):
     @torch.no_grad()
     def gather_weights(self, names: list[str]) -> None:
         """Copy each rank's updated rows of these parameters to all ranks, in place. Collective."""
-        counts = [numel_by_rank(self.shapes[name], self.world_size) for name in names]
+        counts = [self.rows.numel(name) for name in names]
         sizes = [sum(count[rank] for count in counts) for rank in range(self.world_size)]
         pieces = [self.weights[name][self.my_rows(name)].flatten() for name in names]
         if self.memory is not None:

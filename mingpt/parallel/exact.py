@@ -29,7 +29,7 @@ from torch import Tensor
 from mingpt.base import events
 from mingpt.distributed.shared_memory import SharedMemory
 from mingpt.parallel.ddp import WholeWeights
-from mingpt.parallel.strategy import Forward, StrategySetup, numel_by_rank, split_rows
+from mingpt.parallel.strategy import Forward, StrategySetup
 from mingpt.parallel.tree import PartialSums, cover, push
 
 # all_gather_into_tensor is the name before torch 2.13.
@@ -249,7 +249,7 @@ class ExactReduction(WholeWeights):
             ]
             gradients = [self.take_gradient(number) for number in bucket]
             push(sums, 0, self.my_micro_batches[-1], gradients, self.setup.micro_batches, add_lists)
-            pieces = [self.pieces_by_rank(value) for _, _, value in sums]
+            pieces = [self.pieces_by_rank(bucket, value) for _, _, value in sums]
             self.forget_partial_sums(bucket)
         empty = self.parameters[bucket[0]].new_empty(0)
         self.sent.append(
@@ -262,22 +262,22 @@ class ExactReduction(WholeWeights):
             for number in bucket:
                 tensors[number] = tensors[number].new_empty(0)
 
-    def pieces_by_rank(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return the gradients as vectors; if updates are sharded, each rank's rows as vectors, by rank."""
+    def pieces_by_rank(self, bucket: list[int], gradients: list[Tensor]) -> list[Tensor]:
+        """Return a bucket's gradients as vectors; if updates are sharded, each rank's rows, by rank."""
         if not self.updates_are_sharded:
             return [gradient.flatten() for gradient in gradients]
-        rows = [split_rows(len(gradient), self.world_size) for gradient in gradients]
+        named = [(self.names[number], gradient) for number, gradient in zip(bucket, gradients, strict=True)]
         return [
-            gradient[part[rank].start : part[rank].stop].flatten()
+            gradient[self.rows.of(name, rank).start : self.rows.of(name, rank).stop].flatten()
             for rank in range(self.world_size)
-            for gradient, part in zip(gradients, rows, strict=True)
+            for name, gradient in named
         ]
 
     def chunk_sizes(self, bucket: list[int]) -> list[int]:
         """Return the sizes of the ranks' chunks of a bucket: about equal, or, if sharded, their rows."""
         shapes = [self.parameters[number].shape for number in bucket]
         if self.updates_are_sharded:
-            counts = [numel_by_rank(shape, self.world_size) for shape in shapes]
+            counts = [self.rows.numel(self.names[number]) for number in bucket]
             return [sum(count[rank] for count in counts) for rank in range(self.world_size)]
         size = sum(shape.numel() for shape in shapes)
         chunk = -(-size // self.world_size)

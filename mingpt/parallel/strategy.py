@@ -7,9 +7,8 @@ torch.nn.utils.clip_grad_norm_ takes the norm of each shard, so its bits depend 
 
 import contextlib
 import functools
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mingpt.base.rows import RowMap, Shape
 from mingpt.distributed import DistributedContext
 
 DIGEST_PIECE = 1 << 18  # elements
@@ -24,21 +24,6 @@ DIGEST_PIECE = 1 << 18  # elements
 DIGEST_FACTOR = -7046029254386353131
 DIGEST_TYPES = {1: torch.uint8, 2: torch.int16}  # by an element's bytes
 Forward = Callable[[Tensor, Tensor], Tensor]  # (B, T) tokens and targets to the mean loss
-
-
-def split_rows(rows: int, workers: int) -> list[range]:
-    """Return each rank's rows: chunks of ceil(rows / workers), of which the last may be shorter or empty.
-
-    FSDP2 shards dimension 0 of a parameter into the same chunks, by torch.chunk.
-    """
-    size = -(-rows // workers)
-    return [range(min(rank * size, rows), min((rank + 1) * size, rows)) for rank in range(workers)]
-
-
-def numel_by_rank(shape: Sequence[int], workers: int) -> list[int]:
-    """Return the number of elements in each rank's rows of a tensor of this shape, which is not ()."""
-    columns = math.prod(shape[1:])
-    return [len(rows) * columns for rows in split_rows(shape[0], workers)]
 
 
 @functools.cache
@@ -79,24 +64,21 @@ def total_norm(norms: Tensor) -> Tensor:
 
 
 class RowGatherer:
-    """Gathers the norms of all ranks' rows, in the order of the tensors. `shapes` are of whole tensors.
+    """Gathers the norms of all ranks' rows, in the order of the tensors `names`, which are sharded.
 
     `all_gather` is collective: from a vector of n elements on each rank it returns (workers, n) on all.
     """
 
-    def __init__(
-        self, shapes: Sequence[Sequence[int]], workers: int, all_gather: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, rows: RowMap, names: Iterable[str], all_gather: Callable[[Tensor], Tensor]) -> None:
         self.all_gather = all_gather
-        parts = [split_rows(shape[0], workers) for shape in shapes]
-        counts = [sum(len(part[rank]) for part in parts) for rank in range(workers)]
-        self.size = max(counts)
-        places, taken = [], [0] * workers
+        parts = [[len(rows.of(name, rank)) for rank in range(rows.workers)] for name in names]
+        self.size = max(map(sum, zip(*parts, strict=True)))
+        places, taken = [], [0] * rows.workers
         for part in parts:
-            for rank, rows in enumerate(part):
+            for rank, count in enumerate(part):
                 begin = rank * self.size + taken[rank]
-                places.append(torch.arange(begin, begin + len(rows)))
-                taken[rank] += len(rows)
+                places.append(torch.arange(begin, begin + count))
+                taken[rank] += count
         self.order = torch.cat(places)
 
     def gather(self, norms: Tensor) -> Tensor:
@@ -169,6 +151,16 @@ class Strategy(ABC):
         self.loss_weight = 1.0 / setup.micro_batches  # of each micro-batch in the step's mean loss
         self.loss_scale = 1.0
         self.row_gatherer: RowGatherer | None = None
+
+    @functools.cached_property
+    def rows(self) -> RowMap:
+        """The rows of each parameter, by name, that each rank updates."""
+        return RowMap(self.shapes, self.world_size, ("",) if self.updates_are_sharded else ())
+
+    def state_rows(self, shapes: Mapping[str, Shape]) -> RowMap:
+        """Return the rows that each rank holds of a state's tensors, "model.*" and "optimizer.*"."""
+        held = {"model.": self.weights_are_sharded, "optimizer.": self.updates_are_sharded}
+        return RowMap(shapes, self.world_size, tuple(kind for kind in held if held[kind]))
 
     @abstractmethod
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
@@ -248,8 +240,7 @@ class Strategy(ABC):
         norms = torch.cat([row_norms(gradient) for gradient in gradients.values()])
         if self.updates_are_sharded:
             if self.row_gatherer is None:
-                shapes = [self.shapes[name] for name in gradients]
-                self.row_gatherer = RowGatherer(shapes, self.world_size, self.context.all_gather)
+                self.row_gatherer = RowGatherer(self.rows, gradients, self.context.all_gather)
             norms = self.row_gatherer.gather(norms)
         norm = total_norm(norms)
         clip(gradients, norm, max_norm)
@@ -264,7 +255,7 @@ class Strategy(ABC):
 
     def my_rows(self, name: str) -> slice:
         """Return the slice of this rank's rows of a sharded parameter."""
-        rows = split_rows(self.shapes[name][0], self.world_size)[self.rank]
+        rows = self.rows.of(name, self.rank)
         return slice(rows.start, rows.stop)
 
     def dummy_backward(self) -> None:

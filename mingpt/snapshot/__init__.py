@@ -7,16 +7,20 @@ the model: tensors are known by their names, and by the rows that each rank hold
 
 from mingpt.snapshot.layout import TensorSpec, specs_of
 from mingpt.snapshot.lookup import open_snapshot
-from mingpt.snapshot.manifest import read_config
+from mingpt.snapshot.manifest import Manifest, TokenizerFields
 from mingpt.snapshot.memory import MemorySaver, MemorySnapshots
 from mingpt.snapshot.reading import Check, Entries
 from mingpt.snapshot.saver import Sharding, SnapshotSaver
+from mingpt.snapshot.search import Found, StoredState, find_latest
 from mingpt.snapshot.slots import Process, this_process
-from mingpt.snapshot.store import Snapshot, SnapshotStore
+from mingpt.snapshot.store import OLDER_TOKENIZER, Snapshot, SnapshotStore
 
 __all__ = [
+    "OLDER_TOKENIZER",
     "Check",
     "Entries",
+    "Found",
+    "Manifest",
     "MemorySaver",
     "MemorySnapshots",
     "Process",
@@ -24,9 +28,11 @@ __all__ = [
     "Snapshot",
     "SnapshotSaver",
     "SnapshotStore",
+    "StoredState",
     "TensorSpec",
+    "TokenizerFields",
+    "find_latest",
     "open_snapshot",
-    "read_config",
     "specs_of",
     "this_process",
 ]

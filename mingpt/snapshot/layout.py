@@ -1,8 +1,9 @@
 """Name a snapshot's files, give each tensor its place in them, and make the buffers to write them from.
 
-`step_00001200.json` is the manifest of step 1200, `step_00001200.safetensors` holds its weights and
-`step_00001200.optimizer.safetensors` its optimizer's state, so that sampling and export read weights alone. A
-tensor's place depends on the tensors' names, types and shapes, never on the number of workers.
+`step_00001200.json` is the manifest of step 1200, `step_00001200.safetensors` holds its weights,
+`step_00001200.optimizer.safetensors` its optimizer's state and `step_00001200.tokenizer` its tokenizer, if it
+has one, so that sampling and export read no optimizer's state. A tensor's place depends on the tensors'
+names, types and shapes, never on the number of workers.
 
 Training waits only while its tensors are copied into a `StagingBuffer`, which was allocated before. The
 buffer is then hashed and written in the background.
@@ -24,9 +25,10 @@ from torch import Tensor
 from mingpt.base.files import PIECE_BYTES
 
 log = logging.getLogger(__name__)
-FILE_NAME = re.compile(r"step_([0-9]{8,19})\.(json|safetensors|optimizer\.safetensors)")
+FILE_NAME = re.compile(r"step_([0-9]{8,19})\.(json|safetensors|optimizer\.safetensors|tokenizer)")
 UNFINISHED = re.compile(r"partial-step_([0-9]{8,19})")
-KINDS = ("safetensors", "optimizer.safetensors")  # weights first
+KINDS = ("safetensors", "optimizer.safetensors")  # of tensor files, weights first
+TOKENIZER = "tokenizer"  # the kind of the file with the tokenizer's bytes
 OPTIMIZER = "optimizer."  # prefix of the names of optimizer state
 DTYPES = {
     "F64": torch.float64,
@@ -47,7 +49,7 @@ RowsByRank = Callable[[str], list[range] | None]
 
 
 def file_name(step: int, kind: str) -> str:
-    """Return the name of a step's manifest (`kind` "json") or of a tensor file (`kind` one of KINDS)."""
+    """Return the name of a step's manifest (`kind` "json"), tokenizer or tensor file (one of KINDS)."""
     return f"step_{step:08d}.{kind}"
 
 
@@ -59,7 +61,7 @@ def unfinished_name(step: int) -> str:
 def step_of(name: str, kind: str | None = None) -> int | None:
     """Return the step in the name of a snapshot's file; None for any other name, or a file of another kind.
 
-    `kind` is "json" (the manifest), "safetensors" (weights or optimizer's state), or None for both.
+    `kind` is "json" (the manifest), "safetensors" (a file that it lists), or None for both.
     """
     match = FILE_NAME.fullmatch(name)
     if not match or name != file_name(int(match[1]), match[2]):
@@ -80,10 +82,10 @@ def files_of(names: Iterable[str], step: int) -> list[str]:
     return sorted(found, key=lambda name: (name.endswith(".json"), name))
 
 
-def are_tensor_files(names: Sequence[str], step: int) -> bool:
-    """Return whether `names` are those of the tensor files of one snapshot of this step, weights first."""
-    expected = [file_name(step, kind) for kind in KINDS]
-    return list(names) in (expected, expected[:1])
+def are_files_of(names: Sequence[str], step: int) -> bool:
+    """Return whether `names` are those of the files that a manifest of this step may list, in their order."""
+    weights, *others = [file_name(step, kind) for kind in (*KINDS, TOKENIZER)]
+    return list(names[:1]) == [weights] and list(names[1:]) in ([], others[:1], others[1:], others)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.config.cli import read_file
 from mingpt.snapshot.layout import step_of, steps_in
+from mingpt.snapshot.manifest import validation_loss
 from mingpt.snapshot.reading import Check, accept_all
-from mingpt.snapshot.saver import validation_loss
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")

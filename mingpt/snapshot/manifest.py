@@ -1,24 +1,26 @@
-"""The manifest: JSON about a snapshot, with the SHA-256 of its tensor files and a checksum of itself.
+"""The manifest: JSON about a snapshot, with the SHA-256 of its files and a checksum of itself.
 
-It lists the tensor `files`; `bytes` and `sha256` are computed over all of them. Checksums protect against
-accidents, but anybody may have written the manifest. Every field is therefore checked before it is used.
+It lists the snapshot's other `files`; `bytes` and `sha256` are computed over all of them. Checksums protect
+against accidents, but anybody may have written the manifest. Every field is therefore checked before it is
+used: `decode_manifest` returns a Manifest or raises.
 """
 
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import pydantic
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.base.files import BadJson, Count, Sha256, bad_json, check_json, parse_json
 from mingpt.config import Config, check
-from mingpt.snapshot.layout import are_tensor_files
+from mingpt.snapshot.layout import are_files_of
 
-SCHEMA = 2
+SCHEMA = 3
+OLDER_SCHEMA = 2  # is read, too
 MAX_BYTES = 4 << 20  # of a manifest, of which three copies exist while it is checked
 CONFIG = pydantic.TypeAdapter(Config)
 
@@ -41,7 +43,7 @@ def parse_object(content: bytes, what: str) -> dict[str, Any]:
 class Part(pydantic.BaseModel):
     """A base class for objects in a manifest. Types are strict: "1" is not 1. Other fields are allowed."""
 
-    model_config = pydantic.ConfigDict(strict=True, extra="allow")
+    model_config = pydantic.ConfigDict(strict=True, extra="allow", frozen=True)
 
 
 class DataFields(Part):
@@ -53,10 +55,11 @@ class DataFields(Part):
 
 
 class TokenizerFields(Part):
-    """The tokenizer, whose bytes are in `vocabulary` or the tensor `tokenizer`; none if `kind` is "none"."""
+    """What is known of the tokenizer. If `kind` is "none" there is none, and no file."""
 
     kind: Name
-    vocab_size: int = pydantic.Field(ge=1, lt=2**63)
+    vocab_size: int = pydantic.Field(ge=1, lt=2**63)  # rows of the model's embedding
+    sha256: Sha256 | None = None  # of the tokenizer's bytes
 
 
 class SoftwareFields(Part):
@@ -67,13 +70,14 @@ class SoftwareFields(Part):
     device: Name
     threads: int = pydantic.Field(ge=1, le=1024)
     dtype: Literal["float32", "bfloat16", "float16"]
+    device_type: Name | None = None
+    compiled: bool | Name = False
+    numerics: int = 1
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """A tensor file as the manifest lists it: name, SHA-256 in hex, size in bytes."""
+class FileRecord(Part):
+    """A file as the manifest lists it: name, SHA-256 in hex, size in bytes."""
 
-    __pydantic_config__: ClassVar = pydantic.ConfigDict(strict=False)  # take a JSON object for it
     name: Name
     sha256: Sha256
     bytes: Count
@@ -109,43 +113,56 @@ class LossScaleFields(pydantic.BaseModel):
         return self
 
 
-class Fields(Part):
-    """The fields of a manifest, with types and ranges."""
+class Manifest(Part):
+    """A manifest, with types and ranges. Until it is saved, `files` and `audit` are missing."""
 
+    run: Name | None = None  # the id of the run that wrote it
     step: Count
     windows: Count
     config: dict[str, Any]
-    vocabulary: str
-    tokenizer: TokenizerFields | None = None
+    tokenizer: TokenizerFields
     data: DataFields
     software: SoftwareFields
-    audit: Sha256  # a hash over all tokens that were trained on
-    metrics: dict[str, dict[str, Number]]
-    sha256: Sha256
-    bytes: Count
-    files: list[FileRecord]
-    after: Count = 0  # in a memory snapshot: the newest step on disk when it was saved
-    shard: ShardFields | None = None  # in a memory snapshot of a part
+    audit: Sha256 = 64 * "0"  # a hash over all tokens that were trained on
+    metrics: dict[str, dict[str, Number]] = {}  # the last record of each kind
+    evaluated_step: Count | None = None  # the last step after which the run was evaluated
     replayed_step: Count | None = None  # the last step at which the workers were compared and agreed
     discarded_after: list[Count] = []  # see is_suspect
     # Numbers of updates that were left out: in all, and in a row up to this step.
     skipped: Annotated[list[Count], pydantic.Field(min_length=2, max_length=2)] = [0, 0]
     loss_scale: LossScaleFields | None = None  # of a run in float16
+    after: Count = 0  # in a memory snapshot: the newest step on disk when it was saved
+    shard: ShardFields | None = None  # in a memory snapshot of a part
+    files: list[FileRecord] = []  # weights, optimizer's state, tokenizer; the last two may be missing
+    sha256: Sha256 = 64 * "0"  # see joint_sha256
+    bytes: Count = 0  # of all files
+    vocabulary: str = ""  # in OLDER_SCHEMA: the characters of a tokenizer that no tensor holds
+
+    @pydantic.model_validator(mode="after")
+    def check_steps(self) -> "Manifest":
+        if self.windows < self.step:
+            raise ValueError(f"{self.windows} windows are fewer than {self.step} steps")
+        return self
+
+    @functools.cached_property
+    def settings(self) -> Config:
+        """The run's configuration. Raises CorruptSnapshot if a setting has a wrong value."""
+        return parse_config(self.config)
+
+    def with_files(self, records: Sequence[FileRecord], **fields: Any) -> "Manifest":
+        """Return a copy that lists these files, with `fields` changed."""
+        total = sum(record.bytes for record in records)
+        listed = {"files": list(records), "sha256": joint_sha256(records), "bytes": total}
+        return self.model_copy(update=fields | listed)
 
 
-def is_suspect(manifest: Mapping[str, Any], discarded_after: Sequence[int]) -> bool:
+def is_suspect(manifest: Manifest, discarded_after: Sequence[int]) -> bool:
     """Return whether a snapshot may hold wrong results of a worker; `discarded_after` is the run's list.
 
     Each time that workers compute differently, the last trusted step is added to the run's list. A manifest
     holds the list as of its writing. A snapshot is suspect if it is past a step that was added later.
     """
-    later = discarded_after[len(manifest.get("discarded_after", [])) :]
-    return any(manifest["step"] > step for step in later)
-
-
-def file_records(manifest: dict[str, Any]) -> list[FileRecord]:
-    """Return the records of the tensor files of a valid manifest, weights first."""
-    return check_json(manifest["files"], list[FileRecord])
+    return any(manifest.step > step for step in discarded_after[len(manifest.discarded_after) :])
 
 
 def joint_sha256(records: Sequence[FileRecord]) -> str:
@@ -153,26 +170,27 @@ def joint_sha256(records: Sequence[FileRecord]) -> str:
     return hashlib.sha256("".join(record.sha256 for record in records).encode()).hexdigest()
 
 
-def encode_manifest(fields: dict[str, Any], records: Sequence[FileRecord]) -> bytes:
-    """Return a manifest's bytes, without records of metrics that are not finite. UserError past MAX_BYTES."""
-    body = {
-        "schema": SCHEMA,
-        **fields,
-        "files": [asdict(record) for record in records],
-        "sha256": joint_sha256(records),
-        "bytes": sum(record.bytes for record in records),
+def validation_loss(manifest: Manifest) -> float | None:
+    """Return the validation loss measured at the snapshot's own step; None without an evaluation there."""
+    record = manifest.metrics.get("val", {})
+    return record.get("val/loss") if record.get("step") == manifest.step else None
+
+
+def finite_records(metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the records of metrics in which all values are finite numbers, as JSON needs."""
+    return {
+        kind: record
+        for kind, record in metrics.items()
+        if all(isinstance(value, (int, float)) and math.isfinite(value) for value in record.values())
     }
-    if "metrics" in body:
-        body["metrics"] = {kind: record for kind, record in body["metrics"].items() if is_finite(record)}
-    content = add_checksum(body)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the content of the manifest's file. Raises UserError past MAX_BYTES."""
+    content = add_checksum({"schema": SCHEMA} | manifest.model_dump(exclude_unset=True))
     if len(content) > MAX_BYTES:
         raise UserError(f"the manifest would have {len(content):,} bytes, more than {MAX_BYTES:,}")
     return content
-
-
-def is_finite(record: dict[str, Any]) -> bool:
-    """Return whether all values of a record of metrics are finite numbers, as JSON needs."""
-    return all(isinstance(value, (int, float)) and math.isfinite(value) for value in record.values())
 
 
 def add_checksum(manifest: dict[str, Any]) -> bytes:
@@ -181,40 +199,48 @@ def add_checksum(manifest: dict[str, Any]) -> bytes:
     return (json.dumps(body | {"checksum": digest}, indent=1) + "\n").encode()
 
 
-def decode_manifest(content: bytes) -> dict[str, Any]:
+def decode_manifest(content: bytes) -> Manifest:
     """Return the checked manifest in `content`. Raises CorruptSnapshot, or UserError for another schema."""
-    manifest = parse_object(content, "its manifest")
-    if not is_intact(manifest, content):
+    fields = parse_object(content, "its manifest")
+    if not is_intact(fields, content):
         raise CorruptSnapshot("its manifest is damaged: its checksum does not hold")
-    check_schema(manifest)
+    check_schema(fields)
     try:
-        check_json(manifest, Fields)
+        manifest = check_json(from_older(fields) if fields["schema"] == OLDER_SCHEMA else fields, Manifest)
     except BadJson as error:
         raise CorruptSnapshot(f"its manifest is damaged: {error}") from None
-    if manifest["windows"] < manifest["step"]:
-        windows, step = manifest["windows"], manifest["step"]
-        raise CorruptSnapshot(f"its manifest is damaged: {windows} windows are fewer than {step} steps")
     check_files(manifest)
-    read_config(manifest)
+    manifest.settings  # noqa: B018 - raises CorruptSnapshot
     return manifest
 
 
-def check_files(manifest: dict[str, Any]) -> None:
+def from_older(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of OLDER_SCHEMA with those that are derived from others there."""
+    vocabulary, metrics = fields.get("vocabulary"), fields.get("metrics")
+    derived: dict[str, Any] = {}
+    if fields.get("tokenizer") is None and isinstance(vocabulary, str):
+        derived["tokenizer"] = {"kind": "char", "vocab_size": len(vocabulary)}
+    evaluation = metrics.get("val") if isinstance(metrics, dict) else None
+    if isinstance(evaluation, dict):
+        derived["evaluated_step"] = evaluation.get("step")
+    return fields | derived
+
+
+def check_files(manifest: Manifest) -> None:
     """Raise CorruptSnapshot unless the names in `files` are those of a snapshot of the manifest's step.
 
     `bytes` and `sha256` must also be those of all `files` together. No file is read. Raises UserError for
     files in parts, which earlier versions wrote.
     """
-    records = file_records(manifest)
-    if any("-of-" in record.name for record in records):
+    records, names = manifest.files, [record.name for record in manifest.files]
+    if any("-of-" in name for name in names):
         raise UserError(
-            f"the snapshot of step {manifest['step']} has files in parts, as earlier versions wrote them "
+            f"the snapshot of step {manifest.step} has files in parts, as earlier versions wrote them "
             "past 4 GiB: resume it with such a version"
         )
-    if not are_tensor_files([record.name for record in records], manifest["step"]):
+    if not are_files_of(names, manifest.step):
         raise CorruptSnapshot("its manifest is damaged: files: they are not those of a snapshot of its step")
-    found = sum(record.bytes for record in records), joint_sha256(records)
-    if found != (manifest["bytes"], manifest["sha256"]):
+    if (sum(record.bytes for record in records), joint_sha256(records)) != (manifest.bytes, manifest.sha256):
         raise CorruptSnapshot("its manifest is damaged: bytes or sha256: the files have others")
 
 
@@ -231,23 +257,23 @@ def check_schema(manifest: dict[str, Any]) -> None:
     schema = manifest.get("schema")
     if type(schema) is not int or schema < 1:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")
-    if schema != SCHEMA:
+    if schema not in (OLDER_SCHEMA, SCHEMA):
         raise UserError(
             f"the snapshot of step {manifest.get('step')!r:.20} has schema version {schema!r:.20}, "
-            f"and this program reads version {SCHEMA}"
+            f"and this program reads versions {OLDER_SCHEMA} and {SCHEMA}"
         )
 
 
-def read_config(manifest: dict[str, Any]) -> Config:
+def parse_config(given: dict[str, Any]) -> Config:
     """Return a manifest's configuration. Raises CorruptSnapshot if a setting has a wrong value.
 
     Settings that this version does not know are ignored, and missing settings have their defaults.
     """
     known: dict[str, Any] = {}
     for name, info in Config.__pydantic_fields__.items():  # type: ignore[attr-defined]
-        if name not in manifest["config"]:
+        if name not in given:
             continue
-        known[name] = manifest["config"][name]
+        known[name] = given[name]
         settings = getattr(info.annotation, "__pydantic_fields__", None)
         if settings and isinstance(known[name], dict):
             known[name] = {key: value for key, value in known[name].items() if key in settings}

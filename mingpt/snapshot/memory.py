@@ -25,15 +25,15 @@ from typing import Any
 
 from torch import Tensor
 
-from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base.errors import UserError
 from mingpt.base.files import reason_of
 from mingpt.distributed.background_group import BackgroundGroup
 from mingpt.distributed.exit import is_lost_peer
 from mingpt.snapshot.layout import StagingBuffer, TensorSpec, step_of
-from mingpt.snapshot.reading import Check, accept_all
+from mingpt.snapshot.manifest import Manifest, ShardFields
 from mingpt.snapshot.saver import LateFields, Sharding
 from mingpt.snapshot.slots import Process, Slots, read_owner, remove_folder, this_process
-from mingpt.snapshot.store import Snapshot, SnapshotStore
+from mingpt.snapshot.store import SnapshotStore
 
 LEFT_TO_AGENT = "left-to-agent"  # a file in a folder of snapshots, until the next generation opens that
 LEFTOVER_S = 24 * 3600.0
@@ -64,26 +64,8 @@ class MemorySnapshots:
         """Return the run's folders on this machine, those of all nodes; an empty list if there are none."""
         return [self.root / name for name in sorted(glob.glob("node-*", root_dir=self.root))]
 
-    def find(
-        self, newer_than: int, saved_after: int | None, check: Check = accept_all
-    ) -> list[tuple[SnapshotStore, Snapshot]]:
-        """Return (store, snapshot) for the snapshots past `newer_than` that fulfil `check`, newest first.
-
-        Only manifests and headers are read; `store.verify` tells whether a snapshot is valid. The field
-        `after` of a manifest is the newest step that was on disk when it was written. Unless `saved_after` is
-        None, snapshots with a newer `after` are left out. Raises UserError for another schema.
-        """
-        stores = [SnapshotStore(str(path)) for path in self.folders()]
-        found = [(step, store) for store in stores for step in store.steps() if step > newer_than]
-        snapshots = []
-        for step, store in sorted(found, key=lambda one: -one[0]):
-            try:
-                snapshot = store.open(step, check)
-            except (CorruptSnapshot, UnreadableSnapshot):
-                continue  # such as one that a kill cut off: the other slot's snapshot is valid
-            if saved_after is None or snapshot.manifest.get("after", 0) <= saved_after:
-                snapshots.append((store, snapshot))
-        return snapshots
+    def stores(self) -> list[SnapshotStore]:
+        return [SnapshotStore(str(path)) for path in self.folders()]
 
     def remove_newer(self, step: int) -> None:
         """Remove this run's snapshots on this machine past `step`, from which the job starts; -1 for all."""
@@ -160,9 +142,12 @@ class MemorySaver:
     is not sharded is saved by this rank alone, without a copy. Constructing a saver is collective.
     """
 
-    def __init__(self, snapshots: MemorySnapshots, sharding: Sharding) -> None:
+    def __init__(
+        self, snapshots: MemorySnapshots, sharding: Sharding, tokenizer: bytes | None = None
+    ) -> None:
         self.snapshots, self.sharding = snapshots, sharding
         self.own = snapshots.make_slots(f"-worker-{sharding.local_rank}")
+        self.own.tokenizer = tokenizer
         self.kept: dict[int, Slots] = {}  # copies of other ranks' parts, by that rank
         places = sharding.all_gather_object((snapshots.node_rank, self.own.folder.name))
         # For each rank, the rank that keeps a copy of its part, or None.
@@ -259,9 +244,7 @@ class MemorySaver:
                 specs[name] = TensorSpec(spec.dtype, (len(rows[rank]), *spec.shape[1:]))
         return specs
 
-    def save(
-        self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], late_fields: LateFields = dict
-    ) -> None:
+    def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], late_fields: LateFields = dict) -> None:
         """Copy the tensors that this rank holds, and write manifests and copies in the background.
 
         On return the tensors may change. The background thread adds the fields that `late_fields` returns to
@@ -273,7 +256,7 @@ class MemorySaver:
             return
         if self.newest and self.sharding.local_rank == 0:
             self.remove_outdated(self.newest)
-        self.newest = manifest["step"]
+        self.newest = manifest.step
         try:
             for slots in (self.own, *self.kept.values()):
                 slots.begin()
@@ -294,10 +277,10 @@ class MemorySaver:
             self.disable(problem)
         return not problem
 
-    def finish(self, manifest: dict[str, Any], late_fields: LateFields) -> None:
+    def finish(self, manifest: Manifest, late_fields: LateFields) -> None:
         """Write manifests and exchange copies, in the thread that `save` starts; stop if a rank is gone."""
         try:
-            manifest = manifest | late_fields()
+            manifest = manifest.model_copy(update=late_fields())
             part = self.own.buffer
             self.commit(self.own, manifest, self.sharding.rank)
             self.exchange_copies(part)
@@ -307,7 +290,7 @@ class MemorySaver:
             if not is_lost_peer(error):  # the main thread loses the same peer, and reports it
                 raise
 
-    def commit(self, slots: Slots, manifest: dict[str, Any], rank: int) -> None:
+    def commit(self, slots: Slots, manifest: Manifest, rank: int) -> None:
         """Write the manifest that makes the buffer of `slots` the snapshot of the part of `rank`.
 
         Raises nothing: the text of an error is kept in `problem`, and from then on nothing is written. This
@@ -315,7 +298,7 @@ class MemorySaver:
         """
         if self.problem is None:
             try:
-                slots.commit(manifest | self.shard_fields(rank))
+                slots.commit(manifest.model_copy(update=self.shard_fields(rank)))
             except (OSError, UserError) as error:
                 self.problem = str(error)
 
@@ -324,12 +307,12 @@ class MemorySaver:
         if not self.sharding.context:
             return {}
         return {
-            "shard": {
-                "rank": rank,
-                "workers": self.sharding.world_size,
-                "weights": self.sharding.weights_are_sharded,
-                "generation": self.generation,
-            }
+            "shard": ShardFields(
+                rank=rank,
+                workers=self.sharding.world_size,
+                weights=self.sharding.weights_are_sharded,
+                generation=self.generation,
+            )
         }
 
     def exchange_copies(self, buffer: StagingBuffer) -> None:

@@ -1,7 +1,7 @@
 """Read the safetensors format strictly, by ranges of a file in a folder or at a URL.
 
 The format is 8 bytes with the header's length, the header as JSON, the tensors. `TensorFile` reads the
-header, and later single tensors or rows of them. The header is checked against the file's size before a
+header, and later single tensors. The header is checked against the file's size before a
 tensor is allocated. No pickle is read, and nothing is executed. Wrong content raises CorruptSnapshot, a
 failure to read UnreadableSnapshot. https://huggingface.co/docs/safetensors
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
 from mingpt.base.files import PIECE_BYTES, BadJson, Count, DriverError, check_json, reason_of, retry
 from mingpt.snapshot.layout import DTYPES, memory_of
-from mingpt.snapshot.manifest import parse_object
+from mingpt.snapshot.manifest import Manifest, parse_object
 
 T = TypeVar("T")
 LENGTH_BYTES = 8
@@ -134,26 +134,36 @@ class EntryFields(pydantic.BaseModel):
 
 
 Entries = Mapping[str, TensorEntry]
-# A function that raises CorruptSnapshot or UnreadableSnapshot if a snapshot with this manifest and these
-# tensors must not be used.
-Check = Callable[[dict[str, Any], Entries], None]
+# A function that raises CorruptSnapshot or UnreadableSnapshot if a snapshot with this manifest, these tensors
+# and these bytes of a tokenizer must not be used.
+Check = Callable[[Manifest, Entries, bytes | None], None]
 
 
-def accept_all(manifest: dict[str, Any], entries: Entries) -> None:
+def accept_all(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
     """Accept every snapshot: the `check` of a reader that takes any manifest and tensors."""
 
 
-class TensorFile:
-    """A safetensors file. Constructing it reads and checks the header; `read` reads a tensor.
+class StoredFile:
+    """A file of a snapshot. Constructing it checks that the file is there and has `expected_size`, in bytes.
 
-    Raises CorruptSnapshot if the file is missing, its header wrong, or its size not `expected_size` (None:
-    any), and UnreadableSnapshot if reading fails. The tensors' numbers and checksums are not checked.
+    None stands for any size. Raises CorruptSnapshot or, if reading fails, UnreadableSnapshot.
     """
 
     def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:
         self.file, self.size = file, file.size()
+        self.entries: dict[str, TensorEntry] = {}
         if expected_size not in (None, self.size):
             raise CorruptSnapshot(f"{file.what} has {self.size:,} bytes instead of {expected_size:,}")
+
+
+class TensorFile(StoredFile):
+    """A safetensors file. Constructing it also reads and checks the header; `read` reads a tensor.
+
+    Raises CorruptSnapshot if the header is wrong. The tensors' numbers and checksums are not checked.
+    """
+
+    def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:
+        super().__init__(file, expected_size)
         if self.size < LENGTH_BYTES:
             raise CorruptSnapshot(f"{file.what} has {self.size} bytes and no header")
         length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
@@ -161,17 +171,11 @@ class TensorFile:
             raise CorruptSnapshot(f"the header of {file.what} cannot have {length:,} bytes")
         self.entries = parse_header(file.read(LENGTH_BYTES, LENGTH_BYTES + length), self.size, file.what)
 
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        """Return a tensor, or its rows `begin` to before `end`, in new memory. KeyError if it is missing."""
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in new memory. Raises KeyError if it is missing."""
         entry = self.entries[name]
-        dtype, shape, row_bytes = DTYPES[entry.dtype], entry.shape, 0
-        if shape:
-            stop = shape[0] if end is None else end
-            assert 0 <= begin <= stop <= shape[0], f"{name} has no rows {begin} to {stop}"
-            row_bytes = (entry.end - entry.begin) // max(1, shape[0])
-            shape = (stop - begin, *shape[1:])
-        tensor = torch.empty(shape, dtype=dtype)
-        self.file.read_into(entry.begin + begin * row_bytes, memory_of(tensor.view(-1).view(torch.uint8)))
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.file.read_into(entry.begin, memory_of(tensor.view(-1).view(torch.uint8)))
         return tensor
 
 

@@ -6,6 +6,7 @@ them, so the files do not depend on the sharding. Training continues meanwhile: 
 exchange, over a process group of their own.
 """
 
+import functools
 import logging
 import math
 import threading
@@ -30,7 +31,7 @@ from mingpt.snapshot.layout import (
     memory_of,
     specs_of,
 )
-from mingpt.snapshot.manifest import FileRecord
+from mingpt.snapshot.manifest import FileRecord, Manifest, validation_loss
 from mingpt.snapshot.store import SnapshotStore
 
 # A function that computes manifest fields in the background.
@@ -157,8 +158,14 @@ class SnapshotSaver:
     """
 
     def __init__(
-        self, store: SnapshotStore, keep_last: int, keep_best: bool, sharding: Sharding = UNSHARDED
+        self,
+        store: SnapshotStore,
+        keep_last: int,
+        keep_best: bool,
+        sharding: Sharding = UNSHARDED,
+        tokenizer: bytes | None = None,
     ) -> None:
+        self.tokenizer = tokenizer
         self.store, self.keep_last, self.keep_best, self.sharding = store, keep_last, keep_best, sharding
         self.replayed_step = 0  # the newest snapshot up to this step is kept
         self.group = BackgroundGroup(sharding.rank, sharding.world_size)
@@ -174,9 +181,7 @@ class SnapshotSaver:
             self.staging = StagingBuffer(tensors)
         return self.staging
 
-    def save(
-        self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], late_fields: LateFields = dict
-    ) -> None:
+    def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], late_fields: LateFields = dict) -> None:
         """Wait for the write of the last save to end, copy this rank's tensors, and begin to write them.
 
         On return the tensors may change. The background thread adds the fields that `late_fields` returns to
@@ -186,17 +191,17 @@ class SnapshotSaver:
         staging = self.allocate(tensors)
         staging.fill(tensors)
         specs = {**specs_of(tensors), **self.sharding.specs}  # of the whole tensors
-        layouts = make_layout(specs, manifest["step"])
+        layouts = make_layout(specs, manifest.step)
         transfer = Transfer(layouts, staging, self.group, self.sharding)
         self.thread = threading.Thread(target=self.write, args=(manifest, transfer, late_fields))
         self.thread.start()
 
-    def write(self, manifest: dict[str, Any], transfer: Transfer, late_fields: LateFields = dict) -> None:
+    def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields = dict) -> None:
         """Write a snapshot, then prune; runs in the background. Raises nothing; sets `error`. Collective."""
-        step = manifest["step"]
+        step = manifest.step
         try:
             fields = self.group.on_all_ranks(late_fields)[self.group.rank]
-            self.write_once(manifest | fields, transfer)
+            self.write_once(manifest.model_copy(update=fields), transfer)
             self.error, self.newest_written = None, step
         except Exception as error:  # of any driver: training goes on, the failure is reported
             self.error = error
@@ -219,22 +224,25 @@ class SnapshotSaver:
         """Run `work` on the main rank; all ranks return its result or raise its error. Collective."""
         return self.group.on_rank(self.sharding.main_rank, work)
 
-    def write_once(self, manifest: dict[str, Any], transfer: Transfer) -> None:
+    def write_once(self, manifest: Manifest, transfer: Transfer) -> None:
         """Write a snapshot, durable on return. Raises any rank's error on all ranks. Collective.
 
         After an error the snapshot's files are removed, except if the claim to the place (the right to write
         there) is lost, or if the snapshot is complete: it was before, or the error came after its manifest.
         """
-        step, is_complete = manifest["step"], False
+        step, is_complete = manifest.step, False
 
         def commit() -> None:
             nonlocal is_complete
-            self.store.commit(manifest, records)
+            self.store.commit(manifest.with_files(records))
             is_complete, self.newest_written = True, step
 
         try:
             is_complete = self.on_main_rank(lambda: self.store.begin(step))
             records = transfer.write_files(self.store)
+            if self.tokenizer is not None:
+                write_tokenizer = functools.partial(self.store.write_tokenizer, step, self.tokenizer)
+                records.append(self.on_main_rank(write_tokenizer))
             self.on_main_rank(commit)
         except ClaimLost:
             raise
@@ -294,9 +302,3 @@ class SnapshotSaver:
         self.wait()
         if self.error:
             raise self.error
-
-
-def validation_loss(manifest: dict[str, Any]) -> float | None:
-    """Return the validation loss measured at the snapshot's own step; None without an evaluation there."""
-    record = manifest["metrics"].get("val", {})
-    return record.get("val/loss") if record.get("step") == manifest["step"] else None

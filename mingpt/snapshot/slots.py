@@ -20,7 +20,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import pydantic
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mingpt.base.files import BadJson, read_json
 from mingpt.snapshot.layout import StagingBuffer, TensorSpec, file_layout, file_name, files_of, specs_of
-from mingpt.snapshot.manifest import FileRecord, encode_manifest
+from mingpt.snapshot.manifest import FileRecord, Manifest, encode_manifest
 from mingpt.snapshot.store import SnapshotStore
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class Slots:
         self.folder, self.owner = folder, owner
         self.store = SnapshotStore(str(folder))
         self.buffers: list[StagingBuffer] = []
+        self.tokenizer: bytes | None = None
         self.names = ["slot-0", "slot-1"]
         self.next_slot = 0
         self.kept: int | None = None  # step of a snapshot in a third file, until there is a newer one
@@ -144,19 +145,23 @@ class Slots:
             self.kept = None
         if name != free:
             (self.folder / name).with_suffix(".json").unlink()
+            (self.folder / name).with_suffix(".tokenizer").unlink(missing_ok=True)
             (self.folder / name).rename(self.folder / free)
             self.names[self.next_slot] = free
 
-    def commit(self, manifest: dict[str, Any]) -> None:
-        """Make `buffer` the snapshot of `manifest["step"]`, and switch buffers.
+    def commit(self, manifest: Manifest) -> None:
+        """Make `buffer` the snapshot of `manifest.step`, and switch buffers.
 
         Raises OSError, or UserError if the manifest would be too large.
         """
-        step, content = manifest["step"], self.buffer.content
+        step, content = manifest.step, self.buffer.content
         name = file_name(step, "safetensors")
         (self.folder / f"slot-{self.next_slot}").rename(self.folder / name)
-        record = FileRecord(name, hashlib.sha256(content).hexdigest(), len(content))
-        self.store.write_atomic(file_name(step, "json"), encode_manifest(manifest, [record]))
+        sha256 = hashlib.sha256(content).hexdigest()
+        records = [FileRecord(name=name, sha256=sha256, bytes=len(content))]
+        if self.tokenizer is not None:
+            records.append(self.store.write_tokenizer(step, self.tokenizer))
+        self.store.write_atomic(file_name(step, "json"), encode_manifest(manifest.with_files(records)))
         self.names[self.next_slot] = name
         self.next_slot = 1 - self.next_slot
 

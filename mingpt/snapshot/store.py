@@ -1,12 +1,12 @@
 """Write, verify and read the snapshots of a run at one place, a folder or any fsspec URL.
 
-`step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state, and
-`step_00001200.json`, the manifest, describes them. The manifest is written last, after all files are on disk:
-**a snapshot exists when its manifest does and its checksums hold.** Until then `partial-step_00001200` marks
-the files of this step as an unfinished save. No pickle is ever loaded, and nothing depends on the number of
-workers.
+`step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state,
+`step_00001200.tokenizer` the tokenizer, and `step_00001200.json`, the manifest, describes them. The manifest
+is written last, after all files are on disk: **a snapshot exists when its manifest does and its checksums
+hold.** Until then `partial-step_00001200` marks the files of this step as an unfinished save. No pickle is
+ever loaded, and nothing depends on the number of workers.
 
-`verify`, `read` and `find_newest` check all bytes, in pieces, for the SHA-256 in the manifest and for finite
+`verify` and `read` check all bytes, in pieces, for the SHA-256 in the manifest and for finite
 numbers; `open` checks manifest, sizes and headers alone. `quarantine` renames a snapshot not to be used.
 """
 
@@ -19,18 +19,19 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base.errors import ClaimLost, CorruptSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES, DriverError, reason_of
 from mingpt.config import Config
 from mingpt.snapshot.files import FileStore
 from mingpt.snapshot.layout import (
     DTYPES,
+    KINDS,
     OPTIMIZER,
+    TOKENIZER,
     UNFINISHED,
     FileLayout,
     file_name,
@@ -39,17 +40,11 @@ from mingpt.snapshot.layout import (
     steps_in,
     unfinished_name,
 )
-from mingpt.snapshot.manifest import (
-    MAX_BYTES,
-    FileRecord,
-    decode_manifest,
-    encode_manifest,
-    file_records,
-    read_config,
-)
+from mingpt.snapshot.manifest import MAX_BYTES, FileRecord, Manifest, decode_manifest, encode_manifest
 from mingpt.snapshot.reading import (
     Check,
     SourceFile,
+    StoredFile,
     TensorEntry,
     TensorFile,
     accept_all,
@@ -58,12 +53,13 @@ from mingpt.snapshot.reading import (
 )
 
 MAX_FILES_AT_ONCE = 4
+OLDER_TOKENIZER = "tokenizer"  # a tensor of bytes, in snapshots of schema 2
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
 
 
-def verify_file(file: TensorFile, sha256: str, step: int) -> None:
-    """Read a tensor file once and check all its bytes. Raises CorruptSnapshot, or UnreadableSnapshot.
+def verify_file(file: StoredFile, sha256: str, step: int) -> None:
+    """Read a file once and check all its bytes. Raises CorruptSnapshot, or UnreadableSnapshot.
 
     The file must have this SHA-256 (hex), all numbers must be finite, and the optimizer must have counted at
     most `step` updates (fewer are right if the run has changed its optimizer). A thread hashes each piece of
@@ -124,16 +120,16 @@ def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int, 
 
 
 class Snapshot:
-    """Reads single tensors, or rows of them, from the files of a snapshot, without checking their bytes.
+    """Reads single tensors from the files of a snapshot, without checking their bytes.
 
     The constructor raises CorruptSnapshot if a tensor is in two files; the methods that read raise
     UnreadableSnapshot or CorruptSnapshot.
     """
 
-    def __init__(self, manifest: dict[str, Any], files: Sequence[TensorFile]) -> None:
+    def __init__(self, manifest: Manifest, files: Sequence[StoredFile]) -> None:
         self.manifest, self.files = manifest, list(files)
         self.file_of: dict[str, TensorFile] = {}
-        for file in files:
+        for file in (file for file in files if isinstance(file, TensorFile)):
             for name in file.entries:
                 if name in self.file_of:
                     raise CorruptSnapshot(f"its tensor {name[:100]!r} is in two files")
@@ -147,11 +143,20 @@ class Snapshot:
     @property
     def config(self) -> Config:
         """The configuration of the run that wrote the snapshot."""
-        return read_config(self.manifest)
+        return self.manifest.settings
 
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        """Return a tensor, or its rows `begin` to before `end`. Raises KeyError if it is missing."""
-        return self.file_of[name].read(name, begin, end)
+    def read(self, name: str) -> Tensor:
+        """Return a tensor. Raises KeyError if it is missing."""
+        return self.file_of[name].read(name)
+
+    def read_tokenizer(self) -> bytes | None:
+        """Return the bytes of the tokenizer; None if there is none."""
+        for file in self.files:
+            if not isinstance(file, TensorFile):
+                return file.file.read(0, file.size)
+        if OLDER_TOKENIZER in self.file_of:
+            return self.read(OLDER_TOKENIZER).numpy().tobytes()
+        return self.manifest.vocabulary.encode() or None
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """Read the tensors whose names begin with `prefix`; return them by name, without the prefix."""
@@ -170,10 +175,6 @@ class SnapshotStore(FileStore):
     def has_manifest(self, step: int) -> bool:
         """Return whether the step has a manifest, also if the listing is out of date."""
         return bool(self.files.exists(self.path(file_name(step, "json"))))
-
-    def completed_step(self) -> int:
-        """Return the newest step with a manifest, or 0. Raises UnreadableSnapshot if listing fails."""
-        return max([0, *steps_in(self.list_names(), "json")])
 
     def prepare(self) -> None:
         """Create the folder and remove unfinished files. Raises UserError if the folder cannot be written to.
@@ -229,15 +230,21 @@ class SnapshotStore(FileStore):
         Raises the errors of `write_stream`. The file belongs to no snapshot until `commit`.
         """
         sha256 = self.write_stream(layout.name, chunks, layout.size)
-        return FileRecord(layout.name, sha256, layout.size)
+        return FileRecord(name=layout.name, sha256=sha256, bytes=layout.size)
 
-    def commit(self, manifest: dict[str, Any], records: Sequence[FileRecord]) -> None:
-        """Write the manifest that makes these files the snapshot of `manifest["step"]`; durable on return.
+    def write_tokenizer(self, step: int, content: bytes) -> FileRecord:
+        """Write the file with a tokenizer's bytes as `write_file` writes tensors; returns its record."""
+        name = file_name(step, TOKENIZER)
+        sha256 = self.write_stream(name, [memoryview(content)], len(content))
+        return FileRecord(name=name, sha256=sha256, bytes=len(content))
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest that makes its files the snapshot of its step; durable on return.
 
         Raises UserError if it would be too large, else the errors of `write_stream`.
         """
-        step = manifest["step"]
-        self.write_atomic(file_name(step, "json"), encode_manifest(manifest, records))
+        step = manifest.step
+        self.write_atomic(file_name(step, "json"), encode_manifest(manifest))
         self.unreadable.pop(step, None)
         try:
             self.remove_file(unfinished_name(step))
@@ -272,7 +279,7 @@ class SnapshotStore(FileStore):
         """Return the file `name` for reading; messages call it `what`."""
         return SourceFile(self.files, self.path(name), what, self.retries_s)
 
-    def read_manifest(self, step: int) -> dict[str, Any]:
+    def read_manifest(self, step: int) -> Manifest:
         """Return the checked manifest of a step.
 
         Raises CorruptSnapshot if it is missing or wrong, UnreadableSnapshot, or UserError for another schema.
@@ -282,8 +289,8 @@ class SnapshotStore(FileStore):
         if size > MAX_BYTES:
             raise CorruptSnapshot(f"its manifest has {size:,} bytes, more than {MAX_BYTES:,}")
         manifest = decode_manifest(file.read(0, size))
-        if manifest["step"] != step:
-            raise CorruptSnapshot(f"its manifest is that of step {manifest['step']}")
+        if manifest.step != step:
+            raise CorruptSnapshot(f"its manifest is that of step {manifest.step}")
         return manifest
 
     def open(self, step: int, check: Check = accept_all) -> Snapshot:
@@ -291,24 +298,22 @@ class SnapshotStore(FileStore):
 
         No tensor is read. Raises the errors of `read_manifest`, also for the files, and those of `check`.
         """
-        manifest = self.read_manifest(step)
-        files = [
-            TensorFile(self.file(record.name, f"its file {record.name}"), record.bytes)
-            for record in file_records(manifest)
-        ]
+        manifest, files = self.read_manifest(step), []
+        for record in manifest.files:
+            kind = StoredFile if record.name == file_name(step, TOKENIZER) else TensorFile
+            files.append(kind(self.file(record.name, f"its file {record.name}"), record.bytes))
         snapshot = Snapshot(manifest, files)
-        check(manifest, snapshot.entries)
+        check(manifest, snapshot.entries, snapshot.read_tokenizer())
         return snapshot
 
     def verify(self, snapshot: Snapshot, weights_only: bool = False) -> None:
-        """Read each file once (with `weights_only`, each file that holds weights) and check all its bytes.
+        """Read each file (with `weights_only`, all but the optimizer's state) once and check all its bytes.
 
         Raises CorruptSnapshot or UnreadableSnapshot. Several files are read at a time, with 32 MiB each.
         """
-        files, digests, step = [], [], snapshot.manifest["step"]
-        for file, record in zip(snapshot.files, file_records(snapshot.manifest), strict=True):
-            holds_weights = any(not name.startswith(OPTIMIZER) for name in file.entries)
-            if holds_weights or not weights_only:
+        files, digests, step = [], [], snapshot.manifest.step
+        for file, record in zip(snapshot.files, snapshot.manifest.files, strict=True):
+            if not weights_only or record.name != file_name(step, KINDS[1]):
                 files.append(file)
                 digests.append(record.sha256)
         with ThreadPoolExecutor(max_workers=min(MAX_FILES_AT_ONCE, os.cpu_count() or 1)) as pool:
@@ -334,26 +339,6 @@ class SnapshotStore(FileStore):
         log.warning(
             f"snapshot of step {step} set aside as {self.path(f'{target}step_{step:08d}.')}*: {reason}"
         )
-
-    def find_newest(self, check: Check = accept_all) -> tuple[Snapshot | None, dict[int, str]]:
-        """Return the newest valid snapshot (None if none is), and the faults of newer corrupt ones, by step.
-
-        Newer snapshots that cannot be read are put into `unreadable`. An unfinished save is no snapshot.
-        Raises UnreadableSnapshot if the folder cannot be read, UserError for a newer one of another schema.
-        """
-        corrupt: dict[int, str] = {}
-        self.unreadable = {}
-        names = {*self.list_names(), *self.list_names()}  # an object store's first listing may be out of date
-        unfinished = set(unfinished_steps(names))
-        for step in steps_in(names):
-            try:
-                return self.read(step, check), corrupt
-            except CorruptSnapshot as error:
-                if step not in unfinished or file_name(step, "json") in names:
-                    corrupt[step] = str(error)
-            except UnreadableSnapshot as error:
-                self.unreadable[step] = str(error)
-        return None, corrupt
 
 
 def unfinished_steps(names: Iterable[str]) -> list[int]:

@@ -26,7 +26,7 @@ from mingpt.config import flatten, settings, to_dict
 from mingpt.config.cli import build, read_file
 from mingpt.report import load_history, read_records
 from mingpt.report.plot import draw_curves, read_curves, to_png
-from mingpt.snapshot import Snapshot, SnapshotStore, read_config
+from mingpt.snapshot import Manifest, Snapshot, SnapshotStore
 from mingpt.snapshot.lookup import possible_places
 
 TIMINGS = ("step_s", "data_s", "tokens_per_s", "mfu")
@@ -74,7 +74,7 @@ class Run(NamedTuple):
     records: Sequence[Mapping[str, Any]]
     history: Mapping[str, Any]
     stores: Mapping[int, SnapshotStore]
-    manifests: Mapping[int, dict[str, Any]]
+    manifests: Mapping[int, Manifest]
 
 
 class Comparison(NamedTuple):
@@ -128,11 +128,11 @@ def read_facts(run: Run, by_manifest: bool) -> dict[str, str]:
     config, inputs = run.folder / "config.yaml", run.history.get("inputs")
     if by_manifest:
         manifest = run.manifests[max(run.manifests)]
-        known = read_config(manifest)
+        known = manifest.settings
         inputs = {
-            "data": manifest["data"]["sha256"][:12],
-            "tokenizer": manifest.get("tokenizer", {}).get("sha256", "")[:12],
-            "software": manifest["software"],
+            "data": manifest.data.sha256[:12],
+            "tokenizer": (manifest.tokenizer.sha256 or "")[:12],
+            "software": manifest.software.model_dump(),
         }
     elif inputs and config.is_file():
         known = build(read_file(str(config)))

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from mingpt.base.urls import redact, redact_all
 from mingpt.config import Config, flatten, result_settings
 from mingpt.data import Tokenizer
 from mingpt.model.hf import CLASSES, CONFIGS, hf_fields, import_transformers, to_hf
-from mingpt.snapshot import Snapshot, open_snapshot
+from mingpt.snapshot import Manifest, Snapshot, open_snapshot
 from mingpt.training.state import check_model, snapshot_tokenizer
 
 CARD = """\
@@ -96,32 +96,32 @@ NAMES = {
 }
 
 
-def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, prompt: str | None) -> str:
+def model_card(manifest: Manifest, architecture: str, parameters: int, prompt: str | None) -> str:
     """Return the model card, as Markdown, of the snapshot with this manifest.
 
     `architecture` is the name of transformers' model class. `parameters` is the number of parameters, where a
     matrix that is used twice counts once. `prompt` is the text that the example continues; None without a
     tokenizer.json.
     """
-    given = flatten(dict(manifest["config"]))
+    given, software = flatten(dict(manifest.config)), manifest.software.model_dump(exclude_unset=True)
     figures: dict[str, Any] = {
-        "steps": f"{manifest['step']:,}",
-        "tokens trained on": f"{manifest['windows'] * given['data.block_size']:,}",
+        "steps": f"{manifest.step:,}",
+        "tokens trained on": f"{manifest.windows * given['data.block_size']:,}",
         "context length": f"{given['data.block_size']:,}",
     }
-    for record in manifest["metrics"].values():
+    for record in manifest.metrics.values():
         figures |= {
             f"{NAMES[name]}, at step {record['step']:,}": f"{value:.4f}"
             for name, value in record.items()
             if name in NAMES
         }
     figures |= {
-        "data": quoted(manifest["data"]["path"]),
-        "data, SHA-256": quoted(manifest["data"]["sha256"]),
-        "snapshot, SHA-256": quoted(manifest["sha256"]),
-        "software": quoted(", ".join(f"{key} {one}" for key, one in manifest["software"].items())),
+        "data": quoted(manifest.data.path),
+        "data, SHA-256": quoted(manifest.data.sha256),
+        "snapshot, SHA-256": quoted(manifest.sha256),
+        "software": quoted(", ".join(f"{key} {one}" for key, one in software.items())),
     }
-    trained = yaml.safe_dump(redact_all(result_settings(manifest["config"])), sort_keys=False)
+    trained = yaml.safe_dump(redact_all(result_settings(manifest.config)), sort_keys=False)
     code = WITHOUT_TOKENIZER if prompt is None else WITH_TOKENIZER
     return CARD.format(
         model=" ".join(f"{key}={given[key]}" for key in MODEL_SETTINGS),
@@ -175,7 +175,7 @@ def export(run: str, out: str) -> str:
         raise UserError(f"{out} cannot be written: {reason_of(error)}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    line = f"step {snapshot.manifest['step']} of {run} written to {out} as {architecture}"
+    line = f"step {snapshot.manifest.step} of {run} written to {out} as {architecture}"
     none = "the run has none, or one that no tokenizer.json can describe"
     return line if (target / "tokenizer.json").exists() else f"{line}\nwithout a tokenizer: {none}"
 

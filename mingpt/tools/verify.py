@@ -25,7 +25,7 @@ from mingpt.config import Config
 from mingpt.config.cli import build
 from mingpt.data import make_corpus, read_bytes
 from mingpt.report.history import plural
-from mingpt.snapshot import SnapshotStore
+from mingpt.snapshot import Manifest, SnapshotStore
 from mingpt.tools.compare import compare, read_run
 from mingpt.tools.fault_injection import STEPS, Kill, marker
 from mingpt.tools.jobs import ROOT, clean_environment, torchrun
@@ -118,13 +118,13 @@ def find_problems(
     if missed:
         problems.append(f"kills {missed} hit no living worker")
     tokens = make_corpus(read_bytes(config.data), config.data).train
-    if last["audit"] != recompute(config, tokens, STEPS):
+    if last.audit != recompute(config, tokens, STEPS):
         problems.append("the workers were fed other tokens than configuration and text determine")
     shutil.rmtree(folder)
-    return problems, last["sha256"]
+    return problems, last.sha256
 
 
-def last_manifest(folder: Path) -> dict[str, Any]:
+def last_manifest(folder: Path) -> Manifest:
     """Return the manifest of step STEPS of `folder`/run. Raises CorruptSnapshot or UnreadableSnapshot."""
     return SnapshotStore(str(folder / "run" / "snapshots")).read_manifest(STEPS)
 
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
         write_lines([f"undisturbed: 1 worker, {STEPS} steps, {time.monotonic() - began:.0f} s"])
         kills = make_schedule(options.seed, options.kills, counts)
         problems, digest = find_problems(options.seed, kills, counts[0], work, config)
-        undisturbed = last_manifest(work / "undisturbed")["sha256"]
+        undisturbed = last_manifest(work / "undisturbed").sha256
         write_lines([f"  disturbed    {digest}", f"  undisturbed  {undisturbed}"])
     took = f"({time.monotonic() - began:.0f} s)"
     write_lines([f"seed {options.seed} broke it: {'; '.join(problems)}" if problems else f"identical {took}"])

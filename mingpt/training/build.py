@@ -23,7 +23,7 @@ from mingpt.model import (
     import_compiler,
 )
 from mingpt.optim import Exchange, Optimizer
-from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, split_rows
+from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
 from mingpt.training.audit import make_sampler
 from mingpt.training.initial_weights import match_weights
 from mingpt.training.start import StartPoint
@@ -51,7 +51,7 @@ def build_run(
     model.set_recompute(trainer.recompute == "block")
     strategy_class = STRATEGIES[trainer.parallel, trainer.reduction]
     sampler = make_sampler(config, corpus.train, context.world_size, context.rank, strategy_class.takes_turns)
-    sampler.seek(start.manifest["windows"])
+    sampler.seek(start.manifest.windows)
     setup = StrategySetup(
         model,
         list(model.h),
@@ -67,10 +67,11 @@ def build_run(
     strategy = strategy_class(setup)
     model.init_buffers()
     optimizer = build_optimizer(config, context, strategy)
-    windows, skipped = start.manifest["windows"], start.manifest.get("skipped", (0, 0))
+    windows, skipped = start.manifest.windows, start.manifest.skipped
     loss_scale = None
     if context.dtype == torch.float16:
-        loss_scale = LossScale(**(start.manifest.get("loss_scale") or {}))
+        stored = start.manifest.loss_scale
+        loss_scale = LossScale(stored.scale, stored.good_steps) if stored else LossScale()
     state = TrainState(model, optimizer, strategy, start.step, windows, skipped, loss_scale)
     if start.snapshot:
         load_state(state, start.snapshot, context)
@@ -84,7 +85,7 @@ def build_run(
     compiled = prepare_forward(config, context, model, strategy, choice.is_compiled)
     environment = replace(environment, compiled=compiled)
     if start.snapshot:
-        compare_environment(start.manifest["software"], environment)
+        compare_environment(start.manifest.software.model_dump(), environment)
     failed = choice.is_compiled and not compiled
     return state, sampler, environment, "not compiled: torch.compile failed" if failed else str(choice)
 
@@ -92,16 +93,11 @@ def build_run(
 def build_optimizer(config: Config, context: DistributedContext, strategy: Strategy) -> Optimizer:
     """Return the optimizer of this rank's rows of the parameters, with an empty state."""
     exchange = Exchange(  # how a rank's part of the optimizer communicates with the others' parts
-        context.rank,
-        context.world_size,
-        strategy.updates_are_sharded,
-        rows=functools.partial(split_rows, workers=context.world_size),
-        all_to_all=context.all_to_all,
-        all_gather=context.all_gather_parts,
+        context.rank, strategy.rows, all_to_all=context.all_to_all, all_gather=context.all_gather_parts
     )
     # GPUs without bfloat16 compute in float16, Muon's products, too.
     product_dtype = torch.float16 if context.dtype == torch.float16 else torch.bfloat16
-    return Optimizer(strategy.pieces(), strategy.shapes, config.optimizer, exchange, product_dtype)
+    return Optimizer(strategy.pieces(), config.optimizer, exchange, product_dtype)
 
 
 def init_weights(state: TrainState, config: Config, context: DistributedContext, start: StartPoint) -> None:
@@ -111,7 +107,7 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
     UserError on all ranks if snapshot.init_from's weights do not fit. Collective.
     """
     initial, tokenizer = start.initial, start.corpus.tokenizer
-    shapes, parts, first = state.strategy.shapes, state.tensors(), state.first_rows()
+    shapes, parts = state.strategy.shapes, state.tensors()
     draw = functools.partial(draw_weight, config=config.model, seed=config.seed)
     given = context.on_all(
         lambda: match_weights(initial, config.model, shapes, draw, tokenizer) if initial else {}
@@ -123,7 +119,8 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
         else:
             weight = torch.empty(shape, device=context.device)
         context.broadcast(weight, 0)
-        copy_rows(parts[f"model.{name}"], first[f"model.{name}"], 0, weight)
+        first = state.rows.of(f"model.{name}", context.rank).start
+        copy_rows(parts[f"model.{name}"], first, 0, weight)
 
 
 def prepare_forward(
@@ -187,7 +184,6 @@ def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, mod
 def compare_environment(then: dict[str, Any], environment: Environment) -> None:
     """Log one line if `environment` differs from `then`, the snapshot's: then the bits may differ, too."""
     now = asdict(environment)
-    then = {"numerics": 1} | then  # the first snapshots did not record it
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]
     if changed:
         log.info(

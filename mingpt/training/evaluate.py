@@ -3,20 +3,17 @@
 import itertools
 import logging
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mingpt.base import events
 from mingpt.base.errors import UserError
-from mingpt.base.files import reason_of
 from mingpt.config import Config, TrainerConfig
 from mingpt.data import Corpus, to_device
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast
 from mingpt.model import generate_batch
-from mingpt.report.files import read_records
 from mingpt.training.start import StartPoint
 from mingpt.training.state import TrainState
 
@@ -118,26 +115,12 @@ def is_due(trainer: TrainerConfig, step: int) -> bool:
     return step == trainer.max_steps or step % trainer.eval_every == 0
 
 
-def is_missing(config: Config, context: DistributedContext, start: StartPoint) -> bool:
-    """Whether an evaluation that is due at the start's step must be made before training. Collective.
+def is_missing(config: TrainerConfig, start: StartPoint) -> bool:
+    """Whether an evaluation that is due at the start's step must be made before training.
 
-    It must at step 0, and if neither the snapshot's manifest nor rank 0's metrics.jsonl has its result: a
-    request to stop may have come first.
+    It must at step 0, whose records are dropped when a run begins there again, and if a request to stop came
+    before it, as the snapshot's manifest tells.
     """
-    step = start.step
-    if step > config.trainer.max_steps or not is_due(config.trainer, step):
+    if start.step > config.max_steps or not is_due(config, start.step):
         return False
-    if start.snapshot is None or step == 0:
-        return True  # the records of step 0 are dropped when a run begins there again
-    if start.snapshot.manifest["metrics"].get("val", {}).get("step") == step:
-        return False
-    return not context.on_rank(0, lambda: has_evaluation(start.folder.path / "metrics.jsonl", step))
-
-
-def has_evaluation(path: Path, step: int) -> bool:
-    """Return whether the metrics in this file have an evaluation at `step`; if unreadable, log that."""
-    try:
-        return any(record["step"] == step and "val/loss" in record for record in read_records(path))
-    except OSError as error:
-        log.warning(f"metrics.jsonl cannot be read ({reason_of(error)}): evaluating again")
-        return False
+    return start.step == 0 or start.manifest.evaluated_step != start.step

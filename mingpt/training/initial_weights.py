@@ -70,7 +70,7 @@ def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_fro
         reason = " ".join(str(error).split())[:500]
         raise UserError(f"{asked}{where} cannot be used: {reason or repr(error)}") from None
     snapshot = open_snapshot(where, check_model, weights_only=True, best=best)
-    tensors, tokenizer = snapshot.tensors("model."), snapshot_tokenizer(snapshot)
+    tensors, tokenizer = (snapshot.tensors("model."), snapshot_tokenizer(snapshot))
     config = snapshot.config
     return InitialWeights(tensors, tokenizer, config.model, where, config.data.block_size)
 

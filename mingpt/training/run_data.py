@@ -27,9 +27,10 @@ from mingpt.data import (
 )
 from mingpt.data.source import parse_named_tokenizer
 from mingpt.distributed import DistributedContext
+from mingpt.snapshot import StoredState
 from mingpt.training.initial_weights import InitialWeights
 from mingpt.training.run_folder import read_on
-from mingpt.training.state import TOKENIZER_TENSOR, StoredState, make_tokenizer, snapshot_vocab_size
+from mingpt.training.state import make_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def load_corpus(
     else:
         keeps_tokenizer = config.data.tokenizer == "auto" or is_restart
         tokenizer = snapshot_tokenizer(config.data, context, data, snapshot, keeps_tokenizer)
-        rows = snapshot_vocab_size(snapshot.manifest)
+        rows = snapshot.manifest.tokenizer.vocab_size
     if tokenizer is None and context.rank == 0 and not is_restart:
         log.info("no tokenizer: no bits per byte, and no samples of text")
     corpus = context.on_all(lambda: tokenize(data, config.data, tokenizer, rows))
@@ -132,9 +133,7 @@ def snapshot_tokenizer(
     Raises UserError if it cannot be used. Unless `keeps_it`, also raises UserError if data.tokenizer names
     another tokenizer; one that cannot be read is only logged.
     """
-    has_tensor = TOKENIZER_TENSOR in snapshot.shapes
-    tensor = snapshot.tensor(TOKENIZER_TENSOR, context) if has_tensor else None
-    carried = context.on_all(lambda: make_tokenizer(snapshot.manifest, tensor))
+    carried = context.on_all(lambda: make_tokenizer(snapshot.manifest, snapshot.tokenizer))
     if keeps_it:
         return carried
     try:

@@ -18,11 +18,12 @@ from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment
 from mingpt.distributed.exit import JOB_ENDS
 from mingpt.report import RunLogger
-from mingpt.snapshot import MemorySaver, Sharding, SnapshotSaver, TensorSpec, specs_of
+from mingpt.snapshot import Manifest, MemorySaver, Sharding, SnapshotSaver, TensorSpec
+from mingpt.snapshot.manifest import DataFields, LossScaleFields, SoftwareFields, finite_records
 from mingpt.training.audit import Audit
-from mingpt.training.search import SUSPECT
+from mingpt.training.resume import SUSPECT
 from mingpt.training.start import StartPoint
-from mingpt.training.state import TrainState, manifest_tokenizer
+from mingpt.training.state import TrainState, describe_tokenizer
 
 log = logging.getLogger(__name__)
 LONG_WAIT_S = 5.0
@@ -48,15 +49,15 @@ class Saving:
     ) -> None:
         self.config, self.context, self.state, self.audit = config, context, state, audit
         self.corpus, self.environment = start.corpus, environment
-        self.tokenizer_fields, self.tokenizer_tensors = manifest_tokenizer(
-            start.corpus.tokenizer, start.corpus.vocab_size
-        )
+        tokenizer = start.corpus.tokenizer
+        self.tokenizer_fields = describe_tokenizer(tokenizer, start.corpus.vocab_size)
+        content = tokenizer.to_bytes() if tokenizer else None
         self.store, self.folder = start.store, start.folder
         self.main_rank = start.folder.snapshots_rank  # the rank whose snapshots count as durable
         self.is_main = context.rank == self.main_rank
         self.is_sharded = state.strategy.updates_are_sharded
-        self.shapes = state.shapes()
-        self.rows_by_rank = {name: state.rows_by_rank(name, shape) for name, shape in self.shapes.items()}
+        self.shapes = state.rows.shapes
+        self.rows_by_rank = {name: state.rows.by_rank(name) for name in self.shapes}
         # All ranks take part in writing a sharded state.
         self.writes_to_disk = start.folder.keeps_snapshots or self.is_sharded
         local_every = config.snapshot.local_every
@@ -66,8 +67,8 @@ class Saving:
         self.local_every = config.snapshot.every if local_every is None else local_every
         sharding = self.describe_sharding()
         keep_last, keep_best = config.snapshot.keep_last, config.snapshot.keep_best
-        self.saver = SnapshotSaver(start.store, keep_last, keep_best, sharding)
-        self.memory = MemorySaver(start.memory, sharding)
+        self.saver = SnapshotSaver(start.store, keep_last, keep_best, sharding, content)
+        self.memory = MemorySaver(start.memory, sharding, content if context.launch.local_rank == 0 else None)
         self.last_save_step = start.durable_step  # step of the last save to disk that was begun
         # Step of the last save to disk that this rank has begun; at first, of the snapshot it found, or -1.
         self.own_step = start.own_step
@@ -81,7 +82,9 @@ class Saving:
         self.durable_step = start.durable_step  # of the last snapshot that all ranks know to be on disk
         # The last step at which a replay found that all workers compute alike. A manifest without the field
         # (older, or written without replays) is trusted.
-        self.replayed_step = int(start.manifest.get("replayed_step", start.step))
+        replayed_step = start.manifest.replayed_step
+        self.replayed_step = start.step if replayed_step is None else replayed_step
+        self.evaluated_step = start.manifest.evaluated_step  # the last step that was evaluated
         self.discarded_after = start.discarded_after
 
     def describe_sharding(self) -> Sharding:
@@ -92,7 +95,7 @@ class Saving:
         specs = {name: TensorSpec(part.dtype, self.shapes[name]) for name, part in parts.items()}
         return Sharding(
             self.context,
-            specs_of(self.tokenizer_tensors) | specs,
+            specs,
             self.rows_by_rank.get,
             self.state.strategy.weights_are_sharded,
             self.main_rank,
@@ -164,8 +167,8 @@ class Saving:
         chain = self.audit.gather_chain(self.context)
         tensors = self.tensors(self.is_main)
         if self.writes_to_disk and self.is_due_here(is_last):
-            metrics = dict(run_logger.last) if run_logger else {}
-            manifest = self.manifest() | {"metrics": metrics}
+            metrics = finite_records(run_logger.last) if run_logger else {}
+            manifest = self.manifest(metrics=metrics)
 
             def fields() -> dict[str, Any]:
                 # A step that has a snapshot is never computed again, so its records must be durable.
@@ -196,7 +199,7 @@ class Saving:
         chain = self.audit.gather_chain(self.context)
         if self.writes_to_memory:
             tensors = self.tensors(self.context.launch.local_rank == 0)
-            manifest = self.manifest() | {"metrics": {}, "after": self.durable_step}
+            manifest = self.manifest(after=self.durable_step)
             self.memory.save(manifest, tensors, lambda: late_fields(chain))
         events.emit("save_end", kind="memory", step=self.state.step)
 
@@ -204,32 +207,34 @@ class Saving:
         """Return the tensors, by name and not copied, that this rank gives to a snapshot.
 
         They are its rows of the sharded tensors. If the state is not sharded, or if `with_whole`, they
-        include the tensors that all ranks have, and the bytes of a tokenizer.json.
+        include the tensors that all ranks have.
         """
         tensors = self.state.tensors()
         if self.is_sharded and not with_whole:
             return {name: part for name, part in tensors.items() if self.rows_by_rank[name]}
-        return tensors | self.tokenizer_tensors
+        return tensors
 
-    def manifest(self) -> dict[str, Any]:
-        """Return the manifest's fields that are known now, without metrics, audit chain and checksums."""
-        files = dict(self.corpus.files)
-        return {
-            "step": self.state.step,
-            "windows": self.state.windows_seen,
-            "skipped": list(self.state.skipped),
-            **({"loss_scale": asdict(self.state.loss_scale)} if self.state.loss_scale else {}),
-            "config": to_dict(self.config),
-            **self.tokenizer_fields,
-            "data": {
-                "path": redact(self.config.data.path),
-                "sha256": self.corpus.fingerprint,
-                **({"files": files} if 0 < len(files) <= MAX_FILES else {}),
-            },
-            "software": asdict(self.environment),
-            **({"replayed_step": self.replayed_step} if self.config.trainer.replay_every else {}),
-            "discarded_after": self.discarded_after,
-        }
+    def manifest(self, **fields: Any) -> Manifest:
+        """Return the manifest as far as it is known now, with `fields`, without audit chain and files."""
+        state, files = self.state, dict(self.corpus.files)
+        return Manifest(
+            step=state.step,
+            windows=state.windows_seen,
+            skipped=list(state.skipped),
+            loss_scale=LossScaleFields(**asdict(state.loss_scale)) if state.loss_scale else None,
+            config=to_dict(self.config),
+            tokenizer=self.tokenizer_fields,
+            data=DataFields(
+                path=redact(self.config.data.path),
+                sha256=self.corpus.fingerprint,
+                files=files if len(files) <= MAX_FILES else {},
+            ),
+            software=SoftwareFields(**asdict(self.environment)),
+            evaluated_step=self.evaluated_step,
+            replayed_step=self.replayed_step if self.config.trainer.replay_every else None,
+            discarded_after=self.discarded_after,
+            **fields,
+        )
 
     def wait(self) -> None:
         """Wait until the writes to disk of all ranks have ended or failed, however long. Collective."""

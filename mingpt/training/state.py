@@ -1,170 +1,133 @@
 """The state of a run between two steps, in training and in a snapshot: model, optimizer and counters.
 
 The names, shapes and types of a snapshot's tensors are checked before any tensor is read. If a state is
-sharded, each rank holds its part: some rows of each tensor. A stored state is broadcast in pieces by the
-ranks that can read it, so that no rank needs memory for a second whole state.
+sharded, each rank holds its part: some rows of each tensor.
 """
 
 import functools
 import hashlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UserError
-from mingpt.base.files import PIECE_BYTES
-from mingpt.data import Tokenizer, kind_of, load_tokenizer
+from mingpt.base.rows import RowMap, Shape
+from mingpt.config import Config
+from mingpt.data import CharTokenizer, Tokenizer, kind_of, load_tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.model import GPT, parameter_shapes
 from mingpt.optim import Optimizer, state_shapes
-from mingpt.parallel import Strategy, split_rows
-from mingpt.snapshot import Entries, Snapshot, read_config
+from mingpt.parallel import Strategy
+from mingpt.snapshot import OLDER_TOKENIZER, Entries, Manifest, Snapshot, StoredState, TokenizerFields
 
-TOKENIZER_TENSOR = "tokenizer"  # the bytes of a tokenizer.json
 GROWTH_STEPS = 2000  # steps in a row without overflow after which the loss scale doubles
 # A gradient of zeros never overflows: without a limit its scale would leave float32.
 MAX_LOSS_SCALE = 2.0**100
 
-Shape = tuple[int, ...]
 
-
-def check_model(manifest: dict[str, Any], entries: Entries) -> None:
+def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
     """Raise CorruptSnapshot unless a snapshot has a whole state, with exactly its run's tensors.
 
-    These are the parameters and the optimizer's state in float32 and, if the tokenizer is a tokenizer.json,
-    its bytes. Otherwise raises as `check_shard` does. Reads no tensor.
+    These are the parameters and the optimizer's state, in float32. `tokenizer` has the tokenizer's bytes.
+    Reads no tensor.
     """
-    if manifest.get("shard"):
+    if manifest.shard:
         raise CorruptSnapshot("it is a part of a sharded state")
-    check_shard(manifest, entries)
+    check_shard(manifest, entries, tokenizer)
 
 
-def check_shard(manifest: dict[str, Any], entries: Entries) -> None:
+def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
     """Raise CorruptSnapshot unless a snapshot, or one rank's part of a state, has exactly its run's tensors.
 
-    A part must have the rank's rows of each sharded tensor, and either all tensors that are not sharded or
-    none. A tokenizer in the manifest must be intact; the bytes of one that is kept as a tensor are not read.
+    A part must have the rank's rows of each sharded tensor, and either all tensors that are not sharded, and
+    the tokenizer, or none. A tokenizer.json, which takes long to parse, is not parsed here.
     """
-    config = read_config(manifest)
-    if config.model.n_layer > len(entries):
+    if manifest.settings.model.n_layer > len(entries):
         raise CorruptSnapshot(f"its {len(entries)} tensors cannot have config.model.n_layer blocks")
-    fields = tokenizer_fields(manifest)
-    if fields["kind"] not in ("json", "none"):
-        try:
-            load_carried(fields, manifest["vocabulary"].encode())
-        except ValueError as error:
-            raise CorruptSnapshot(f"its vocabulary is damaged: {error}") from None
-    wanted: dict[str, tuple[str, Shape]] = {}
-    whole: dict[str, tuple[str, Shape]] = {}  # the tensors that are not sharded
-    for name, shape in snapshot_shapes(manifest, snapshot_vocab_size(manifest)).items():
-        if is_sharded(manifest, name, shape):
-            rows = split_rows(shape[0], manifest["shard"]["workers"])[manifest["shard"]["rank"]]
-            wanted[name] = "F32", (len(rows), *shape[1:])
-        else:
-            whole[name] = "F32", shape
-    if fields["kind"] == "json":  # any number of bytes
-        there = entries[TOKENIZER_TENSOR].shape if TOKENIZER_TENSOR in entries else ()
-        whole[TOKENIZER_TENSOR] = "U8", (math.prod(there),)
-    if not manifest.get("shard") or entries.keys() & whole.keys():
-        wanted |= whole
-    for name, (dtype, shape) in wanted.items():
+    rows, rank = stored_rows(manifest), manifest.shard.rank if manifest.shard else 0
+    whole = {name for name in rows.shapes if not rows.by_rank(name)}
+    has_whole = not manifest.shard or bool(entries.keys() & whole)
+    wanted = rows.shapes.keys() - (set() if has_whole else whole)
+    for name in sorted(wanted):
         if name not in entries:
             raise CorruptSnapshot(f"its tensor file lacks {name}")
+        shape = rows.shapes[name]
+        shape = (len(rows.of(name, rank)), *shape[1:]) if shape else shape
         if entries[name].shape != shape:
             raise CorruptSnapshot(
                 f"its tensor {name} has shape {list(entries[name].shape)}, not {list(shape)}"
             )
-        if entries[name].dtype != dtype:
-            raise CorruptSnapshot(f"its tensor {name} has type {entries[name].dtype}, not {dtype}")
-    surplus = sorted(entries.keys() - wanted.keys())
+        if entries[name].dtype != "F32":
+            raise CorruptSnapshot(f"its tensor {name} has type {entries[name].dtype}, not F32")
+    surplus = sorted(entries.keys() - wanted - {OLDER_TOKENIZER})
     if surplus:
         raise CorruptSnapshot(f"its tensor file holds {surplus[0]!r}, which its model lacks")
+    if has_whole and manifest.tokenizer.kind != "none":
+        try:
+            if tokenizer is None or manifest.tokenizer.kind != "json":
+                load_carried(manifest, tokenizer)
+        except ValueError as error:
+            raise CorruptSnapshot(f"its tokenizer is damaged: {error}") from None
 
 
-def snapshot_shapes(manifest: dict[str, Any], vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the whole shape of each parameter and optimizer tensor of the manifest's run, by name."""
-    config = read_config(manifest)
+def tensor_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
+    """Return the whole shape of each parameter and optimizer tensor of a run, by name."""
     parameters = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
     states = state_shapes(parameters, config.optimizer)
     shapes = {f"model.{name}": shape for name, shape in parameters.items()}
     return shapes | {f"optimizer.{name}": shape for name, shape in states.items()}
 
 
-def is_sharded(manifest: dict[str, Any], name: str, shape: tuple[int, ...]) -> bool:
-    """Whether the manifest is of one rank's part, in which tensor `name` has that rank's rows alone.
-
-    `shape` is the shape of the whole tensor.
-    """
-    shard = manifest.get("shard")
-    if not shard or not shape:
-        return False
-    return name.startswith("optimizer.") or (shard["weights"] and name.startswith("model."))
-
-
-def load_carried(fields: dict[str, Any], content: bytes) -> Tokenizer:
-    """Return the tokenizer in `content`; `fields` is what the manifest says of it (see `tokenizer_fields`).
-
-    Raises ValueError if the content is no tokenizer, has another SHA-256 than the fields say, or has more
-    tokens than the model's embedding has rows.
-    """
-    digest = hashlib.sha256(content).hexdigest()
-    if fields.get("sha256", digest) != digest:
-        raise ValueError("its SHA-256 is not the one that the manifest says")
-    tokenizer = load_tokenizer(fields["kind"], content)
-    if len(tokenizer) > fields.get("vocab_size", len(tokenizer)):
-        raise ValueError(f"it has {len(tokenizer)} tokens, and the model {fields['vocab_size']}")
-    return tokenizer
-
-
-def tokenizer_fields(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest's fields on the tokenizer: "kind", and if they are known "vocab_size", "sha256"."""
-    return manifest.get("tokenizer") or {"kind": "char"}
+def stored_rows(manifest: Manifest) -> RowMap:
+    """Return the rows that each part of a manifest's save holds; a whole state is a single part."""
+    shapes, shard = tensor_shapes(manifest.settings, manifest.tokenizer.vocab_size), manifest.shard
+    if shard is None:
+        return RowMap(shapes)
+    return RowMap(shapes, shard.workers, ("model.", "optimizer.") if shard.weights else ("optimizer.",))
 
 
 def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
     """Return the tokenizer that a snapshot carries, or None. Raises UserError if it cannot be used."""
-    tensor = snapshot.read(TOKENIZER_TENSOR) if TOKENIZER_TENSOR in snapshot.entries else None
-    return make_tokenizer(snapshot.manifest, tensor)
+    return make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())
 
 
-def make_tokenizer(manifest: dict[str, Any], tensor: Tensor | None) -> Tokenizer | None:
-    """Return the tokenizer that a manifest describes; None if its run has none.
+def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | None:
+    """Return the tokenizer of a snapshot with these bytes; None if its run has none.
 
-    `tensor` has the tokenizer's bytes, one-dimensional uint8 on the CPU; if it is None, the manifest has
-    them. Raises UserError if the tokenizer is damaged, or needs a package that is not installed.
+    Raises UserError if it cannot be used, or needs a package that is not installed.
     """
-    fields = tokenizer_fields(manifest)
-    if fields["kind"] == "none":
+    if manifest.tokenizer.kind == "none":
         return None
-    content = manifest["vocabulary"].encode() if tensor is None else tensor.numpy().tobytes()
     try:
-        return load_carried(fields, content)
+        return load_carried(manifest, content)
     except ValueError as error:
         raise UserError(f"the tokenizer of the snapshot cannot be used: {error}") from None
 
 
-def snapshot_vocab_size(manifest: dict[str, Any]) -> int:
-    """Return the number of rows of the embedding of the model that a manifest describes."""
-    return int(tokenizer_fields(manifest).get("vocab_size") or len(manifest["vocabulary"]))
+def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
+    """Return the tokenizer with these bytes, which a snapshot carries, and of which its manifest tells.
+
+    Raises ValueError if they are others, no tokenizer, or one with more tokens than the model has rows.
+    """
+    about = manifest.tokenizer
+    if content is None or about.sha256 not in (None, hashlib.sha256(content).hexdigest()):
+        raise ValueError("its bytes are not those that the manifest tells of")
+    is_older = about.kind == "char" and manifest.vocabulary
+    tokenizer = CharTokenizer(content.decode()) if is_older else load_tokenizer(about.kind, content)
+    if len(tokenizer) > about.vocab_size:
+        raise ValueError(f"it has {len(tokenizer)} tokens, and the model {about.vocab_size}")
+    return tokenizer
 
 
-def manifest_tokenizer(
-    tokenizer: Tokenizer | None, vocab_size: int
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the (manifest fields, tensors) that carry a tokenizer; `vocab_size` is the embedding's rows."""
+def describe_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> TokenizerFields:
+    """Return what a manifest says of a tokenizer; `vocab_size` is the number of the embedding's rows."""
     if tokenizer is None:
-        return {"vocabulary": "", "tokenizer": {"kind": "none", "vocab_size": vocab_size}}, {}
-    content = tokenizer.to_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    about = {"kind": kind_of(tokenizer), "vocab_size": vocab_size, "sha256": digest}
-    if not tokenizer.stored_as_tensor:
-        return {"vocabulary": content.decode(), "tokenizer": about}, {}
-    tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    return {"vocabulary": "", "tokenizer": about}, {TOKENIZER_TENSOR: tensor}
+        return TokenizerFields(kind="none", vocab_size=vocab_size)
+    digest = hashlib.sha256(tokenizer.to_bytes()).hexdigest()
+    return TokenizerFields(kind=kind_of(tokenizer), vocab_size=vocab_size, sha256=digest)
 
 
 def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin: str) -> dict[str, Tensor]:
@@ -266,26 +229,14 @@ class TrainState:
         weights = {f"model.{name}": weight for name, weight in self.strategy.held_weights().items()}
         return weights | {f"optimizer.{name}": part for name, part in self.optimizer.state_dict().items()}
 
-    def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the whole tensors, of which `tensors` returns this rank's rows, by name."""
+    @functools.cached_property
+    def rows(self) -> RowMap:
+        """The rows of each tensor that each rank holds; `tensors` returns this rank's."""
         shapes = {f"model.{name}": shape for name, shape in self.strategy.shapes.items()}
         for name, part in self.optimizer.state_dict().items():
             parameter = name.rpartition(".")[0]
             shapes[f"optimizer.{name}"] = self.strategy.shapes[parameter] if part.ndim else ()
-        return shapes
-
-    def rows_by_rank(self, name: str, shape: Shape) -> list[range] | None:
-        """Return the rows of a tensor of the whole shape `shape` by rank; None if each rank holds all."""
-        strategy = self.strategy
-        is_sharded = (
-            strategy.weights_are_sharded if name.startswith("model.") else strategy.updates_are_sharded
-        )
-        return split_rows(shape[0], strategy.world_size) if is_sharded and shape else None
-
-    def first_rows(self) -> dict[str, int]:
-        """Return the first row that this rank holds of each tensor, by name; 0 if it holds all."""
-        rows = {name: self.rows_by_rank(name, shape) for name, shape in self.shapes().items()}
-        return {name: part[self.strategy.rank].start if part else 0 for name, part in rows.items()}
+        return self.strategy.state_rows(shapes)
 
 
 @torch.no_grad()
@@ -303,101 +254,19 @@ def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
         part[low - first : high - first].copy_(rows[low - begin : high - begin])
 
 
-class Rows(NamedTuple):
-    """Rows `begin` to before `end` of a tensor, which the rank `rank` can read; a scalar is one row."""
-
-    name: str
-    begin: int
-    end: int
-    rank: int
-    part: int = 0  # the number of the part that holds them, among the parts that the rank has found
-    first: int = 0  # the first row of that part
-
-
-@dataclass(frozen=True)
-class StoredState:
-    """A snapshot that all ranks read together, piece by piece; `read` alone differs between ranks."""
-
-    manifest: dict[str, Any]
-    shapes: dict[str, Shape]
-    dtypes: dict[str, torch.dtype]
-    rows: list[Rows]  # together they make up all tensors
-    read: Callable[[Rows], Tensor]  # reads those of the rows that this rank can read
-
-    def tensor(self, name: str, context: DistributedContext) -> Tensor:
-        """Return a whole tensor, on the CPU, on all ranks. KeyError for an unknown name. Collective."""
-        whole = torch.empty(self.shapes[name], dtype=self.dtypes[name])
-        for _, begin, rows in self.stream([name], context):
-            copy_rows(whole, 0, begin, rows)
-        return whole
-
-    def stream(self, names: Iterable[str], context: DistributedContext) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield pieces of these tensors, the same on all ranks: (name, number of its first row, its rows).
-
-        The rows are on the CPU. Collective: all ranks must iterate to the end.
-        """
-        wanted = set(names)
-        for pieces in self.batches(part for part in self.rows if part.name in wanted):
-            sizes = [self.size(piece) for piece in pieces]
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8)
-            source = pieces[0].rank
-            parts = buffer.split(sizes) if context.rank == source else ()
-            fill = functools.partial(self.fill, pieces, parts)
-            context.run_with_heartbeat(fill)  # a store may be slow
-            context.broadcast(buffer, source)
-            for piece, part in zip(pieces, buffer.split(sizes), strict=True):
-                rows = part.view(self.dtypes[piece.name]).view(-1, *self.shapes[piece.name][1:])
-                yield piece.name, piece.begin, rows
-
-    def fill(self, pieces: Sequence[Rows], parts: Sequence[Tensor]) -> None:
-        """Read the bytes of each piece into the part at the same place, a one-dimensional uint8 tensor.
-
-        `parts` is empty on the ranks that only receive: they read nothing.
-        """
-        for piece, part in zip(pieces, parts, strict=False):
-            part.copy_(self.read(piece).reshape(-1).view(torch.uint8))
-
-    def batches(self, parts: Iterable[Rows]) -> Iterator[list[Rows]]:
-        """Yield the pieces of each message: read by one rank, of at most PIECE_BYTES in all, or one row."""
-        batch: list[Rows] = []
-        size = 0
-        for part in parts:
-            for piece in self.cut(part):
-                if batch and (piece.rank != batch[0].rank or size + self.size(piece) > PIECE_BYTES):
-                    yield batch
-                    batch, size = [], 0
-                batch.append(piece)
-                size += self.size(piece)
-        if batch:
-            yield batch
-
-    def cut(self, part: Rows) -> Iterator[Rows]:
-        """Yield the rows of `part` in pieces of at most PIECE_BYTES, or of one row if that is larger."""
-        row_bytes = max(1, self.size(part) // max(1, part.end - part.begin))
-        count = max(1, PIECE_BYTES // row_bytes)
-        for begin in range(part.begin, part.end, count):
-            end = min(begin + count, part.end)
-            yield Rows(part.name, begin, end, part.rank, part.part, part.first)
-
-    def size(self, part: Rows) -> int:
-        """Return the number of bytes of these rows, in the type in which their tensor is stored."""
-        columns = torch.Size(self.shapes[part.name][1:]).numel()
-        return (part.end - part.begin) * columns * self.dtypes[part.name].itemsize
-
-
 def load_state(state: TrainState, stored: StoredState, context: DistributedContext) -> None:
     """Copy the stored weights into `state`, and the optimizer's state if it is of the same kind. Collective.
 
     Learned positions past block_size are left out. Raises UserError for the weights of another model. The
     counters `step`, `windows_seen` and `skipped` are not set.
     """
-    parts, first, shapes = state.tensors(), state.first_rows(), state.shapes()
+    parts, held, rank = state.tensors(), state.rows, state.strategy.rank
     names = [name for name in stored.shapes if name.startswith("model.")]
-    there = {name: (stored.shapes[name], stored.dtypes[name]) for name in names}
-    here = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
-    check_shapes(there, here, f"the snapshot of step {stored.manifest['step']}")
+    there = {name: (stored.shapes[name], torch.float32) for name in names}
+    here = {name: shape for name, shape in held.shapes.items() if name.startswith("model.")}
+    check_shapes(there, here, f"the snapshot of step {stored.manifest.step}")
     optimizer = [name for name in stored.shapes if name.startswith("optimizer.")]
-    if set(optimizer) == {name for name in shapes if name.startswith("optimizer.")}:
+    if set(optimizer) == {name for name in held.shapes if name.startswith("optimizer.")}:
         names += optimizer
     for name, begin, rows in stored.stream(names, context):
-        copy_rows(parts[name], first[name], begin, rows)
+        copy_rows(parts[name], held.of(name, rank).start, begin, rows)

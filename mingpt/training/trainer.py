@@ -51,7 +51,7 @@ class Trainer:
         self.state, self.sampler, self.environment, self.compile_choice = built
         self.strategy = self.state.strategy
         micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
-        self.audit = Audit(start.manifest["audit"], micro_batches)
+        self.audit = Audit(start.manifest.audit, micro_batches)
         self.losses = torch.zeros(micro_batches, device=context.device)  # zero for other ranks' micro-batches
         self.step_losses: list[float] = []  # losses of all micro-batches of the last step
         self.lr = 0.0
@@ -61,7 +61,7 @@ class Trainer:
         self.saving = Saving(config, context, self.state, start, self.environment, self.audit)
         self.replay = Replay(config, context, self.state, self.sampler, start.corpus, self.saving)
         is_over = self.is_over(start)
-        self.evaluation_missing = is_missing(config, context, start)
+        self.evaluation_missing = is_missing(config.trainer, start)
         self.nothing_left = is_over and not start.is_restart and not self.evaluation_missing
         if not config.trainer.eval_only:
             context.stop_signal.defer()
@@ -340,7 +340,7 @@ class Trainer:
         if self.run_logger:
             self.run_logger.log_evaluation(self.state.step, losses, sample)
         self.has_new_best = self.saving.is_new_best(losses["val/loss"])
-        self.evaluation_missing = False
+        self.saving.evaluated_step, self.evaluation_missing = self.state.step, False
 
     @contextlib.contextmanager
     def failure_recorded(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from conftest import (
     wait_until,
 )
 from support.jobs import descendants, free_port, read_history, read_metric
+from support.snapshots import newest
 
 from mingpt.snapshot import SnapshotStore
 from mingpt.tools.jobs import torchrun
@@ -180,8 +181,7 @@ def test_a_failure_that_would_repeat_ends_the_job(
     last = snapshot_steps(tmp_path / "run")[-1]
     # A failure, unlike a NaN, does not wait for the snapshot that is being written.
     assert last == 12 or (generations > 1 and last == 8)
-    snapshot, corrupt = SnapshotStore(str(tmp_path / "run" / "snapshots")).find_newest()
-    assert snapshot and not corrupt and snapshot.manifest["step"] == last
+    assert newest(SnapshotStore(str(tmp_path / "run" / "snapshots"))) == (last, {})
     if generations > 1:
         finish(trainer__workers=1, **settings)
         assert read_history(tmp_path / "run")["status"] == "finished"

@@ -24,7 +24,7 @@ def trained(exchange: Exchange) -> list[dict[str, Tensor]]:
     """The weights and momentum after some steps, this worker's rows or all rows."""
     matrices = make_matrices()
     weights = pieces(matrices, exchange)
-    muon = Muon(weights, SHAPES, OptimizerConfig(), exchange)
+    muon = Muon(weights, OptimizerConfig(), exchange)
     for step in range(STEPS):
         gradients = {name: (matrix + step).square() for name, matrix in matrices.items()}
         given = pieces(gradients, exchange)
@@ -37,8 +37,8 @@ def trained(exchange: Exchange) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 13])
 def test_several_workers_compute_the_bits_of_one(workers: int) -> None:
     """Some workers have no batch to compute."""
-    alone = trained(single_worker())
-    for together in FakeWorkers(workers, is_sharded=False).run(trained):
+    alone = trained(single_worker(SHAPES))
+    for together in FakeWorkers(workers, False, SHAPES).run(trained):
         for expected, found in zip(alone, together, strict=True):
             assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
     assert not any(torch.equal(alone[0][name], matrix) for name, matrix in make_matrices().items())
@@ -47,8 +47,8 @@ def test_several_workers_compute_the_bits_of_one(workers: int) -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 13])
 def test_rows_of_several_workers_have_the_bits_of_whole_matrices(workers: int) -> None:
     """Some matrices have fewer rows than there are workers."""
-    alone = trained(single_worker())
-    parts = FakeWorkers(workers, is_sharded=True).run(trained)
+    alone = trained(single_worker(SHAPES))
+    parts = FakeWorkers(workers, True, SHAPES).run(trained)
     for number, expected in enumerate(alone):
         for name in SHAPES:
             together = torch.cat([part[number][name] for part in parts])

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mingpt.parallel.strategy import RowGatherer, clip, row_norms, split_rows, total_norm
+from mingpt.base.rows import RowMap
+from mingpt.parallel.strategy import RowGatherer, clip, row_norms, total_norm
 
 # 16 and 48 columns are whole vectors of the CPU, 3 and 70,001 are not. There are tensors of one row, with
 # fewer rows than workers, and of one element.
@@ -31,12 +32,13 @@ def make_gradients() -> list[Tensor]:
 
 def gather_norms(gradients: list[Tensor], workers: int) -> list[Tensor]:
     """The norms of all rows as each worker has them, from its own rows and the other workers'."""
-    parts = [split_rows(len(gradient), workers) for gradient in gradients]
+    rows = RowMap({str(number): shape for number, shape in enumerate(SHAPES)}, workers, ("",))
+    parts = [rows.by_rank(name) or [] for name in rows.shapes]
     own = [
         torch.cat(
             [
-                row_norms(gradient[rows[rank].start : rows[rank].stop])
-                for gradient, rows in zip(gradients, parts, strict=True)
+                row_norms(gradient[part[rank].start : part[rank].stop])
+                for gradient, part in zip(gradients, parts, strict=True)
             ]
         )
         for rank in range(workers)
@@ -50,7 +52,7 @@ def gather_norms(gradients: list[Tensor], workers: int) -> list[Tensor]:
             assert torch.equal(mine, padded[rank])
             return padded
 
-        gatherer = RowGatherer(SHAPES, workers, all_gather)
+        gatherer = RowGatherer(rows, rows.shapes, all_gather)
         norms.append(gatherer.gather(own[rank]))
     return norms
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mingpt.parallel.strategy import numel_by_rank, split_rows
+from mingpt.base.rows import RowMap, split_rows
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
@@ -18,4 +18,4 @@ def test_the_rows_of_the_ranks_are_those_of_torch_chunk(workers: int) -> None:
     ("shape", "expected"), [((5,), [2, 2, 1]), ((5, 3), [6, 6, 3]), ((2, 3, 4), [12, 12, 0])]
 )
 def test_elements_are_rows_times_what_is_in_one(shape: tuple[int, ...], expected: list[int]) -> None:
-    assert numel_by_rank(shape, 3) == expected
+    assert RowMap({"w": shape}, 3, ("w",)).numel("w") == expected

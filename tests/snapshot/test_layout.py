@@ -8,7 +8,7 @@ from support.snapshots import PARTS, TENSORS
 from mingpt.snapshot.layout import (
     KINDS,
     StagingBuffer,
-    are_tensor_files,
+    are_files_of,
     file_name,
     files_of,
     make_layout,
@@ -100,8 +100,10 @@ def test_only_the_names_that_files_of_a_step_are_given_count() -> None:
         ["step_00000003.optimizer.safetensors", "step_00000003.safetensors"],
         ["step_00000003.safetensors", "step_00000003.safetensors"],
         ["../step_00000003.safetensors"],
+        ["step_00000003.safetensors", "step_00000003.tokenizer", "step_00000003.optimizer.safetensors"],
     ],
 )
 def test_other_lists_of_names_are_no_snapshot(names: list[str]) -> None:
-    assert not are_tensor_files(names, 3)
-    assert are_tensor_files(["step_00000003.safetensors", "step_00000003.optimizer.safetensors"], 3)
+    assert not are_files_of(names, 3)
+    assert are_files_of(["step_00000003.safetensors", "step_00000003.optimizer.safetensors"], 3)
+    assert are_files_of(["step_00000003.safetensors", "step_00000003.tokenizer"], 3)

@@ -1,9 +1,9 @@
 import hashlib
-from dataclasses import asdict
+import json
 from typing import Any
 
 import pytest
-from support.snapshots import make_manifest
+from support.snapshots import make_manifest, manifest_fields
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, to_dict
@@ -15,18 +15,18 @@ from mingpt.snapshot.manifest import (
     add_checksum,
     decode_manifest,
     encode_manifest,
-    file_records,
+    finite_records,
     joint_sha256,
 )
 
 RECORDS = [
-    FileRecord("step_00000004.safetensors", "ab" * 32, 17),
-    FileRecord("step_00000004.optimizer.safetensors", "cd" * 32, 30),
+    FileRecord(name="step_00000004.safetensors", sha256="ab" * 32, bytes=17),
+    FileRecord(name="step_00000004.optimizer.safetensors", sha256="cd" * 32, bytes=30),
 ]
-FILES = [asdict(record) for record in RECORDS]
-WHOLE = {
+FILES = [record.model_dump() for record in RECORDS]
+WHOLE: dict[str, Any] = {
     "schema": SCHEMA,
-    **make_manifest(4, loss=1.5),
+    **manifest_fields(4, loss=1.5),
     "files": FILES,
     "sha256": hashlib.sha256(b"ab" * 32 + b"cd" * 32).hexdigest(),
     "bytes": 47,
@@ -40,8 +40,7 @@ def with_setting(section: str, **settings: object) -> dict[str, Any]:
 
 
 def with_software(**values: object) -> dict[str, Any]:
-    software: dict[str, Any] = WHOLE["software"]
-    return {"software": software | values}
+    return {"software": WHOLE["software"] | values}
 
 
 def with_file(**values: object) -> dict[str, Any]:
@@ -54,12 +53,12 @@ def with_file(**values: object) -> dict[str, Any]:
 
 
 def test_a_manifest_is_read_back_with_the_sizes_and_the_hashes_of_the_files() -> None:
-    fields = make_manifest(4) | {"config": CONFIG}
-    manifest = decode_manifest(encode_manifest(fields, RECORDS))
-    assert (manifest["step"], manifest["config"], manifest["schema"]) == (4, CONFIG, SCHEMA)
-    assert file_records(manifest) == RECORDS
-    assert (manifest["sha256"], manifest["bytes"]) == (joint_sha256(RECORDS), 47)
-    assert manifest["sha256"] == WHOLE["sha256"]
+    content = encode_manifest(make_manifest(4, config=CONFIG).with_files(RECORDS))
+    manifest = decode_manifest(content)
+    assert (manifest.step, manifest.config, json.loads(content)["schema"]) == (4, CONFIG, SCHEMA)
+    assert manifest.files == RECORDS
+    assert (manifest.sha256, manifest.bytes) == (joint_sha256(RECORDS), 47)
+    assert manifest.sha256 == WHOLE["sha256"]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,7 @@ def test_a_field_of_another_type_or_range_is_named(expected: str, change: dict[s
     assert len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize("field", [field for field in WHOLE if field != "schema"])
+@pytest.mark.parametrize("field", ["step", "windows", "config", "tokenizer", "data", "software"])
 def test_a_field_that_is_missing_is_named(field: str) -> None:
     rest = {key: value for key, value in WHOLE.items() if key != field}
     with pytest.raises(CorruptSnapshot, match=f"{field}: Field required"):
@@ -169,28 +168,36 @@ def test_fields_and_settings_that_this_version_does_not_know_are_ignored() -> No
     assert Snapshot(manifest, []).config == Config()
 
 
+def test_a_manifest_of_the_schema_before_is_read() -> None:
+    """Its tokenizer was one of characters, where it did not say."""
+    fields = WHOLE | {"schema": 2, "vocabulary": "abc"}
+    del fields["tokenizer"]
+    manifest = decode_manifest(add_checksum(fields))
+    assert (manifest.tokenizer.kind, manifest.tokenizer.vocab_size) == ("char", 3)
+    assert (manifest.vocabulary, manifest.evaluated_step, manifest.files) == ("abc", 4, RECORDS)
+
+
 def test_a_record_that_json_cannot_hold_is_left_out() -> None:
     """A snapshot of a run whose validation loss is NaN can be read."""
     metrics = {"val": {"step": 4, "val/loss": float("nan")}, "train": {"step": 4, "lr": 0.1}}
-    manifest = decode_manifest(encode_manifest(make_manifest(4) | {"metrics": metrics}, RECORDS))
-    assert manifest["metrics"] == {"train": {"step": 4, "lr": 0.1}}
+    assert finite_records(metrics) == {"train": {"step": 4, "lr": 0.1}}
 
 
 def test_files_in_parts_are_refused_and_not_called_corrupt() -> None:
-    record = FileRecord("step_00000004-00001-of-00002.safetensors", "0" * 64, 8)
+    record = FileRecord(name="step_00000004-00001-of-00002.safetensors", sha256="0" * 64, bytes=8)
     with pytest.raises(UserError, match="has files in parts"):
-        decode_manifest(encode_manifest(make_manifest(4), [record]))
+        decode_manifest(encode_manifest(make_manifest(4).with_files([record])))
 
 
 def test_a_format_of_the_future_or_the_past_is_named() -> None:
     """Fields of another schema may differ; such a manifest is not called corrupt, so it is not renamed."""
-    for schema in (1, 3, 99, 10**400):
-        expected = rf"the snapshot of step 4 has schema version {str(schema)[:20]}, .* reads version 2"
+    for schema in (1, 4, 99, 10**400):
+        expected = rf"the snapshot of step 4 has schema version {str(schema)[:20]}, .* reads versions 2 and 3"
         with pytest.raises(UserError, match=expected):
             decode_manifest(add_checksum({"schema": schema, "step": 4}))
 
 
 def test_a_manifest_that_no_reader_would_accept_is_not_written() -> None:
-    fields = make_manifest(4) | {"data": {"path": "x", "sha256": "0" * 64, "files": {"a" * MAX_BYTES: "b"}}}
+    data = {"path": "x", "sha256": "0" * 64, "files": {"a" * MAX_BYTES: "b"}}
     with pytest.raises(UserError, match="the manifest would have"):
-        encode_manifest(fields, RECORDS)
+        encode_manifest(make_manifest(4, data=data))

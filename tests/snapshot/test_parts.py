@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import snapshots
 from support.faults import FaultyDisk
 from support.snapshots import PARTS, file_names, make_manifest, make_store, save, transfer, write
 
@@ -26,11 +27,11 @@ def store(tmp_path: Path) -> SnapshotStore:
 
 def newest(store: SnapshotStore) -> tuple[int, list[int]]:
     """The newest valid step, and the corrupt steps; also checks the tensors."""
-    found, corrupt = store.find_newest()
-    assert found is not None
+    step, corrupt = snapshots.newest(store)
+    found = store.read(step)
     assert found.entries.keys() == PARTS.keys()
     assert all(torch.equal(found.read(name), tensor) for name, tensor in PARTS.items())
-    return found.manifest["step"], list(corrupt)
+    return step, list(corrupt)
 
 
 def test_all_files_of_a_step_are_set_aside_and_removed_the_manifest_first(
@@ -40,7 +41,7 @@ def test_all_files_of_a_step_are_set_aside_and_removed_the_manifest_first(
     assert [name for name in file_names(store) if "00000002" in name] == sorted(
         f"damaged-1-{name}" for name in [*NAMES, "step_00000002.json"]
     )
-    assert (store.steps(), store.completed_step()) == ([1], 1)
+    assert store.steps() == [1]
     disk = FaultyDisk(monkeypatch, "remove", "safetensors", errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         store.remove(1)
@@ -110,4 +111,4 @@ def test_weights_alone_are_used_though_the_optimizer_state_is_damaged(store: Sna
     snapshot = open_snapshot(store.root, weights_only=True)
     weights = snapshot.tensors("model.")
     assert list(weights) == list("abcde") and torch.equal(weights["b"], PARTS["model.b"])
-    assert (snapshot.manifest["step"], open_snapshot(store.root).manifest["step"]) == (2, 1)
+    assert (snapshot.manifest.step, open_snapshot(store.root).manifest.step) == (2, 1)

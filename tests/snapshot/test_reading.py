@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.snapshots import TENSORS, file_names, make_manifest, make_store, save, write
+from support.snapshots import TENSORS, file_names, make_manifest, make_store, newest, save, write
 
 from mingpt.base.errors import UserError
 from mingpt.snapshot import SnapshotSaver, SnapshotStore, open_snapshot, reading
@@ -61,10 +61,7 @@ def test_the_snapshot_before_an_unreadable_one_is_used_and_nothing_is_renamed(
 ) -> None:
     before = file_names(store)
     failed = break_reading(f"00000002.{kind}", error)
-    snapshot, corrupt = store.find_newest()
-    assert snapshot is not None
-    assert snapshot.manifest["step"] == 1
-    assert corrupt == {}
+    assert newest(store) == (1, {})
     assert list(store.unreadable) == [2]
     assert "cannot be read: " in store.unreadable[2]
     assert len(failed) == 3, "it is tried again after each pause"
@@ -94,7 +91,7 @@ def test_whoever_looks_for_a_snapshot_passes_it_over_in_one_line(
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr("time.sleep", lambda _: None)
     break_reading("00000002", FAILURES[0])
-    assert open_snapshot(store.root).manifest["step"] == 1
+    assert open_snapshot(store.root).manifest.step == 1
     reason = "its manifest cannot be read: Input/output error"
     assert caplog.messages == [f"snapshot of step 2 in {store.root} skipped: {reason}"]
     with pytest.raises(UserError, match="cannot be used: its manifest cannot be read"):
@@ -113,7 +110,7 @@ def test_an_unreadable_snapshot_is_never_pruned_and_does_not_count(
     """The snapshot is newer than the one that training goes on from, and keep_last is 1."""
     write(store, make_manifest(9))
     break_reading(f"00000009.{kind}", FAILURES[0])
-    store.find_newest()
+    newest(store)
     saver = SnapshotSaver(store, keep_last=1, keep_best=True)
     for step in (3, 4):
         save(saver, make_manifest(step))

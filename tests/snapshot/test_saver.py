@@ -74,6 +74,6 @@ def test_a_snapshot_that_is_written_again_stays_valid_if_that_fails(
     with monkeypatch.context() as full:
         FullDisk(full, store, room=0)
         save(saver, make_manifest(5, 1.0))
-    assert store.steps() == [5] and "val" not in store.read(5).manifest["metrics"]
+    assert store.steps() == [5] and "val" not in store.read(5).manifest.metrics
     save(saver, make_manifest(5, 1.0))
-    assert store.read(5).manifest["metrics"]["val"]["val/loss"] == 1.0
+    assert store.read(5).manifest.metrics["val"]["val/loss"] == 1.0

@@ -15,8 +15,8 @@ from support.ranks import run_ranks
 from support.snapshots import make_manifest
 from torch import Tensor
 
+from mingpt.base.rows import split_rows
 from mingpt.distributed import DistributedContext, Launch
-from mingpt.parallel import split_rows
 from mingpt.snapshot import MemorySaver, MemorySnapshots, Sharding, SnapshotStore, TensorSpec
 from mingpt.snapshot.memory import plan_copies
 from mingpt.snapshot.slots import Slots

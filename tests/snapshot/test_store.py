@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.faults import FaultyDisk
-from support.snapshots import file_names, make_manifest, make_store, write
+from support.snapshots import file_names, make_manifest, make_store, newest, write
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.snapshot import SnapshotStore, open_snapshot
@@ -39,9 +39,8 @@ def test_every_flipped_bit_and_every_cut_is_noticed_and_the_snapshot_before_is_u
         path.write_bytes(whole[:length])
         with pytest.raises(CorruptSnapshot):
             store.read(2)
-    snapshot, corrupt = store.find_newest()
-    assert snapshot is not None
-    assert (snapshot.manifest["step"], list(corrupt)) == (1, [2])
+    step, corrupt = newest(store)
+    assert (step, list(corrupt)) == (1, [2])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,9 +68,8 @@ def test_a_snapshot_with_another_thing_in_place_of_a_file_is_quarantined_by_name
         path.unlink()
         make(path)
         store.prepare()
-        snapshot, corrupt = store.find_newest()
-        assert snapshot is not None
-        assert (snapshot.manifest["step"], list(corrupt)) == (1, [2])
+        step, corrupt = newest(store)
+        assert (step, list(corrupt)) == (1, [2])
         store.quarantine(2, corrupt[2])
         target = store.path(f"damaged-{attempt}-step_00000002.")
         assert f"snapshot of step 2 set aside as {target}" in caplog.text
@@ -132,10 +130,10 @@ def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -
         store.path("step_00000007.json"),
         f"file://{tmp_path}/run/",
     ):
-        assert open_snapshot(str(where)).manifest["step"] == 7
+        assert open_snapshot(str(where)).manifest.step == 7
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.yaml").write_text(json.dumps({"snapshot": {"path": store.root}}))
-    assert open_snapshot(str(tmp_path / "other")).manifest["step"] == 7
+    assert open_snapshot(str(tmp_path / "other")).manifest.step == 7
     with pytest.raises(UserError, match="there is no snapshot in"):
         open_snapshot(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"^out/ckpt\.PT is a pickle, .* docs/data\.md"):
@@ -150,18 +148,11 @@ def test_the_best_snapshot_has_the_lowest_validation_loss_of_its_own_step(
         open_snapshot(store.root, best=True)
     for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0)):
         write(store, make_manifest(step, loss))
-    assert open_snapshot(store.root, best=True).manifest["step"] == 2
+    assert open_snapshot(store.root, best=True).manifest.step == 2
     Path(store.path("step_00000002.safetensors")).write_bytes(b"damaged")
-    assert open_snapshot(store.root, best=True).manifest["step"] == 1
+    assert open_snapshot(store.root, best=True).manifest.step == 1
     assert [message.partition(":")[0] for message in caplog.messages] == [
         f"snapshot of step 2 in {store.root} skipped"
     ]
     with pytest.raises(UserError, match=r"step_00000001.json is one snapshot: give its folder"):
         open_snapshot(store.path("step_00000001.json"), best=True)
-
-
-def test_a_tensor_file_without_a_manifest_is_no_completed_snapshot(store: SnapshotStore) -> None:
-    assert store.completed_step() == 0
-    write(store, make_manifest(3))
-    Path(store.path("step_00000005.safetensors")).write_bytes(b"half")
-    assert store.completed_step() == 3

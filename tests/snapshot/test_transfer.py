@@ -15,9 +15,9 @@ from support.snapshots import file_names, make_manifest, make_store, write
 from torch import Tensor
 
 from mingpt.base.errors import ClaimLost
+from mingpt.base.rows import split_rows
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.exit import is_lost_peer
-from mingpt.parallel import split_rows
 from mingpt.snapshot import Sharding, SnapshotSaver, SnapshotStore, specs_of
 from mingpt.snapshot import layout as layout_module
 from mingpt.snapshot import saver as saver_module
@@ -102,8 +102,9 @@ def save_together(
             tensor.zero_()  # the next step overwrites tensors, so the saver must have copied them
         saver.wait()
         is_lost = saver.error is not None and is_lost_peer(saver.error)
-        what = "lost peer" if is_lost else type(saver.error).__name__
-        return what, getattr(saver.error, "errno", None) or 0
+        return "lost peer" if is_lost else type(saver.error).__name__, getattr(
+            saver.error, "errno", None
+        ) or 0
 
     return work
 

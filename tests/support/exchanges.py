@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mingpt.base.rows import RowMap, Shape
 from mingpt.distributed import DistributedContext
 from mingpt.optim import Exchange
-from mingpt.parallel import split_rows
 from support.ranks import lone_rank, run_ranks
 
 R = TypeVar("R")
@@ -18,8 +18,9 @@ R = TypeVar("R")
 class FakeWorkers:
     """Runs a function in as many threads as there are workers; each gets its own Exchange."""
 
-    def __init__(self, workers: int, is_sharded: bool) -> None:
-        self.workers, self.is_sharded = workers, is_sharded
+    def __init__(self, workers: int, is_sharded: bool, shapes: Mapping[str, Shape]) -> None:
+        self.workers = workers
+        self.rows = RowMap(shapes, workers, ("",) if is_sharded else ())
 
     def exchange(self, context: DistributedContext) -> Exchange:
         rank = context.rank
@@ -37,14 +38,7 @@ class FakeWorkers:
             assert [len(part) for part in parts] == list(sizes)
             yield from parts
 
-        return Exchange(
-            rank,
-            self.workers,
-            self.is_sharded,
-            lambda rows: split_rows(rows, self.workers),
-            all_to_all,
-            all_gather,
-        )
+        return Exchange(rank, self.rows, all_to_all, all_gather)
 
     def run(self, work: Callable[[Exchange], R]) -> list[R]:
         """The results of `work`, by rank. Raises an exception that a rank has raised."""
@@ -56,18 +50,12 @@ class FakeWorkers:
         return results
 
 
-def single_worker() -> Exchange:
+def single_worker(shapes: Mapping[str, Shape]) -> Exchange:
     """The Exchange of a single worker."""
-    return FakeWorkers(1, is_sharded=False).exchange(lone_rank())
-
-
-def piece(tensor: Tensor, exchange: Exchange) -> Tensor:
-    """A copy of this worker's rows, or of all rows if it holds tensors whole."""
-    if not exchange.is_sharded:
-        return tensor.clone()
-    rows = exchange.rows(len(tensor))[exchange.rank]
-    return tensor[rows.start : rows.stop].clone()
+    return FakeWorkers(1, False, shapes).exchange(lone_rank())
 
 
 def pieces(tensors: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
-    return {name: piece(tensor, exchange) for name, tensor in tensors.items()}
+    """Copies of this worker's rows, or of all rows if it holds tensors whole."""
+    rows = {name: exchange.rows.of(name, exchange.rank) for name in tensors}
+    return {name: tensor[rows[name].start : rows[name].stop].clone() for name, tensor in tensors.items()}

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 
 from mingpt.config import Config, ModelConfig, to_dict
+from mingpt.data import CharTokenizer
 from mingpt.model import GPT
 from mingpt.model.hf import CLASSES, CONFIGS, hf_fields, import_transformers
 from mingpt.snapshot import SnapshotStore
+from mingpt.training.state import describe_tokenizer
 from support.models import add_noise
 from support.snapshots import make_manifest, write
 from support.training import make_optimizer
@@ -28,15 +30,16 @@ def their_model(config: ModelConfig, vocab_size: int = 31, block_size: int = 24)
 def save_run(folder: Path | str, config: Config, characters: str, step: int = 30, loss: float = 0.5) -> GPT:
     """Write a run folder with one snapshot: random weights, biases and norms included. Returns the model."""
     torch.manual_seed(5)
-    data = config.data
-    model = GPT(config.model, vocab_size=len(characters), block_size=data.block_size).eval()
+    tokenizer = CharTokenizer(characters)
+    model = GPT(config.model, vocab_size=len(characters), block_size=config.data.block_size).eval()
     add_noise(model)
     optimizer = make_optimizer(model, config.optimizer)
     tensors = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
-    fields = make_manifest(step, loss) | {"config": to_dict(config), "vocabulary": characters}
-    fields["data"]["path"] = "https://name:secret@host/data.txt?signature=secret"
+    about = describe_tokenizer(tokenizer, len(characters))
+    data = {"path": "https://name:secret@host/data.txt?signature=secret", "sha256": "0" * 64}
+    fields = make_manifest(step, loss, config=to_dict(config), tokenizer=about, data=data)
     store = SnapshotStore(f"{folder}/snapshots")
     store.prepare()
-    write(store, fields, tensors)
+    write(store, fields, tensors, tokenizer.to_bytes())
     return model

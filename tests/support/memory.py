@@ -1,18 +1,21 @@
 """A small state of a run, different at each step, and its manifest, for tests of snapshots in memory."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mingpt.config import Config, DataConfig, ModelConfig, to_dict
 from mingpt.distributed import DistributedContext
-from mingpt.training.state import StoredState, snapshot_shapes
-from support.snapshots import make_manifest
+from mingpt.snapshot import StoredState
+from mingpt.training.state import copy_rows, tensor_shapes
 
 CONFIG = Config(
     data=DataConfig(block_size=7), model=ModelConfig(n_layer=1, n_head=1, n_embd=8, arch="modern")
 )
-MANIFEST = make_manifest(0) | {"config": to_dict(CONFIG), "vocabulary": "abcdefghijk", "after": 0}
-SHAPES = snapshot_shapes(MANIFEST, 11)
+# Of each manifest.
+FIELDS: dict[str, Any] = {"config": to_dict(CONFIG), "tokenizer": {"kind": "none", "vocab_size": 11}}
+SHAPES = tensor_shapes(CONFIG, 11)
 
 
 def make_state(step: int) -> dict[str, Tensor]:
@@ -25,9 +28,12 @@ def make_state(step: int) -> dict[str, Tensor]:
 
 def check_values(found: StoredState, context: DistributedContext) -> int:
     """Assert that all tensors are those of the snapshot's step; returns the step. Collective."""
-    step = int(found.manifest["step"])
+    step = found.manifest.step
     expected = make_state(step)
-    assert found.shapes == SHAPES and "shard" not in found.manifest
-    for name in found.shapes:
-        assert torch.equal(found.tensor(name, context), expected[name]), name
+    assert found.shapes == SHAPES and found.manifest.shard is None
+    values = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for name, begin, rows in found.stream(SHAPES, context):
+        copy_rows(values[name], 0, begin, rows)
+    for name in SHAPES:
+        assert torch.equal(values[name], expected[name]), name
     return step

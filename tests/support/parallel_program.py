@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mingpt.base.rows import split_rows
 from mingpt.config import ModelConfig
 from mingpt.distributed import DistributedContext
 from mingpt.model import GPT, LossModule, draw_weight
-from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, ddp, split_rows
+from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, ddp
 from support.forks import results_of
 
 MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, STEPS = 7, 2, 4, 11, 2

@@ -40,6 +40,9 @@ class ThreadContext(DistributedContext):
         self.barrier.wait()
         return values
 
+    def broadcast_object(self, value: T | None, source: int) -> T:
+        return self.all_gather_object(value)[source]  # type: ignore[return-value]
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self.all_gather_object(tensor.clone())[source])
 

@@ -9,11 +9,13 @@ import fsspec
 import torch
 from torch import Tensor
 
+from mingpt.base.rows import RowMap
 from mingpt.distributed.background_group import BackgroundGroup
-from mingpt.snapshot import Snapshot, SnapshotSaver, SnapshotStore, specs_of
+from mingpt.snapshot import Manifest, Snapshot, SnapshotSaver, SnapshotStore, find_latest, specs_of
 from mingpt.snapshot.layout import StagingBuffer, make_layout
-from mingpt.snapshot.reading import SourceFile, TensorFile
+from mingpt.snapshot.reading import SourceFile, TensorFile, accept_all
 from mingpt.snapshot.saver import Transfer
+from support.single_process import SingleProcess
 
 TENSORS = {
     "model.wte": torch.arange(12.0).view(3, 4),
@@ -23,18 +25,29 @@ TENSORS = {
 PARTS = {f"{kind}.{letter}": torch.randn(6, 4) for kind in ("model", "optimizer") for letter in "abcde"}
 
 
-def make_manifest(step: int, loss: float | None = None) -> dict[str, Any]:
-    """The manifest of a step; `loss` is a validation loss measured at this step."""
+def manifest_fields(step: int, loss: float | None = None) -> dict[str, Any]:
+    """The fields of a step's manifest before it is saved; `loss` is a validation loss of this step."""
     return {
         "step": step,
         "windows": step * 8,
         "config": {},
-        "vocabulary": "ab",
+        "tokenizer": {"kind": "none", "vocab_size": 2},
         "data": {"path": "data/input.txt", "sha256": "0" * 64},
         "software": {"torch": "2.13.0", "device": "cpu AVX512", "threads": 1, "dtype": "float32"},
         "audit": "0" * 64,
         "metrics": {} if loss is None else {"val": {"step": step, "val/loss": loss}},
     }
+
+
+def make_manifest(step: int, loss: float | None = None, **fields: Any) -> Manifest:
+    """The manifest of a step with `fields` changed; see `manifest_fields`."""
+    return Manifest.model_validate(manifest_fields(step, loss) | fields)
+
+
+def newest(store: SnapshotStore) -> tuple[int, dict[int, str]]:
+    """The newest valid step that one worker finds in a store, -1 for none, and why newer ones are corrupt."""
+    found = find_latest(store, [], SingleProcess(), accept_all, lambda manifest: RowMap({}), is_restart=True)
+    return found.state.manifest.step if found.state else -1, found.corrupt(0)
 
 
 def to_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
@@ -52,7 +65,7 @@ def open_content(content: bytes) -> TensorFile:
     return TensorFile(SourceFile(files, path, "the file", ()))
 
 
-def snapshot_of(manifest: dict[str, Any], tensors: Mapping[str, Tensor]) -> Snapshot:
+def snapshot_of(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Snapshot:
     """A snapshot that is in no folder."""
     return Snapshot(manifest, [open_content(to_safetensors(tensors))])
 
@@ -70,14 +83,19 @@ def transfer(step: int, tensors: Mapping[str, Tensor] = TENSORS) -> Transfer:
     return Transfer(make_layout(specs_of(tensors), step), staging, BackgroundGroup(0, 1))
 
 
-def write(store: SnapshotStore, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS) -> None:
+def write(
+    store: SnapshotStore,
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor] = TENSORS,
+    tokenizer: bytes | None = None,
+) -> None:
     """Write a whole snapshot."""
-    SnapshotSaver(store, 1, False).write_once(manifest, transfer(manifest["step"], tensors))
+    SnapshotSaver(store, 1, False, tokenizer=tokenizer).write_once(manifest, transfer(manifest.step, tensors))
 
 
-def save(saver: SnapshotSaver, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS) -> None:
+def save(saver: SnapshotSaver, manifest: Manifest, tensors: Mapping[str, Tensor] = TENSORS) -> None:
     """Save to the end, as a saver does in the background."""
-    saver.write(manifest, transfer(manifest["step"], tensors))
+    saver.write(manifest, transfer(manifest.step, tensors))
 
 
 def file_names(store: SnapshotStore) -> list[str]:

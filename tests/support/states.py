@@ -1,13 +1,15 @@
 """States of small models, whole or one rank's part."""
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 from mingpt.config import OptimizerConfig
 from mingpt.optim import Optimizer
-from mingpt.parallel import ExactReduction, StrategySetup, split_rows
+from mingpt.parallel import ExactReduction, StrategySetup
+from mingpt.parallel.strategy import Strategy
 from mingpt.training.state import TrainState
-from support.exchanges import FakeWorkers
+from support.exchanges import FakeWorkers, pieces
 from support.ranks import lone_rank
 from support.single_process import SingleProcess
 from support.training import Arch, Name, make_model
@@ -23,17 +25,15 @@ def shard_state(rank: int, workers: int, weights_too: bool) -> TrainState:
     """The state of one rank of several: its rows of the optimizer's state and, if `weights_too`, weights."""
     model, _ = make_model("adamw", "gpt2")
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    pieces = {}
-    for name, weight in model.named_parameters():
-        rows = split_rows(len(weight), workers)[rank]
-        pieces[name] = weight.detach()[rows.start : rows.stop].clone()
+    exchange = FakeWorkers(workers, True, shapes).exchange(lone_rank(rank, workers))
+    held = pieces({name: weight.detach() for name, weight in model.named_parameters()}, exchange)
     strategy: Any = SimpleNamespace(
         shapes=shapes,
         rank=rank,
         world_size=workers,
         weights_are_sharded=weights_too,
         updates_are_sharded=True,
-        held_weights=lambda: pieces if weights_too else dict(model.named_parameters()),
+        held_weights=lambda: held if weights_too else dict(model.named_parameters()),
     )
-    exchange = FakeWorkers(workers, is_sharded=True).exchange(lone_rank(rank, workers))
-    return TrainState(model, Optimizer(pieces, shapes, OptimizerConfig(name="adamw"), exchange), strategy)
+    strategy.state_rows = functools.partial(Strategy.state_rows, strategy)
+    return TrainState(model, Optimizer(held, OptimizerConfig(name="adamw"), exchange), strategy)

@@ -26,9 +26,8 @@ def make_model(name: Name, arch: Arch) -> tuple[GPT, Optimizer]:
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """The optimizer of a single worker."""
     weights = dict(model.named_parameters())
-    return Optimizer(
-        weights, {key: tuple(weight.shape) for key, weight in weights.items()}, config, single_worker()
-    )
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    return Optimizer(weights, config, single_worker(shapes))
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

@@ -165,10 +165,9 @@ def test_without_a_common_snapshot_the_newest_manifests_name_data_and_tokenizer(
     for name, step, digit in (("a", 20, "0"), ("b", 26, "1")):
         first = ("val/loss", 0, 1.01 if name == "b" else 1.0)
         make_run(tmp_path / name, make_records(*first)[: step + 1])
-        manifest = make_manifest(step) | {
-            "tokenizer": {"kind": "char", "vocab_size": 2, "sha256": digit * 64}
-        }
-        manifest |= {"config": {"trainer": {"max_steps": step}}, "data": {"path": "x", "sha256": digit * 64}}
+        fields: dict[str, Any] = {"tokenizer": {"kind": "char", "vocab_size": 2, "sha256": digit * 64}}
+        fields |= {"config": {"trainer": {"max_steps": step}}, "data": {"path": "x", "sha256": digit * 64}}
+        manifest = make_manifest(step, **fields)
         write(make_store(tmp_path / name), manifest)
     code, lines = compare("a", "b")
     assert (code, lines[-3:]) == (

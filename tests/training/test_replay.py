@@ -11,6 +11,7 @@ import torch
 from conftest import SMALL, Finish, Start, changed_program, command, error_of, final_hash
 from support.jobs import read_history
 from support.ranks import lone_rank, run_ranks
+from support.snapshots import make_manifest
 
 from mingpt.base.errors import NodeRefused, NonRetryableError, PeersMissing
 from mingpt.config.cli import build
@@ -161,7 +162,7 @@ def test_a_snapshot_of_before_a_difference_is_suspect_past_the_step_that_was_tru
     step: int, known: list[int], expected: bool
 ) -> None:
     """Workers have differed twice: what was saved after steps 40, then 20, was not trusted."""
-    assert is_suspect({"step": step, "discarded_after": known}, [40, 20]) == expected
+    assert is_suspect(make_manifest(step, discarded_after=known), [40, 20]) == expected
 
 
 @pytest.mark.slow

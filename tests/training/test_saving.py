@@ -15,14 +15,16 @@ from support.single_process import SingleProcess
 from support.snapshots import TENSORS, make_manifest, make_store, save
 
 from mingpt.base.errors import NonRetryableError
+from mingpt.base.rows import RowMap
 from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.distributed.device import find_environment
-from mingpt.snapshot import MemorySnapshots, SnapshotSaver
+from mingpt.snapshot import Manifest, MemorySnapshots, SnapshotSaver
 from mingpt.snapshot.slots import Slots
 from mingpt.training.audit import START, Audit
 from mingpt.training.run_folder import RunFolder
 from mingpt.training.saving import Saving
+from mingpt.training.start import NOT_BEGUN
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
 
@@ -48,7 +50,7 @@ def make_saving(
         memory=MemorySnapshots(str(tmp_path), "id", tmp_path, 0),
         durable_step=0,
         step=0,
-        manifest={},
+        manifest=NOT_BEGUN,
         discarded_after=[],
         folder=folder,
         own_step=-1,
@@ -60,8 +62,7 @@ def make_saving(
         step=10,
         windows_seen=80,
         tensors=lambda: TENSORS,
-        shapes=lambda: {name: tuple(tensor.shape) for name, tensor in TENSORS.items()},
-        rows_by_rank=lambda name, shape: None,
+        rows=RowMap({name: tuple(tensor.shape) for name, tensor in TENSORS.items()}),
         strategy=SimpleNamespace(updates_are_sharded=is_on_one_disk, weights_are_sharded=False),
     )
     context = SingleProcess()
@@ -74,10 +75,10 @@ def fail_from(saving: Saving, step: int, error: Exception, monkeypatch: pytest.M
     """Make snapshots from this step on fail to be written."""
     write = saving.store.commit
 
-    def faulty_write(manifest: dict[str, Any], records: Any) -> None:
-        if manifest["step"] >= step:
+    def faulty_write(manifest: Manifest) -> None:
+        if manifest.step >= step:
             raise error
-        write(manifest, records)
+        write(manifest)
 
     monkeypatch.setattr(saving.store, "commit", faulty_write)
 
@@ -159,15 +160,17 @@ def test_what_one_node_has_on_disk_is_in_memory_before_and_until_no_generation_m
     commit_to_memory, commit_to_disk, in_memory = Slots.commit, saving.store.commit, list[list[int]]()
 
     def steps_in_memory() -> list[int]:
-        return [snapshot.manifest["step"] for _, snapshot in saving.memory.snapshots.find(-1, None)]
+        return sorted(
+            {step for store in saving.memory.snapshots.stores() for step in store.steps()}, reverse=True
+        )
 
-    def slow_commit(slots: Slots, manifest: dict[str, Any]) -> None:
+    def slow_commit(slots: Slots, manifest: Manifest) -> None:
         time.sleep(0.2)
         commit_to_memory(slots, manifest)
 
-    def noted_commit(manifest: dict[str, Any], records: Any) -> None:
+    def noted_commit(manifest: Manifest) -> None:
         in_memory.append(steps_in_memory())
-        commit_to_disk(manifest, records)
+        commit_to_disk(manifest)
 
     monkeypatch.setattr(Slots, "commit", slow_commit)
     monkeypatch.setattr(saving.store, "commit", noted_commit)
@@ -219,9 +222,9 @@ def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch:
     saving = make_saving(tmp_path, {}, rank=1)
     write, may_go_on = saving.store.commit, threading.Event()
 
-    def slow_write(manifest: dict[str, Any], records: Any) -> None:
+    def slow_write(manifest: Manifest) -> None:
         assert may_go_on.wait(30)
-        write(manifest, records)
+        write(manifest)
 
     monkeypatch.setattr(saving.store, "commit", slow_write)
     for step in (5, 10, 15):

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import SMALL
 from support.ranks import run_ranks
 from support.single_process import SingleProcess
@@ -17,34 +16,38 @@ from mingpt.config import Config, SnapshotConfig, TrainerConfig, to_dict
 from mingpt.config.cli import build
 from mingpt.data import TextData
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot import MemorySnapshots, SnapshotStore
-from mingpt.training.run_folder import RunFolder
-from mingpt.training.search import (
-    LatestSnapshot,
-    StoreView,
+from mingpt.snapshot import MemorySnapshots, SnapshotStore, StoredState, find_latest
+from mingpt.snapshot.search import Fault, Found, View
+from mingpt.training.resume import (
     check_nothing_is_lost,
-    find_latest,
+    check_snapshot,
+    make_check,
     prepare_store,
     report_skipped,
 )
-from mingpt.training.start import check_snapshot, make_check
-from mingpt.training.state import StoredState, snapshot_shapes, snapshot_vocab_size
+from mingpt.training.run_folder import RunFolder
+from mingpt.training.state import check_shard, stored_rows
 
 NEVER, AUTO = Config(snapshot=SnapshotConfig(resume="never")), Config()
 EVAL_ONLY = Config(trainer=TrainerConfig(eval_only=True))
 
 
-def latest(*views: StoreView) -> LatestSnapshot:
+def latest(*views: View) -> Found:
     """A search result without a valid snapshot, with these views of the ranks."""
-    return LatestSnapshot(None, 0, views[0].corrupt, "out/run/snapshots", list(views))
+    return Found(None, "out/run/snapshots", list(views))
 
 
-NOTHING = StoreView()
-FIRST_SAVE = StoreView(corrupt={7: "its manifest is missing"})
-AT_THE_START = StoreView(corrupt={0: "its checksum does not hold"})
-CORRUPT = StoreView(corrupt={5: "its tensor file is missing"}, completed_step=5)
-UNREADABLE = StoreView(unreadable={5: "its manifest cannot be read: Input/output error"}, completed_step=5)
-NO_FOLDER = StoreView(folder_error="the folder out/run/snapshots cannot be read: Stale file handle")
+def view(step: int, reason: str, is_corrupt: bool = True, completed_step: int = 0) -> View:
+    """What a worker sees that finds one snapshot with a fault."""
+    return View(faults=[Fault(step, reason, is_corrupt)], completed_step=completed_step)
+
+
+NOTHING = View()
+FIRST_SAVE = view(7, "its manifest is missing")
+AT_THE_START = view(0, "its checksum does not hold")
+CORRUPT = view(5, "its tensor file is missing", completed_step=5)
+UNREADABLE = view(5, "its manifest cannot be read: Input/output error", False, completed_step=5)
+NO_FOLDER = view(-1, "the folder out/run/snapshots cannot be read: Stale file handle", False)
 
 
 @pytest.mark.parametrize("is_restart", [False, True])
@@ -57,7 +60,7 @@ NO_FOLDER = StoreView(folder_error="the folder out/run/snapshots cannot be read:
     ],
 )
 def test_a_job_that_has_completed_a_snapshot_never_starts_again_at_0_by_itself(
-    view: StoreView, expected: str, is_restart: bool
+    view: View, expected: str, is_restart: bool
 ) -> None:
     """This holds whichever worker has seen the snapshot."""
     for views in ((view,), (NOTHING, view), (view, NOTHING)):
@@ -67,7 +70,7 @@ def test_a_job_that_has_completed_a_snapshot_never_starts_again_at_0_by_itself(
 
 @pytest.mark.parametrize("is_restart", [False, True])
 @pytest.mark.parametrize("view", [NOTHING, FIRST_SAVE, AT_THE_START])
-def test_a_job_that_died_before_its_first_snapshot_starts_at_0(view: StoreView, is_restart: bool) -> None:
+def test_a_job_that_died_before_its_first_snapshot_starts_at_0(view: View, is_restart: bool) -> None:
     check_nothing_is_lost(latest(view), AUTO, is_restart)
 
 
@@ -89,7 +92,7 @@ def test_a_job_that_is_told_to_begin_anew_does_so() -> None:
 
 @pytest.mark.parametrize("view", [UNREADABLE, NO_FOLDER])
 def test_snapshots_that_may_be_valid_are_not_overwritten_by_a_job_that_is_told_to_begin_anew(
-    view: StoreView,
+    view: View,
 ) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         check_nothing_is_lost(latest(view), NEVER, is_restart=False)
@@ -114,15 +117,15 @@ def test_a_step_that_any_worker_cannot_read_is_not_set_aside(
     store.prepare()
     for step in (5, 10):
         write(store, make_manifest(step))  # another model's: corrupt
-    memory = MemorySnapshots(str(tmp_path), "id", tmp_path, 0)
     context = SingleProcess()
     gather = context.all_gather_object
 
     def gather_two(value: Any) -> Any:
-        return [value, UNREADABLE] if isinstance(value, StoreView) else gather(value)
+        return [value, UNREADABLE] if isinstance(value, View) else gather(value)
 
     monkeypatch.setattr(context, "all_gather_object", gather_two)
-    assert sorted(find_latest(store, memory, context, is_restart=False).corrupt) == [10]
+    found = find_latest(store, [], context, check_shard, stored_rows, is_restart=False)
+    assert sorted(found.corrupt(0)) == [10]
 
 
 def test_of_the_nodes_that_share_a_folder_one_sets_a_corrupt_snapshot_aside(
@@ -150,10 +153,9 @@ def test_a_folder_that_cannot_be_listed_is_what_a_worker_sees(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(store.files, "ls", fail)
-    memory = MemorySnapshots(str(tmp_path), "id", tmp_path, 0)
-    found = find_latest(store, memory, SingleProcess(), is_restart=True)
+    found = find_latest(store, [], SingleProcess(), check_shard, stored_rows, is_restart=True)
     expected = f"the folder {store.url} cannot be read: Stale file handle"
-    assert found.views == [StoreView(folder_error=expected)]
+    assert found.views[0].faults == [Fault(-1, expected, is_corrupt=False)]
 
 
 @pytest.mark.parametrize(
@@ -170,44 +172,43 @@ def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
     changed: str, step: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that joins may have one. Step 100, from which the job began, may have other settings."""
-    monkeypatch.setattr("mingpt.training.start.check_shard", lambda manifest, entries: None)
+    monkeypatch.setattr("mingpt.training.resume.check_shard", lambda *_: None)
     config = build(SMALL | {"trainer.max_steps": 500})
     data = TextData(b"To be, or not to be, that is the question.\n" * 40, config.data)
-    manifest = make_manifest(step) | {"config": to_dict(config)}
-    manifest["data"]["sha256"] = "0" * 64 if changed == "data" else data.fingerprint
-    manifest["config"]["seed"] += changed == "seed"
-    manifest["config"]["trainer"]["log_every"] += changed == "log_every"
+    settings = to_dict(config)
+    settings["seed"] += changed == "seed"
+    settings["trainer"]["log_every"] += changed == "log_every"
+    sha256 = "0" * 64 if changed == "data" else data.fingerprint
+    manifest = make_manifest(step, config=settings, data={"path": "x", "sha256": sha256})
     check = make_check(config, data, job_start=100, discarded_after=[])
     if is_refused:
         with pytest.raises(UnreadableSnapshot, match="it is none of this job"):
-            check(manifest, {})
+            check(manifest, {}, None)
     else:
-        check(manifest, {})
-    make_check(config, data, job_start=None, discarded_after=[])(manifest, {})
+        check(manifest, {}, None)
+    make_check(config, data, job_start=None, discarded_after=[])(manifest, {}, None)
     with pytest.raises(CorruptSnapshot, match="computed differently"):
-        make_check(config, data, job_start=None, discarded_after=[step - 1])(manifest, {})
+        make_check(config, data, job_start=None, discarded_after=[step - 1])(manifest, {}, None)
 
 
 @pytest.mark.parametrize("step", [31, 2**63 - 1])
 def test_a_step_that_the_run_of_a_snapshot_cannot_have_made_is_damage(
     step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mingpt.training.start.check_shard", lambda manifest, entries: None)
+    monkeypatch.setattr("mingpt.training.resume.check_shard", lambda *_: None)
     config = build(SMALL | {"trainer.max_steps": 30})
     check = make_check(config, TextData(b"To be", config.data), job_start=None, discarded_after=[])
-    check(make_manifest(30) | {"config": to_dict(config)}, {})
+    check(make_manifest(30, config=to_dict(config)), {}, None)
     with pytest.raises(CorruptSnapshot, match=r"past its own trainer\.max_steps"):
-        check(make_manifest(step) | {"config": to_dict(config)}, {})
+        check(make_manifest(step, config=to_dict(config), windows=step), {}, None)
 
 
 def check_changed(changes: dict[str, Any], arch: str, resume: str) -> list[str]:
     began = SMALL | {"model.arch": arch}
     data = TextData(b"To be, or not to be, that is the question.\n" * 40, build(began).data)
-    manifest = make_manifest(30) | {"config": to_dict(build(began)), "data": {"sha256": data.fingerprint}}
-    shapes = snapshot_shapes(manifest, snapshot_vocab_size(manifest))
-    stored = StoredState(
-        manifest, shapes, dict.fromkeys(shapes, torch.float32), [], lambda rows: torch.empty(0)
-    )
+    about = {"path": "x", "sha256": data.fingerprint}
+    manifest = make_manifest(30, config=to_dict(build(began)), data=about)
+    stored = StoredState(manifest, None, dict(stored_rows(manifest).shapes), {})
     config = build(began | {"snapshot.resume": resume} | changes)
     return check_snapshot(stored, config, "out/run/snapshots", data, is_restart=False)
 

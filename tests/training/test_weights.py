@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.single_process import SingleProcess
-from support.snapshots import snapshot_of
+from support.snapshots import make_manifest, snapshot_of
 from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model
 from support.vocabularies import words_of
 from torch import Tensor
@@ -13,16 +13,18 @@ from torch import Tensor
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, to_dict
 from mingpt.data import CharTokenizer, Corpus
+from mingpt.snapshot import Manifest
 from mingpt.snapshot.reading import TensorEntry
 from mingpt.training.initial_weights import InitialWeights, match_rows, match_weights
 from mingpt.training.run_data import initial_rows, load_corpus, load_data
-from mingpt.training.state import check_model, manifest_tokenizer, snapshot_tokenizer
+from mingpt.training.state import check_model, describe_tokenizer, make_tokenizer, snapshot_tokenizer
 
 VOCABULARY = "abcdefghijk"
+CHARACTERS = CharTokenizer(VOCABULARY).to_bytes()
 ABC, ONE = CharTokenizer("abc"), SingleProcess()
 
 
-def make_snapshot(name: Name, arch: Arch) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+def make_snapshot(name: Name, arch: Arch) -> tuple[Manifest, dict[str, TensorEntry]]:
     """The manifest of a run, and the tensor entries of its file."""
     model, optimizer = make_model(name, arch)
     config = Config(
@@ -32,22 +34,24 @@ def make_snapshot(name: Name, arch: Arch) -> tuple[dict[str, Any], dict[str, Ten
     )
     tensors = {f"model.{key}": weight.detach() for key, weight in model.named_parameters()}
     tensors |= {f"optimizer.{key}": tensor for key, tensor in optimizer.state_dict().items()}
-    return {"config": to_dict(config), "vocabulary": VOCABULARY}, snapshot_of({}, tensors).entries
+    about = describe_tokenizer(CharTokenizer(VOCABULARY), len(VOCABULARY))
+    manifest = make_manifest(3, config=to_dict(config), tokenizer=about)
+    return manifest, snapshot_of(manifest, tensors).entries
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_tensors_of_a_run_are_those_that_its_manifest_describes(name: Name, arch: Arch) -> None:
     manifest, entries = make_snapshot(name, arch)
-    check_model(manifest, entries)
+    check_model(manifest, entries, CHARACTERS)
     for missing in entries:
         rest = {key: entry for key, entry in entries.items() if key != missing}
         with pytest.raises(CorruptSnapshot, match=f"lacks {missing}"):
-            check_model(manifest, rest)
+            check_model(manifest, rest, CHARACTERS)
     for key, entry in entries.items():
         for other in (replace(entry, shape=(*entry.shape, 1)), replace(entry, dtype="I32")):
             with pytest.raises(CorruptSnapshot, match=key):
-                check_model(manifest, entries | {key: other})
+                check_model(manifest, entries | {key: other}, CHARACTERS)
 
 
 def test_tensors_that_the_run_does_not_have_are_refused() -> None:
@@ -55,57 +59,67 @@ def test_tensors_that_the_run_does_not_have_are_refused() -> None:
     weight = entries["model.wte.weight"]
     for name in ("model.more", "optimizer.more.step", "optimizer.wte.weight.code", "other"):
         with pytest.raises(CorruptSnapshot, match=f"{name}.*which its model lacks"):
-            check_model(manifest, entries | {name: weight})
+            check_model(manifest, entries | {name: weight}, CHARACTERS)
 
 
 @pytest.mark.parametrize(
-    ("change", "vocabulary"),
+    ("change", "vocab_size"),
     [
-        ({"n_layer": 3}, VOCABULARY),
-        ({"n_layer": 10**9}, VOCABULARY),
-        ({"n_embd": 10**12}, VOCABULARY),
-        ({"arch": "gpt2"}, VOCABULARY),
-        ({}, ""),
-        ({}, "ba"),
-        ({}, "aab"),
-        ({}, "abc"),
-        ({}, "\ud800"),
-        ({}, "a" * 2_000_000),
+        ({"n_layer": 3}, 11),
+        ({"n_layer": 10**9}, 11),
+        ({"n_embd": 10**12}, 11),
+        ({"arch": "gpt2"}, 11),
+        ({}, 3),
+        ({}, 2_000_000),
     ],
-    ids=lambda value: str(value)[:20],
 )
 def test_a_configuration_or_a_vocabulary_of_another_model_is_refused_whatever_its_size(
-    change: dict[str, Any], vocabulary: str
+    change: dict[str, Any], vocab_size: int
 ) -> None:
     """The snapshot is refused at once, and nothing is allocated for it."""
     manifest, entries = make_snapshot("muon", "modern")
-    manifest["config"]["model"] |= change
+    config = manifest.config | {"model": manifest.config["model"] | change}
+    other = make_manifest(3, config=config, tokenizer={"kind": "char", "vocab_size": vocab_size})
     with pytest.raises(CorruptSnapshot):
-        check_model(manifest | {"vocabulary": vocabulary}, entries)
+        check_model(other, entries, CHARACTERS)
 
 
 @pytest.mark.parametrize(
     ("content", "more", "reason"),
     [
         (bytes(range(7)), {}, r"this is no tokenizer\.json"),
-        (words_of("a b"), {"sha256": "0" * 64}, "its SHA-256 is not the one that the manifest says"),
+        (words_of("a b"), {"sha256": "0" * 64}, "its bytes are not those that the manifest tells of"),
+        (words_of("a b"), {"vocab_size": 1}, r"it has \d tokens, and the model 1"),
+        (None, {}, "its bytes are not those"),
+        (b"ba", {"kind": "char"}, r"this is no tokenizer\.json of characters"),
+        (b"", {"kind": "unknown"}, "there is no tokenizer 'unknown'"),
     ],
 )
 def test_a_tokenizer_that_a_snapshot_carries_and_that_is_none_or_another_is_one_sentence(
-    content: bytes, more: dict[str, str], reason: str
+    content: bytes | None, more: dict[str, Any], reason: str
 ) -> None:
-    manifest = {"vocabulary": "", "tokenizer": {"kind": "json", "vocab_size": 11, **more}}
-    tensors = {"tokenizer": torch.frombuffer(bytearray(content), dtype=torch.uint8)}
+    manifest = make_manifest(3, tokenizer={"kind": "json", "vocab_size": 11, **more})
     with pytest.raises(UserError, match=f"the tokenizer of the snapshot cannot be used: {reason}"):
-        snapshot_tokenizer(snapshot_of(manifest, tensors))
+        make_tokenizer(manifest, content)
 
 
 @pytest.mark.parametrize("tokenizer", [None, CharTokenizer(VOCABULARY)])
 def test_what_a_manifest_says_of_a_tokenizer_gives_it_back(tokenizer: CharTokenizer | None) -> None:
-    fields, tensors = manifest_tokenizer(tokenizer, 12)
-    copy = snapshot_tokenizer(snapshot_of(fields, tensors))
+    about = describe_tokenizer(tokenizer, 12)
+    copy = make_tokenizer(make_manifest(3, tokenizer=about), tokenizer.to_bytes() if tokenizer else None)
     assert (copy and copy.fingerprint()) == (tokenizer and tokenizer.fingerprint())
-    assert fields["tokenizer"]["vocab_size"] == 12
+    assert about.vocab_size == 12
+
+
+def test_the_tokenizer_of_an_older_snapshot_is_read_from_its_manifest_or_a_tensor() -> None:
+    older = make_manifest(3, tokenizer={"kind": "char", "vocab_size": 2}, vocabulary="ab")
+    tokenizer = snapshot_tokenizer(snapshot_of(older, {}))
+    assert tokenizer and tokenizer.fingerprint() == CharTokenizer("ab").fingerprint()
+    content = words_of("a b")
+    older = make_manifest(3, tokenizer={"kind": "json", "vocab_size": 11})
+    tensors = {"tokenizer": torch.frombuffer(bytearray(content), dtype=torch.uint8)}
+    tokenizer = snapshot_tokenizer(snapshot_of(older, tensors))
+    assert tokenizer and tokenizer.to_bytes() == content
 
 
 def test_rows_of_an_embedding_follow_their_tokens() -> None:

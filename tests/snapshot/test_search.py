@@ -1,43 +1,36 @@
-"""Snapshots in memory whose parts lie on several nodes, which are folders here; ranks are threads."""
+"""The search for the newest state, whose parts lie in several stores; nodes are folders, ranks threads."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.memory import CONFIG, MANIFEST, check_values, make_state
+from support.memory import CONFIG, FIELDS, SHAPES, check_values, make_state
 from support.ranks import run_ranks
 from support.single_process import SingleProcess
-from support.snapshots import write
-from torch import Tensor
+from support.snapshots import make_manifest, make_store, write
 
 from mingpt.base.errors import CorruptSnapshot
+from mingpt.base.rows import RowMap
 from mingpt.config import to_dict
 from mingpt.distributed import DistributedContext
-from mingpt.parallel import split_rows
-from mingpt.snapshot import MemorySaver, MemorySnapshots, Sharding, SnapshotStore
-from mingpt.snapshot.layout import specs_of
+from mingpt.snapshot import Found, SnapshotStore, find_latest
 from mingpt.snapshot.memory import plan_copies
-from mingpt.snapshot.slots import Slots
-from mingpt.training.search import find_in_memory, find_latest
-from mingpt.training.state import TOKENIZER_TENSOR, check_shard, is_sharded
+from mingpt.training.state import check_shard, stored_rows
 
 
 class Nodes:
     """The memory of some nodes, and the workers that write to it; `node_of` has each worker's node."""
 
     def __init__(self, folder: Path, node_of: Sequence[int], weights: bool = True) -> None:
-        self.node_of, self.weights, self.generation = node_of, weights, "0" * 32
-        self.memories = [
-            MemorySnapshots(str(folder / f"node{node}"), "id", folder, node) for node in sorted(set(node_of))
-        ]
-        for memory in self.memories:
-            memory.root.parent.mkdir(exist_ok=True)
-        self.slots: dict[tuple[int, str], Slots] = {}
-        self.fields: dict[str, Any] = {}  # fields of all manifests
-        self.whole: dict[str, Tensor] = {}  # tensors besides those of model and optimizer
+        self.folder, self.node_of, self.weights = folder, node_of, weights
+        self.disk = make_store(folder)
+        self.tokenizer: bytes | None = None
         self.keeper = plan_copies(node_of)
+
+    def stores(self, node: int) -> list[SnapshotStore]:
+        """The stores in a node's memory."""
+        return [SnapshotStore(str(path)) for path in sorted(self.folder.glob(f"node{node}/*"))]
 
     def save(self, step: int, lost: Sequence[int] = (), **fields: Any) -> None:
         """Write all workers' parts but those of `lost`. `fields` are more fields of the last manifest."""
@@ -45,40 +38,38 @@ class Nodes:
         for rank, node in enumerate(self.node_of):
             more = fields if rank == len(self.node_of) - 1 else {}
             if rank not in lost:
-                self.write(rank, node, f"-worker-{rank}", step, firsts[rank] == rank, more)
+                self.write(rank, f"node{node}/{rank}", step, firsts[rank] == rank, more)
             keeper = self.keeper[rank]
             if keeper is not None and keeper not in lost and rank not in lost:
-                self.write(rank, self.node_of[keeper], f"-copy-{rank}", step, False, more)
+                self.write(rank, f"node{self.node_of[keeper]}/{rank}-copy", step, False, more)
 
-    def write(
-        self, rank: int, node: int, suffix: str, step: int, with_whole: bool, more: dict[str, Any]
-    ) -> None:
+    def write(self, rank: int, place: str, step: int, with_whole: bool, more: dict[str, Any]) -> None:
         workers = len(self.node_of)
-        shard = {"rank": rank, "workers": workers, "weights": self.weights, "generation": self.generation}
-        manifest = MANIFEST | self.fields | {"step": step, "windows": step * 8, "shard": shard} | more
-        part = self.whole if with_whole else {}
+        shard = {"rank": rank, "workers": workers, "weights": self.weights, "generation": "0" * 32}
+        manifest = make_manifest(step, **FIELDS | {"shard": shard} | more)
+        rows, part = RowMap(SHAPES, workers, ("model.", "optimizer.")[not self.weights :]), {}
         for name, tensor in make_state(step).items():
-            if is_sharded(manifest, name, tuple(tensor.shape)):
-                rows = split_rows(len(tensor), workers)[rank]
-                part = part | {name: tensor[rows.start : rows.stop]}
+            if rows.by_rank(name):
+                part[name] = tensor[rows.of(name, rank).start : rows.of(name, rank).stop]
             elif with_whole:
-                part = part | {name: tensor}
-        slots = self.slots.setdefault((node, suffix), self.memories[node].make_slots(suffix))
-        if not slots.buffers:
-            slots.open(specs_of(part))
-        slots.begin()
-        slots.buffer.fill(part)
-        slots.commit(manifest)
+                part[name] = tensor
+        (self.folder / place).mkdir(parents=True, exist_ok=True)
+        store = SnapshotStore(str(self.folder / place))
+        write(store, manifest, part, self.tokenizer if with_whole else None)
 
     def find(self, nodes: Sequence[int]) -> int | None:
         """The step that a worker on each of these nodes finds; the values are checked."""
 
         def work(context: DistributedContext) -> int | None:
-            memory = self.memories[nodes[context.rank]]
-            found = find_in_memory(memory, context, -1, None, check_shard)
-            return None if found is None else check_values(found, context)
+            found = self.search(nodes[context.rank], context)
+            return check_values(found.state, context) if found.state else None
 
         return same(run_ranks(len(nodes), work))
+
+    def search(self, node: int, context: DistributedContext, is_restart: bool = True) -> Found:
+        """What a rank on this node finds."""
+        stores = self.stores(node)
+        return find_latest(self.disk, stores, context, check_shard, stored_rows, is_restart)
 
 
 def same(results: Sequence[int | Exception | None]) -> int | None:
@@ -112,7 +103,7 @@ def test_a_step_of_which_a_part_is_missing_or_damaged_does_not_count(tmp_path: P
     assert nodes.find([0]) == 5
     nodes.save(15)
     assert nodes.find([0]) == 15
-    flip_a_bit(nodes.memories[0].root / "node-0-worker-1" / "step_00000015.safetensors")
+    flip_a_bit(tmp_path / "node0" / "1" / "step_00000015.safetensors")
     assert nodes.find([0]) is None, "worker 0 has 10 and 15, worker 1 has 5 and a damaged 15"
 
 
@@ -125,7 +116,7 @@ def flip_a_bit(path: Path) -> None:
 def test_in_place_of_a_damaged_part_its_copy_is_read(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, [0, 1])
     nodes.save(5)
-    flip_a_bit(nodes.memories[0].root / "node-0-worker-0" / "step_00000005.safetensors")
+    flip_a_bit(tmp_path / "node0" / "0" / "step_00000005.safetensors")
     assert nodes.find([0, 1]) == 5
     assert nodes.find([0]) is None, "what is not sharded was in the damaged file alone"
 
@@ -150,49 +141,47 @@ def test_parts_that_are_not_of_one_save_are_no_step(other: dict[str, Any], step:
 
 
 def test_a_tokenizer_is_whole_on_each_node(tmp_path: Path) -> None:
-    """The tokenizer is too large for the manifest."""
     nodes = Nodes(tmp_path, [0, 0, 1])
-    nodes.fields = {"vocabulary": "", "tokenizer": {"kind": "json", "vocab_size": 11}}
-    nodes.whole = {TOKENIZER_TENSOR: torch.arange(100, dtype=torch.uint8)}
+    nodes.tokenizer = b"the content of a tokenizer.json"
     nodes.save(5)
-    for memory in nodes.memories:
-        found = find_in_memory(memory, SingleProcess(), -1, None, check_shard)
-        assert found
-        assert torch.equal(found.tensor(TOKENIZER_TENSOR, SingleProcess()), nodes.whole[TOKENIZER_TENSOR])
+    for node in (0, 1):
+        found = nodes.search(node, SingleProcess())
+        assert found.state and found.state.tokenizer == nodes.tokenizer
 
 
 def test_what_is_newer_counts_whether_it_is_whole_or_in_parts_in_memory_or_on_disk(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, [0, 0])
-    memory = nodes.memories[0]
-    store = SnapshotStore(str(tmp_path / "snapshots"))
-    store.prepare()
 
     def save_to_disk(step: int) -> None:
-        write(store, whole(step), make_state(step))
+        write(nodes.disk, make_manifest(step, **FIELDS), make_state(step))
 
-    def whole(step: int) -> dict[str, Any]:
-        return MANIFEST | {"step": step, "windows": step * 8}
-
-    def newest() -> int | None:
-        latest = find_latest(store, memory, SingleProcess(), is_restart=True)
-        return check_values(latest.snapshot, SingleProcess()) if latest.snapshot else None
-
-    assert newest() is None
+    assert nodes.find([0]) is None
     for step, save in ((5, save_to_disk), (10, nodes.save), (20, save_to_disk)):
         save(step)
-        assert newest() == step
-    saver = MemorySaver(memory, Sharding())
-    saver.save(whole(30), make_state(30))
-    assert saver.thread
-    saver.thread.join()
-    assert newest() == 30
+        assert nodes.find([0]) == step
+    whole = nodes.stores(0)[0]
+    write(whole, make_manifest(30, **FIELDS), make_state(30))
+    assert nodes.find([0]) == 30
+
+
+def test_what_was_saved_to_memory_after_a_snapshot_that_is_gone_counts_in_a_restart_only(
+    tmp_path: Path,
+) -> None:
+    """A user who deletes snapshots wants to go back; a restart may have lost a node with them."""
+    nodes = Nodes(tmp_path, [0])
+    write(nodes.disk, make_manifest(5, **FIELDS), make_state(5))
+    nodes.save(12, after=10)
+    for is_restart, expected in ((True, 12), (False, 5)):
+        found = nodes.search(0, SingleProcess(), is_restart).state
+        assert found and found.manifest.step == expected
 
 
 @pytest.mark.parametrize("change", [{"rank": 1}, {"workers": 3}, {"weights": False}])
 def test_a_part_has_the_rows_that_its_manifest_says(change: dict[str, Any], tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, [0, 0])
     nodes.save(5)
-    snapshot = SnapshotStore(str(nodes.memories[0].root / "node-0-worker-0")).open(5)
-    shard = snapshot.manifest["shard"] | change
+    snapshot = nodes.stores(0)[0].open(5)
+    assert snapshot.manifest.shard
+    shard = snapshot.manifest.shard.model_copy(update=change)
     with pytest.raises(CorruptSnapshot, match="has shape"):
-        check_shard(snapshot.manifest | {"shard": shard}, snapshot.entries)
+        check_shard(snapshot.manifest.model_copy(update={"shard": shard}), snapshot.entries, None)

@@ -1,0 +1,44 @@
+"""Rows by rank: which rank holds which rows of which tensor, for all that save, load, sum or update them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+
+def split_rows(rows: int, workers: int) -> list[range]:
+    """Return each rank's rows: chunks of ceil(rows / workers), of which the last may be shorter or empty.
+
+    FSDP2 shards dimension 0 of a parameter into the same chunks, by torch.chunk.
+    """
+    size = -(-rows // workers)
+    return [range(min(rank * size, rows), min((rank + 1) * size, rows)) for rank in range(workers)]
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """The rows that each of `workers` ranks holds of the tensors with these whole `shapes`, by name.
+
+    Of a tensor whose name begins with one of `sharded`, each rank holds some rows, as `split_rows` says. Each
+    rank holds all rows of the other tensors, and all scalars. A scalar is one row.
+    """
+
+    shapes: Mapping[str, Shape]
+    workers: int = 1
+    sharded: tuple[str, ...] = ()
+
+    def by_rank(self, name: str) -> list[range] | None:
+        """Return the rows of a tensor by rank; None if each rank holds the whole tensor."""
+        shape = self.shapes[name]
+        return split_rows(shape[0], self.workers) if shape and name.startswith(self.sharded) else None
+
+    def of(self, name: str, rank: int) -> range:
+        """Return the rows of a tensor that a rank holds."""
+        rows = self.by_rank(name)
+        return rows[rank] if rows else range(self.shapes[name][0] if self.shapes[name] else 1)
+
+    def numel(self, name: str) -> list[int]:
+        """Return the number of elements of a tensor that each rank holds, by rank."""
+        columns = math.prod(self.shapes[name][1:])
+        return [len(self.of(name, rank)) * columns for rank in range(self.workers)]

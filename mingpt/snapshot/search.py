@@ -1,0 +1,309 @@
+"""Find the newest valid snapshot that any rank sees, on disk or in a node's memory, and read it together.
+
+Each rank lists what its stores offer, by manifests and headers alone. All ranks exchange their lists, and
+`choose`, a pure function, picks the newest save of which all parts are on offer, wherever they lie: a whole
+state is one part, a sharded one has a part per worker, and the number of workers may have changed since. The
+ranks that are to read the chosen parts then check all bytes of these. A bad part is left out, and the next
+choice is tried.
+
+The result is a StoredState: for each tensor the rows, and which rank reads them. `stream` reads tensor by
+tensor and broadcasts, so that no rank needs memory for a second whole state.
+"""
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
+from mingpt.base.files import PIECE_BYTES
+from mingpt.base.rows import RowMap, Shape
+from mingpt.config import result_settings
+from mingpt.distributed import DistributedContext
+from mingpt.snapshot.layout import steps_in
+from mingpt.snapshot.manifest import Manifest
+from mingpt.snapshot.reading import Check
+from mingpt.snapshot.store import Snapshot, SnapshotStore, unfinished_steps
+
+# If a kill interrupts a save in parts, some stores have a step that others lack.
+OFFERS_IN_MEMORY = 2
+# Fields of the manifest that are the same in all parts of one save.
+AGREEING = {"step", "windows", "tokenizer", "audit", "after", "shard"}
+RowsOf = Callable[[Manifest], RowMap]  # returns the rows that each part of a manifest's save holds
+
+
+class Offer(NamedTuple):
+    """A part of a saved state, or a whole one, that rank `reader` can read from its store number `store`."""
+
+    step: int
+    is_on_disk: bool
+    key: str  # the same for all parts of one save
+    part: int  # the rank, of `workers`, whose rows it holds
+    workers: int
+    has_whole: bool  # whether it also holds the tensors that are not sharded
+    after: int  # the newest step on disk when it was saved; 0 for a snapshot on disk
+    reader: int
+    store: int
+
+
+class Fault(NamedTuple):
+    """Why a snapshot on disk is not used; with step -1, why none in the whole folder is."""
+
+    step: int
+    reason: str
+    is_corrupt: bool  # else it cannot be read, and may be valid
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.reason}" if self.step >= 0 else self.reason
+
+
+class View(NamedTuple):
+    """What one rank sees in its stores; nothing on a rank that does not read them."""
+
+    offers: Sequence[Offer] = ()
+    faults: Sequence[Fault] = ()
+    completed_step: int = 0  # the newest step on disk that has a manifest, valid or not; 0 for none
+
+    @property
+    def step(self) -> int:
+        """The step of the newest snapshot on disk without a known fault; -1 for none."""
+        return max((offer.step for offer in self.offers if offer.is_on_disk), default=-1)
+
+
+class Reader:
+    """Reads one rank's stores: that on disk, number 0, and those in memory. `check` is as in `open`."""
+
+    def __init__(self, stores: Sequence[SnapshotStore], check: Check, rows_of: RowsOf, rank: int) -> None:
+        self.stores, self.check, self.rows_of, self.rank = stores, check, rows_of, rank
+        self.opened: dict[tuple[int, int], Snapshot] = {}  # by number of the store, and step
+        self.faults: dict[tuple[int, int], Fault] = {}  # of the snapshots that are offered no more
+
+    def view(self) -> View:
+        """Open the newest snapshots of each store, and return those without a known fault.
+
+        Raises UserError for a snapshot of another schema that is newer than these.
+        """
+        offers, completed_step = list[Offer](), 0
+        for number, store in enumerate(self.stores):
+            try:
+                names = {*store.list_names(), *store.list_names()}  # a first listing may be out of date
+            except UnreadableSnapshot as error:
+                self.faults[number, -1] = Fault(-1, str(error), False)
+                continue
+            complete = steps_in(names, "json")
+            completed_step = completed_step if number else max([0, *complete])
+            unfinished = {*unfinished_steps(names)} - {*complete}
+            steps = [step for step in steps_in(names) if step not in unfinished]
+            valid = filter(functools.partial(self.can_open, number), steps)
+            most = OFFERS_IN_MEMORY if number else 1  # on disk each snapshot is a whole state
+            offers += [self.describe(number, step) for step in itertools.islice(valid, most)]
+        faults = [fault for (number, _), fault in self.faults.items() if number == 0]
+        return View(offers, faults, completed_step)
+
+    def can_open(self, number: int, step: int) -> bool:
+        """Whether manifest, sizes and headers of a snapshot are valid, and no fault is known."""
+        if (number, step) not in self.opened.keys() | self.faults.keys():
+            with self.faults_noted(number, step):
+                self.opened[number, step] = self.stores[number].open(step, self.check)
+        return (number, step) not in self.faults
+
+    @contextlib.contextmanager
+    def faults_noted(self, number: int, step: int) -> Iterator[None]:
+        """Note a fault of a snapshot that the block finds; it is offered no more."""
+        try:
+            yield
+        except CorruptSnapshot as error:
+            self.faults[number, step] = Fault(step, str(error), True)
+        except UnreadableSnapshot as error:
+            self.faults[number, step] = Fault(step, str(error), False)
+            self.stores[number].unreadable[step] = str(error)
+
+    def describe(self, number: int, step: int) -> Offer:
+        snapshot = self.opened[number, step]
+        manifest, rows = snapshot.manifest, self.rows_of(snapshot.manifest)
+        part = manifest.shard.rank if manifest.shard else 0
+        has_whole = not manifest.shard or any(
+            name in snapshot.entries and not rows.by_rank(name) for name in rows.shapes
+        )
+        is_on_disk, key = number == 0, key_of(manifest)
+        return Offer(step, is_on_disk, key, part, rows.workers, has_whole, manifest.after, self.rank, number)
+
+    def snapshot_of(self, offer: Offer) -> Snapshot | None:
+        """Return an offered snapshot; None if it is another rank's to read."""
+        return self.opened[offer.store, offer.step] if offer.reader == self.rank else None
+
+    def verify(self, offers: Iterable[Offer]) -> bool:
+        """Check all bytes of those offers that are this rank's; return whether they are valid."""
+        mine = {(offer.store, offer.step) for offer in offers if offer.reader == self.rank}
+        for number, step in mine:
+            with self.faults_noted(number, step):
+                self.stores[number].verify(self.opened[number, step])
+        return not mine & self.faults.keys()
+
+
+def key_of(manifest: Manifest) -> str:
+    """Return a hash of the fields that all parts of one save have in common."""
+    fields = manifest.model_dump(include=AGREEING, exclude={"shard": {"rank"}})
+    fields |= {"config": result_settings(manifest.config), "data": manifest.data.sha256}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def choose(offers: Iterable[Offer], saved_after: int | None) -> tuple[list[Offer], Offer] | None:
+    """Choose the newest save of which all parts are on offer; `offers` are in the order of their readers.
+
+    A save in memory does not count if the newest step on disk at that time was past `saved_after`; with None
+    all count. Of one step, a save on disk is chosen. Returns its parts, by the rank whose rows they hold, and
+    the part from which the tensors that are not sharded are read; None if there is no such save.
+    """
+    saves: dict[tuple[int, bool, str], list[Offer]] = {}
+    for offer in offers:
+        if saved_after is None or offer.after <= saved_after:
+            saves.setdefault((offer.step, offer.is_on_disk, offer.key), []).append(offer)
+    for _, save in sorted(saves.items(), reverse=True):
+        parts = {offer.part: offer for offer in reversed(save)}
+        whole = [offer for offer in save if offer.has_whole]
+        if whole and len(parts) == save[0].workers:
+            by_rank = [parts[rank] for rank in sorted(parts)]
+            return by_rank, next((offer for offer in whole if offer in by_rank), whole[0])
+    return None
+
+
+class Source(NamedTuple):
+    """Rows of a tensor, of a scalar one row, that rank `rank` reads from `snapshot` (None on other ranks)."""
+
+    name: str
+    rows: range
+    numel: int
+    rank: int
+    snapshot: Snapshot | None
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """A snapshot that all ranks read together. Its tensors are float32.
+
+    The sources of a tensor together have all its rows. What they read differs between ranks.
+    """
+
+    manifest: Manifest
+    tokenizer: bytes | None
+    shapes: dict[str, Shape]
+    sources: dict[str, list[Source]]
+
+    def stream(self, names: Iterable[str], context: DistributedContext) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield the rows of each source of these tensors, the same on all ranks: (name, first row, rows).
+
+        The rows are on the CPU. A message has those of one source, or of several small ones. Collective: all
+        ranks must iterate to the end.
+        """
+        for batch in self.batches(names):
+            sizes, rank = [source.numel for source in batch], batch[0].rank
+            buffer = context.run_with_heartbeat(functools.partial(read_all, batch))  # a store may be slow
+            if context.rank != rank:
+                buffer = torch.empty(sum(sizes))
+            context.broadcast(buffer, rank)
+            for source, part in zip(batch, buffer.split(sizes), strict=True):
+                yield source.name, source.rows.start, part.view(-1, *self.shapes[source.name][1:])
+
+    def batches(self, names: Iterable[str]) -> Iterator[list[Source]]:
+        """Yield the sources of each message: of one rank, and of at most PIECE_BYTES if there are several."""
+        batch, size = list[Source](), 0
+        sources = [source for name in names for source in self.sources[name]]
+        for source in sorted(sources, key=lambda source: source.rank):
+            size += 4 * source.numel
+            if batch and (source.rank != batch[0].rank or size > PIECE_BYTES):
+                yield batch
+                batch, size = [], 4 * source.numel
+            batch.append(source)
+        if batch:
+            yield batch
+
+
+def read_all(batch: Sequence[Source]) -> Tensor:
+    """Return the numbers of these sources as one vector; an empty one on ranks that do not read them."""
+    read = [source.snapshot.read(source.name).view(-1) for source in batch if source.snapshot]
+    return read[0] if len(read) == 1 else torch.cat([torch.empty(0), *read])
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest valid snapshot that any rank sees, None for none, and what each rank sees, by rank."""
+
+    state: StoredState | None
+    where: str  # the folder or URL of the snapshot, or of the store on disk where there is none
+    views: Sequence[View]
+
+    def corrupt(self, rank: int) -> dict[int, str]:
+        """Return {step: reason} of a rank's corrupt snapshots on disk, but those that a rank cannot read."""
+        unreadable = {fault.step for fault in self.unreadable()}
+        faults = self.views[rank].faults
+        return {one.step: one.reason for one in faults if one.is_corrupt and one.step not in unreadable}
+
+    def unreadable(self) -> list[Fault]:
+        """Return the faults of snapshots and folders that some rank cannot read, each once, newest first."""
+        faults = {fault for view in self.views for fault in view.faults if not fault.is_corrupt}
+        return sorted(faults, reverse=True)
+
+
+def find_latest(
+    disk: SnapshotStore,
+    memory: Sequence[SnapshotStore],
+    context: DistributedContext,
+    check: Check,
+    rows_of: RowsOf,
+    is_restart: bool,
+) -> Found:
+    """Find the newest valid snapshot on disk or in memory that fulfils `check`, for all ranks. Collective.
+
+    The first worker of each node reads. In a job's first generation, a snapshot in memory counts only if the
+    disk still has one at least as new as the newest when it was saved: a user who deletes snapshots wants to
+    go back. In a restart all count, as snapshots on disk may be lost with a node. Raises UserError for one of
+    another schema.
+    """
+    stores = [disk, *memory] if context.launch.local_rank == 0 else []
+    reader = Reader(stores, check, rows_of, context.rank)
+    while True:
+        views = context.all_gather_object(context.run_with_heartbeat(reader.view))
+        newest = [max([view.step, *(fault.step for fault in view.faults)]) for view in views]  # valid or not
+        offers = [offer for view in views for offer in view.offers]
+        choice = choose(offers, None if is_restart else max(0, *newest))
+        if choice is None:
+            return Found(None, disk.url, views)
+        parts, whole = choice
+        is_valid = context.run_with_heartbeat(functools.partial(reader.verify, [*parts, whole]))
+        if all(context.all_gather_object(is_valid)):
+            state, where = assemble(reader, parts, whole, context)
+            return Found(state, where, views)
+
+
+def assemble(
+    reader: Reader, parts: Sequence[Offer], whole: Offer, context: DistributedContext
+) -> tuple[StoredState, str]:
+    """Return the state that the chosen parts make up, and where it is; no tensor is read yet. Collective.
+
+    `parts` are in the order of the ranks whose rows they hold; the tensors that are not sharded are read from
+    `whole`.
+    """
+    content = None
+    if whole.reader == context.rank:
+        snapshot = reader.opened[whole.store, whole.step]
+        content = snapshot.manifest, snapshot.read_tokenizer(), reader.stores[whole.store].url
+    manifest, tokenizer, where = context.broadcast_object(content, whole.reader)
+    rows, sources = reader.rows_of(manifest), dict[str, list[Source]]()
+    for name in rows.shapes:
+        columns = math.prod(rows.shapes[name][1:])
+        for offer in parts if rows.by_rank(name) else [whole]:
+            held = rows.of(name, offer.part)
+            source = Source(name, held, len(held) * columns, offer.reader, reader.snapshot_of(offer))
+            sources.setdefault(name, []).append(source)
+    return StoredState(
+        manifest.model_copy(update={"shard": None}), tokenizer, dict(rows.shapes), sources
+    ), where

@@ -1,0 +1,212 @@
+"""Whether a run may go on from what the search for snapshots has found, and what becomes of the others.
+
+Bad snapshots on disk are renamed ("quarantined"), so that they are not used again. A job that has completed a
+snapshot past step 0 never starts again at 0 by itself.
+"""
+
+import logging
+
+import torch
+
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base.files import DriverError, reason_of
+from mingpt.config import Config, differences, to_dict
+from mingpt.data import Data
+from mingpt.distributed import DistributedContext
+from mingpt.snapshot import Check, Entries, Found, Manifest, MemorySnapshots, SnapshotStore, StoredState
+from mingpt.snapshot.manifest import DataFields, is_suspect
+from mingpt.training.run_data import first_difference
+from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
+from mingpt.training.state import check_shapes, check_shard, tensor_shapes
+
+# The settings that can change an evaluation, by the beginnings of their names.
+EVALUATED = ("data.", "model.", "trainer.dtype:", "trainer.compile:", "trainer.fsdp_param_dtype:")
+SUSPECT = "workers have computed differently since"
+log = logging.getLogger(__name__)
+
+
+def make_check(config: Config, data: Data, job_start: int | None, discarded_after: list[int]) -> Check:
+    """Return a check that raises CorruptSnapshot or UnreadableSnapshot for a snapshot that must not be used.
+
+    Corrupt are snapshots with wrong tensors (`check_shard`) or past their own max_steps, and suspect ones,
+    which workers that computed wrongly may have written: `is_suspect` tells by `discarded_after`. Snapshots
+    past `job_start`, the step from which this job began, are unreadable if their settings or data are not
+    this job's: a node that joins may bring them, and their files must not be touched. If `job_start` is None
+    (in a job's first generation, or not known), settings and data are not compared.
+    """
+
+    def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
+        check_shard(manifest, entries, tokenizer)
+        if manifest.step > manifest.settings.trainer.max_steps:
+            raise CorruptSnapshot("its step is past its own trainer.max_steps")
+        if is_suspect(manifest, discarded_after):
+            raise CorruptSnapshot(SUSPECT)
+        if job_start is None or manifest.step <= job_start:
+            return
+        changes = changed_settings(manifest, config)
+        if manifest.data.sha256 != data.fingerprint:
+            changes.append("data")
+        if changes:
+            raise UnreadableSnapshot(f"it is none of this job ({'; '.join(changes)})")
+
+    return check
+
+
+def changed_settings(manifest: Manifest, config: Config) -> list[str]:
+    """Return the settings that affect the result and differ from the manifest's, as "key: old -> new".
+
+    trainer.compile=auto never counts as different: the run goes on compiled, or not, as the snapshot was.
+    """
+    changes = differences(manifest.config, to_dict(config))
+    if config.trainer.compile != "auto":
+        return changes
+    return [change for change in changes if not change.startswith("trainer.compile:")]
+
+
+def check_snapshot(
+    snapshot: StoredState | None, config: Config, url: str, data: Data, is_restart: bool
+) -> list[str]:
+    """Raise UserError unless a generation may start from this snapshot, or without one (None).
+
+    In a restart, only the data must be those of the snapshot. Returns the settings that were changed on
+    purpose, with snapshot.resume=changed, as "key: old -> new". Messages call the snapshots' place `url`.
+    """
+    resume = config.snapshot.resume
+    if snapshot is None:
+        if resume == "must" and not is_restart:
+            raise UserError(
+                f"there is no valid snapshot in {url} to resume from, and snapshot.resume=must needs one"
+            )
+        if config.trainer.eval_only:
+            raise UserError(f"there is no valid snapshot in {url} to evaluate")
+        return []
+    manifest = snapshot.manifest
+    step = manifest.step
+    if resume == "never" and not is_restart:
+        raise UserError(
+            f"{url} holds a snapshot of step {step}, and snapshot.resume=never refuses one: "
+            "choose another run_dir"
+        )
+    if manifest.data.sha256 != data.fingerprint:
+        what = describe_other_data(config.data.path, data, url, manifest.data)
+        raise UserError(f"{what}: choose another run_dir, with snapshot.init_from to keep the weights")
+    if is_restart:
+        return []
+    changes = changed_settings(manifest, config)
+    if config.snapshot.init_from and any(change.startswith("snapshot.init_from:") for change in changes):
+        raise UserError(
+            f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {step}: "
+            "choose another run_dir"
+        )
+    if config.trainer.eval_only:
+        changes = [change for change in changes if change.startswith(EVALUATED)]
+    if changes:
+        check_model_fits(snapshot, config, f"{url} holds snapshots of another model ({'; '.join(changes)})")
+    if changes and resume != "changed":
+        raise UserError(
+            f"{url} holds snapshots of a run with other settings ({'; '.join(changes)}): set them back, "
+            "choose another run_dir, or go on with the new ones by snapshot.resume=changed"
+        )
+    return changes
+
+
+def check_model_fits(snapshot: StoredState, config: Config, refusal: str) -> None:
+    """Raise UserError, which begins with `refusal`, unless the snapshot's weights fit `config`'s model."""
+    shapes = tensor_shapes(config, config.data.vocab_size or snapshot.manifest.tokenizer.vocab_size)
+    here = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
+    there = {name: shape for name, shape in snapshot.shapes.items() if name.startswith("model.")}
+    try:
+        check_shapes({name: (shape, torch.float32) for name, shape in there.items()}, here, "")
+    except UserError:
+        raise UserError(f"{refusal}: set that back, or choose another run_dir") from None
+
+
+def describe_other_data(path: str, data: Data, url: str, then: DataFields) -> str:
+    """Return a clause on how `data`, at `path`, differs from `then`, the data in a manifest at `url`."""
+    was, now = then.files, data.files
+    if not was or not now:
+        return (
+            f"{path} (sha256 {data.fingerprint[:12]}...) is not the data that the snapshots in {url} were "
+            f"trained on ({then.sha256[:12]}...)"
+        )
+    name = first_difference(was, now) or "the order of the files, or the split,"
+    return (
+        f"the snapshots in {url} were trained on other token shards than those in {path}: {name} has "
+        "changed, is new or is missing"
+    )
+
+
+def check_nothing_is_lost(found: Found, config: Config, is_restart: bool, recorded_step: int = 0) -> None:
+    """Raise UserError if the run has, or may have, written a snapshot past step 0. Called if none is valid.
+
+    A job that begins anew (snapshot.resume=never, in its first generation) or only evaluates passes, unless a
+    snapshot cannot be read. `recorded_step` is the newest step on disk that any run.json records; 0 for none.
+    """
+    errors = [str(fault) for fault in found.unreadable()]
+    if errors:
+        raise UserError(
+            f"the snapshots in {found.where} cannot be read ({shorten(errors)}): start again when they can "
+            "be, or choose another run_dir"
+        )
+    completed = max(view.completed_step for view in found.views)
+    begins_anew = config.snapshot.resume == "never" and not is_restart
+    newest = max(completed, recorded_step)
+    if newest == 0 or begins_anew or config.trainer.eval_only:
+        return
+    reasons = [str(fault) for view in found.views for fault in view.faults]
+    if recorded_step > completed:
+        reasons.append(f"run.json tells of one of step {recorded_step}, which no node has")
+    raise UserError(
+        f"no valid snapshot is left in {found.where} ({shorten(reasons)}), where one of step "
+        f"{newest} was written: choose another run_dir, or begin anew by "
+        "snapshot.resume=never"
+    )
+
+
+def shorten(reasons: list[str]) -> str:
+    """Return the first three reasons in one line, without repetitions."""
+    return "; ".join(dict.fromkeys(reasons[:3]))
+
+
+def report_skipped(found: Found, url: str, config: Config) -> None:
+    """Log a line for each snapshot that is not used and not renamed, and each folder that cannot be read."""
+    skipped = set(found.unreadable())
+    if config.trainer.eval_only:  # a run that trains sets corrupt ones aside
+        skipped.update(*(view.faults for view in found.views))
+    for fault in sorted(skipped, reverse=True):
+        what = "" if fault.step < 0 else f"snapshot of step {fault.step} in {url} skipped: "
+        log.warning(what + fault.reason)
+
+
+def prepare_store(
+    store: SnapshotStore,
+    memory: MemorySnapshots,
+    context: DistributedContext,
+    found: Found,
+    is_restart: bool,
+    folder: RunFolder,
+) -> None:
+    """Rename corrupt snapshots on disk, prepare their folder, and remove useless ones in memory. Collective.
+
+    Only the rank that keeps a folder of snapshots renames and prepares there. Useless are those that other
+    runs left behind and, in a job's first generation, those past the snapshot that it starts from. Where a
+    folder cannot be written to, raises the errors of `refuse_where_it_fails`.
+    """
+
+    def prepare() -> None:
+        for step, reason in found.corrupt(context.rank).items() if folder.keeps_snapshots else ():
+            try:
+                store.quarantine(step, reason, "suspect" if reason == SUSPECT else "damaged")
+            except DriverError as error:
+                raise UserError(
+                    f"the corrupt snapshot of step {step} in {store.url} ({reason}) cannot be renamed: "
+                    f"{reason_of(error)}"
+                ) from None
+        if context.launch.local_rank == 0:
+            memory.remove_leftovers()
+            if not is_restart:
+                memory.remove_newer(found.state.manifest.step if found.state else -1)
+        if folder.keeps_snapshots:
+            store.prepare()
+
+    refuse_where_it_fails(context, prepare)
