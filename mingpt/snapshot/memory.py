@@ -25,9 +25,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mingpt.base.errors import SaveAborted, UserError
+from mingpt.base.errors import UserError
 from mingpt.base.files import reason_of
 from mingpt.distributed.background_group import BackgroundGroup
+from mingpt.distributed.exit import is_lost_peer
 from mingpt.snapshot.layout import StagingBuffer, TensorSpec, step_of
 from mingpt.snapshot.manifest import Manifest, ShardFields
 from mingpt.snapshot.saver import LateFields, Sharding
@@ -285,8 +286,9 @@ class MemorySaver:
             self.exchange_copies(part)
             for rank, slots in self.kept.items():
                 self.commit(slots, manifest, rank)
-        except SaveAborted:
-            return  # the main thread loses the same peer, and reports it
+        except RuntimeError as error:
+            if not is_lost_peer(error):  # the main thread loses the same peer, and reports it
+                raise
 
     def commit(self, slots: Slots, manifest: Manifest, rank: int) -> None:
         """Write the manifest that makes the buffer of `slots` the snapshot of the part of `rank`.
@@ -316,7 +318,7 @@ class MemorySaver:
     def exchange_copies(self, buffer: StagingBuffer) -> None:
         """Send this rank's rows in `buffer` to the rank that keeps their copy; receive those to keep here.
 
-        Does nothing if no copies are made. Raises SaveAborted if one of these ranks is gone. Collective.
+        Does nothing if no copies are made. Raises RuntimeError if one of these ranks is gone. Collective.
         """
         keeper = self.keepers[self.sharding.rank]
         if self.group is None or keeper is None:

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mingpt.base.errors import ClaimLost, CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
+from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES, reason_of
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.background_group import BackgroundGroup
+from mingpt.distributed.exit import is_lost_peer
 from mingpt.snapshot.layout import (
     FileLayout,
     RowsByRank,
@@ -33,7 +34,7 @@ from mingpt.snapshot.layout import (
 from mingpt.snapshot.manifest import FileRecord, Manifest, validation_loss
 from mingpt.snapshot.store import SnapshotStore
 
-# A function that computes manifest fields in the background; it may raise SaveAborted.
+# A function that computes manifest fields in the background.
 LateFields = Callable[[], dict[str, Any]]
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Transfer:
     def write_files(self, store: SnapshotStore) -> list[FileRecord]:
         """Write all files, durable on return; returns their records for the manifest. Collective.
 
-        An error in writing is raised on all ranks, and SaveAborted if a rank is gone.
+        An error in writing is raised on all ranks, and that of a lost peer on those that notice it.
         """
         if self.group.world_size == 1:
             return [store.write_file(layout, self.staging.chunks(layout)) for layout in self.layouts]
@@ -105,9 +106,9 @@ class Transfer:
             if self.is_main and error is None:
                 try:
                     records.append(store.write_file(layout, chunks))
-                except SaveAborted:
-                    raise
                 except Exception as problem:  # each driver raises exceptions of its own
+                    if is_lost_peer(problem):
+                        raise
                     error = problem
             for _ in chunks:
                 pass  # send this rank's rows, or receive the others' although writing has failed
@@ -205,7 +206,7 @@ class SnapshotSaver:
         except Exception as error:  # of any driver: training goes on, the failure is reported
             self.error = error
             # The main thread loses the same peer, or the same claim, and reports it.
-            if not isinstance(error, (SaveAborted, ClaimLost)):
+            if not (is_lost_peer(error) or isinstance(error, ClaimLost)):
                 log.warning(f"snapshot of step {step} could not be written: {reason_of(error)}")
             return
         try:

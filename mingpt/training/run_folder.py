@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import torch
+
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import remove_quietly, write_atomic
 from mingpt.base.paths import describe_obstacle
@@ -24,6 +26,7 @@ from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import find_program
 from mingpt.report import load_history, read_records
+from mingpt.snapshot.layout import memory_of
 
 # Settings that change no result and must be the same on all workers.
 SAME_EVERYWHERE = ("trainer.eval_only", "trainer.parallel", "trainer.shard_optimizer", "trainer.fsdp_reshard")
@@ -53,16 +56,17 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
     same = {name: flatten(settings)[name] for name in SAME_EVERYWHERE}
     same["snapshot.path"] = "null" if path is None else ("a URL" if "://" in path else "a folder")
     program = find_program() if context.launch.has_several_nodes else ""
-    told = context.all_gather_object((settings, same, program, platform.node()))
-    programs = {host: program for *_, program, host in told}
-    first_settings, first, _, first_host = told[0]
-    for settings, other, _, host in told:
+    told = context.all_gather_object((settings, same, program))
+    hosts = [place.host for place in context.places]
+    programs = {host: program for host, (*_, program) in zip(hosts, told, strict=True)}
+    first_settings, first, _ = told[0]
+    for host, (settings, other, _) in zip(hosts, told, strict=True):
         changed = differences(first_settings, settings)
         changed += [f"{name}: {first[name]} -> {other[name]}" for name in same if first[name] != other[name]]
         if changed:
             raise UserError(
                 f"the workers were started with different settings: those on {host} differ from those on "
-                f"{first_host} ({'; '.join(changed)})"
+                f"{hosts[0]} ({'; '.join(changed)})"
             )
     if context.rank == 0 and len(set(programs.values())) > 1:
         log.warning(f"the nodes run different programs, which may compute different bits: {programs}")
@@ -77,21 +81,24 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     path = Path(config.run_dir)
     if config.trainer.eval_only:
         return RunFolder(path, False, False, True)  # nothing is written
-    refuse_where_it_fails(context, lambda: try_disks(config))
-    refuse_where_it_fails(context, lambda: make_run_dir(path))
-    keeper = lowest_rank_there(path, context)
-    snapshots_keeper = keeper
+
+    def open_here() -> None:
+        try_disks(config)
+        make_run_dir(path)
+
+    refuse_where_it_fails(context, open_here)
+    keepers = snapshot_keepers = lowest_ranks_there(path, context)
     if config.snapshot.path is not None:
         is_folder = "://" not in config.snapshot.path
-        snapshots_keeper = lowest_rank_there(Path(config.snapshot.path), context) if is_folder else 0
-    keepers = context.all_gather_object((keeper, snapshots_keeper))
+        place = Path(config.snapshot.path)
+        snapshot_keepers = lowest_ranks_there(place, context) if is_folder else [0] * context.world_size
     return RunFolder(
         path,
-        is_kept=keeper == context.rank,
-        keeps_snapshots=snapshots_keeper == context.rank,
-        is_shared=len({one for one, _ in keepers}) == 1,
-        snapshots_rank=min(other for _, other in keepers),
-        snapshots_are_shared=len({other for _, other in keepers}) == 1,
+        is_kept=keepers[context.rank] == context.rank,
+        keeps_snapshots=snapshot_keepers[context.rank] == context.rank,
+        is_shared=len(set(keepers)) == 1,
+        snapshots_rank=min(snapshot_keepers),
+        snapshots_are_shared=len(set(snapshot_keepers)) == 1,
     )
 
 
@@ -110,12 +117,12 @@ def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object
             return str(error)
         return None
 
-    mine = context.run_with_heartbeat(attempt)
-    found = context.all_gather_object((mine, platform.node(), context.launch.node_rank))
-    failed = {node: (host, message) for message, host, node in found if message is not None}
+    found = zip(context.places, context.gather_on_all(attempt), strict=True)
+    failed = {place.node_rank: (place.host, message) for place, message in found if message is not None}
     if not failed:
         return
-    goes_on = (context.launch.round or 1) > 1 and len(failed) < len({node for *_, node in found})
+    nodes = {place.node_rank for place in context.places}
+    goes_on = (context.launch.round or 1) > 1 and len(failed) < len(nodes)
     if not goes_on:
         host, why = next(iter(failed.values()))
         raise UserError(f"{why} (on {host})" if context.launch.has_several_nodes else why)
@@ -164,24 +171,26 @@ def not_writable(path: Path, error: OSError) -> UserError:
     return UserError(f"run_dir {path} cannot be written to: {describe_obstacle(path, error)}")
 
 
-def lowest_rank_there(path: Path, context: DistributedContext) -> int:
-    """Return the lowest rank whose node sees the same folder at `path` as this rank's node. Collective.
+def lowest_ranks_there(path: Path, context: DistributedContext) -> list[int]:
+    """Return, for each rank, the lowest rank whose node sees the same folder at `path`. Collective.
 
     Each node writes a file with a name that no node has looked for before, since network file systems
     remember which files were missing. A node that sees none is taken to see the folder that rank 0 sees.
     """
     if not context.launch.has_several_nodes:
-        return 0
+        return [0] * context.world_size
     is_first = context.launch.local_rank == 0
     probe = path / f"probe-{uuid.uuid4().hex}"
-    is_written = context.run_with_heartbeat(lambda: is_first and write_probe(probe))
-    probes = context.all_gather_object(probe.name if is_written else None)
-    seen = context.run_with_heartbeat(
-        lambda: [rank for rank, name in enumerate(probes) if name and os.path.exists(path / name)]
-    )
-    if is_written:
+    probes = context.gather_on_all(lambda: probe.name if is_first and write_probe(probe) else None)
+
+    def look() -> int:
+        seen = (rank for rank, name in enumerate(probes) if name and os.path.exists(path / name))
+        return next(seen, 0)
+
+    keepers = context.gather_on_all(look)
+    if probes[context.rank]:
         remove_quietly(probe)  # all ranks have looked
-    return min(seen, default=0)
+    return keepers
 
 
 def write_probe(path: Path) -> bool:
@@ -244,10 +253,7 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
     """
     if folder.is_shared:
         return
-    extent = context.run_with_heartbeat(
-        lambda: measure_history(folder.path, step) if folder.is_kept else None
-    )
-    extents = context.all_gather_object(extent)
+    extents = context.gather_on_all(lambda: measure_history(folder.path, step) if folder.is_kept else None)
     ranked = [(*entry, -rank) for rank, entry in enumerate(extents) if entry is not None]
     if not ranked:
         return
@@ -286,9 +292,12 @@ def read_if_there(path: Path) -> bytes:
 
 
 def read_on(source: int, context: DistributedContext, read: Callable[[], bytes]) -> bytes:
-    """Call `read` on rank `source` alone, and return its bytes on all ranks. Collective.
+    """Call `read` on rank `source` alone, and return its bytes, not pickled, on all ranks. Collective.
 
     All ranks raise a UserError of `read`.
     """
-    content = context.run_with_heartbeat(lambda: read() if context.rank == source else None)
-    return context.broadcast_bytes(content, source)
+    content = context.on_all(lambda: read() if context.rank == source else b"")
+    buffer = torch.empty(sum(context.all_gather_object(len(content))), dtype=torch.uint8)
+    memory_of(buffer)[: len(content)] = content
+    context.broadcast(buffer, source)
+    return content or buffer.numpy().tobytes()
