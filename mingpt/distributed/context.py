@@ -147,14 +147,9 @@ class DistributedContext(Group):
             self.threads = recorded
             torch.set_num_threads(recorded)
 
-    def is_restart(self, was_started: bool) -> bool:
-        """Return whether any rank knows that an earlier generation of the job passed the checks of its start.
-
-        `was_started`: this rank knows it from run.json; the store may have been lost with its host.
-        Collective; all ranks return the same.
-        """
-        was_started = was_started or (self.rendezvous is not None and self.rendezvous.was_started())
-        return any(self.all_gather_object(was_started))
+    def was_started(self) -> bool:
+        """Whether the store tells that an earlier generation of the job passed the checks of its start."""
+        return self.rendezvous is not None and self.rendezvous.was_started()
 
     def mark_started(self) -> None:
         """Record in the store that a next generation is a restart. Called by rank 0 alone; not collective."""
@@ -300,12 +295,6 @@ class DistributedContext(Group):
         if not self.launch.has_restarts_left():
             self.exit.note_end_of_job(f"{type(error).__name__}: {first_line(error)}")
         self.exit.exit_with_error(error)
-
-    def run_with_heartbeat(self, work: Callable[[], T]) -> T:
-        return self.on_all(work)
-
-    def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
-        return self.on_all(work)
 
     def should_stop(self) -> bool:
         """Return whether a stop is agreed, so that work may be cut short. Other ranks may learn it later."""

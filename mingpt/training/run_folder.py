@@ -11,7 +11,7 @@ import logging
 import os
 import platform
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -25,7 +25,7 @@ from mingpt.base.system import OutOfTime, run_within
 from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import find_program
-from mingpt.report import load_history, read_records
+from mingpt.report import load_history, read_job_start, read_records
 from mingpt.snapshot.layout import memory_of
 
 # Settings that change no result and must be the same on all workers.
@@ -204,40 +204,52 @@ def write_probe(path: Path) -> bool:
     return True
 
 
-class NodeRun(NamedTuple):
-    """The run in a node's run folder. The greatest NodeRun is of the run that a job goes on with."""
+class NodeRecords(NamedTuple):
+    """What run.json on a rank's node tells of a run."""
 
-    was_started: bool  # the node had a part in an earlier generation of the job
-    last_step: int  # the last step that its run.json records
-    run_id: str
+    was_started: bool  # an earlier generation of this job has passed the checks of its start
+    last_step: int  # the last step that is recorded; -1 without a run
+    run_id: str | None
     host: str
     node_rank: int
+    job_start: int | None  # the step from which the newest job began
+    durable_step: int  # of the newest snapshot on disk; 0 for none
+    suspects: list[dict[str, Any]]  # each time that workers computed differently
 
 
-def agree_on_run_id(
-    context: DistributedContext, folder: RunFolder, history: dict[str, Any], was_started: bool
-) -> str | None:
-    """Return the id of the run in the run folders; None if there is no run yet. Collective.
+def read_node_records(context: DistributedContext, folder: RunFolder, job: str) -> NodeRecords:
+    """Return what this rank's run.json tells; `job` is the token of the job."""
+    history = load_history(folder.path) or {"generations": []}
+    generations, launch = history["generations"], context.launch
+    return NodeRecords(
+        history.get("job") == job,
+        generations[-1]["to_step"] if generations else -1,
+        history["id"] if generations else None,
+        platform.node(),
+        launch.node_rank,
+        read_job_start(history),
+        history.get("durable_step", 0),
+        history.get("suspects", []),
+    )
 
-    `history` is this folder's run.json; without one, it has no generations. `was_started` tells that this
-    node had a part in an earlier generation of the job. If the folders hold different runs, all ranks raise
-    UserError. But if a run is of such a node, the job goes on with it: nodes with another run raise
-    NodeRefused, and the others PeersMissing.
+
+def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRecords]) -> str | None:
+    """Return the id of the run in the run folders `path`; None if there is no run yet.
+
+    `records` are those of all ranks. If the folders hold different runs, all ranks raise UserError. But if a
+    run is of a node that had a part in an earlier generation of the job, the job goes on with it: nodes with
+    another run raise NodeRefused, and the others PeersMissing.
     """
-    mine = None
-    if history["generations"]:
-        last_step, node_rank = history["generations"][-1]["to_step"], context.launch.node_rank
-        mine = NodeRun(was_started, last_step, history["id"], platform.node(), node_rank)
-    found = [node for node in context.all_gather_object(mine) if node]
+    found = [node for node in records if node.run_id is not None]
     # If two parts of a job began without each other, the part that has come further goes on.
-    kept = max(found, default=None)
+    kept = max(found, default=None, key=lambda node: (node.was_started, node.last_step, node.run_id))
     others = [node for node in found if kept and node.run_id != kept.run_id]
     if kept is None or not others:
         return kept and kept.run_id
-    listed = "; ".join(dict.fromkeys(f"run {node.run_id[:8]} on {node.host}" for node in found))
+    listed = "; ".join(dict.fromkeys(f"run {str(node.run_id)[:8]} on {node.host}" for node in found))
     sentence = (
-        f"the nodes hold different runs in {folder.path} ({listed}): give the job another run_dir, or remove "
-        f"{folder.path} where it is another run's"
+        f"the nodes hold different runs in {path} ({listed}): give the job another run_dir, or remove {path} "
+        "where it is another run's"
     )
     if not kept.was_started:
         raise UserError(sentence)

@@ -18,7 +18,7 @@ from mingpt.config import Config, check_workers
 from mingpt.data import Corpus, Data
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment
-from mingpt.report import load_history, open_log, read_job_start
+from mingpt.report import open_log
 from mingpt.snapshot import Manifest, MemorySnapshots, SnapshotStore, StoredState, find_latest, this_process
 from mingpt.training.audit import START
 from mingpt.training.claim import Claim, claim_run_folder
@@ -33,9 +33,10 @@ from mingpt.training.resume import (
 from mingpt.training.run_data import load_corpus, load_data
 from mingpt.training.run_folder import (
     RunFolder,
-    agree_on_run_id,
     check_same_settings,
+    choose_run,
     open_run_folder,
+    read_node_records,
     share_history,
 )
 from mingpt.training.state import stored_rows
@@ -112,7 +113,7 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     found = find_snapshot(config, context, folder, claim, data)
     initial, weights = None, config.snapshot.init_from
     if weights and not found.snapshot:
-        initial = context.run_with_heartbeat(lambda: open_weights(weights) if context.rank == 0 else None)
+        initial = context.on_all(lambda: open_weights(weights) if context.rank == 0 else None)
     corpus = load_corpus(config, context, data, found.snapshot, found.is_restart, initial)
     environment = choose_environment(config, context, found)
     if context.idle_gpus:
@@ -130,13 +131,14 @@ def find_snapshot(
     Unless the run only evaluates, also prepares the places of snapshots and copies the records to all run
     folders. Raises UserError or, if the job goes on without a node, NodeRefused or PeersMissing.
     """
-    store = context.raise_on_all_ranks(lambda: open_store(config, context, claim))
-    history = load_history(folder.path) or {"generations": []}
-    was_started = history.get("job") == claim.holder.job
-    is_restart = context.is_restart(was_started)
+    store = context.on_all(lambda: open_store(config, context, claim))
+    own = read_node_records(context, folder, claim.holder.job)
+    # The store may have been lost with its host: then run.json tells of an earlier generation.
+    told = context.all_gather_object((own, own.was_started or context.was_started()))
+    records, is_restart = [one for one, _ in told], any(was_started for _, was_started in told)
     if not is_restart:
         check_workers(config, context.world_size)
-    known_id = agree_on_run_id(context, folder, history, was_started)
+    known_id = choose_run(context, folder.path, records)
     launch, path = context.launch, config.snapshot.memory_path
     open_memory = functools.partial(
         MemorySnapshots,
@@ -145,16 +147,15 @@ def find_snapshot(
         node_rank=launch.node_rank,
         owner=this_process(launch.agent_pid),
     )
-    starts = context.all_gather_object(read_job_start(history) if is_restart else None)
-    suspects = max(context.all_gather_object(history.get("suspects", [])), key=len)
+    suspects = max((one.suspects for one in records), key=len)
     discarded_after = [entry["after"] for entry in suspects]
-    job_start = max((step for step in starts if step is not None), default=None)
+    starts = [one.job_start for one in records if one.job_start is not None]
+    job_start = max(starts, default=None) if is_restart else None
     check = make_check(config, data, job_start, discarded_after)
     in_memory = open_memory(known_id).stores() if known_id else []
     latest = find_latest(store, in_memory, context, check, stored_rows, is_restart)
     if latest.state is None or latest.state.manifest.step == 0:
-        durable_steps = context.all_gather_object(history.get("durable_step", 0))
-        check_nothing_is_lost(latest, config, is_restart, max(durable_steps))
+        check_nothing_is_lost(latest, config, is_restart, max(one.durable_step for one in records))
     if context.rank == 0:
         report_skipped(latest, store.url, config)
     changes = check_snapshot(latest.state, config, latest.where, data, is_restart, known_id)

@@ -2,8 +2,8 @@
 
 import errno
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,12 +122,13 @@ def test_a_step_that_any_worker_cannot_read_is_not_set_aside(
     for step in (5, 10):
         write(store, make_manifest(step))  # another model's: corrupt
     context = SingleProcess()
-    gather = context.all_gather_object
+    gather = context.gather_on_all
 
-    def gather_two(value: Any) -> Any:
-        return [value, UNREADABLE] if isinstance(value, View) else gather(value)
+    def gather_two(work: Callable[[], Any]) -> list[Any]:
+        results = gather(work)
+        return [*results, UNREADABLE] if isinstance(results[0], View) else results
 
-    monkeypatch.setattr(context, "all_gather_object", gather_two)
+    monkeypatch.setattr(context, "gather_on_all", gather_two)
     found = find_latest(store, [], context, check_shard, stored_rows, is_restart=False)
     assert sorted(found.corrupt(0)) == [10]
 
@@ -263,7 +264,7 @@ def test_snapshots_of_another_run_are_refused_unless_a_job_has_begun_or_only_eva
 def test_a_job_that_has_begun_is_known_by_run_json_if_the_store_is_lost(tmp_path: Path) -> None:
     """All generations have one agent, this process. The first two fail before they pass the checks."""
     config, context = build(SMALL | {"run_dir": str(tmp_path)}), SingleProcess()
-    context.exit = SimpleNamespace(on_job_end=lambda release: None)  # type: ignore[assignment]
+    context.exit.on_job_end = lambda release: None  # type: ignore[method-assign]
     data = TextData(b"To be, or not to be, that is the question.\n" * 40, config.data)
     folder, run_id = RunFolder(tmp_path, True, True, True), ""
     for is_restart in (False, False, True):
