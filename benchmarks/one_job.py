@@ -1,11 +1,12 @@
-"""A run_dir, or a folder or bucket of snapshots, has one job at a time: is that so?
+"""A run_dir has one job at a time, and a bucket of snapshots one run: is that so?
 
     python benchmarks/one_job.py                                                        # an hour
     python benchmarks/one_job.py --pairs 1 --gaps 1 --successors 0 --superseded 0       # a minute or two
 
-- pair: two jobs are started together, by plain `python train.py`, by torchrun, or with one snapshot.path in
-  an object store (moto's server). Exactly one must train to the end; the other must end with one sentence
-  that names the process of the first.
+- pair: two jobs are started together in one run_dir, by plain `python train.py`, by torchrun, or with their
+  snapshots in an object store (moto's server). Exactly one must train to the end; the other must end with one
+  sentence that names the process of the first. Then a run in another folder starts with the snapshot.path of
+  the first in the object store: it must be refused by one sentence.
 - gap: a worker of a job is killed, and while its next generation is on its way a second job is started in the
   same run_dir. It must be refused, and the first must end with the hash of an undisturbed run.
 - successor: a whole job is killed. A job that is started then must take over the run: at once on the same
@@ -55,22 +56,21 @@ def is_refused(job: Job, holder: int) -> bool:
 
 def pair(folder: Path, number: int, kind: str) -> dict[str, Any]:
     """Start two jobs together."""
-    run_dirs = [folder / f"{kind}{number}.{job}" for job in range(2)]
-    if kind == "s3":
-        settings = SETTINGS | {"snapshot.path": f"s3://runs/{number}"}
-        jobs = [common.start_plain(run_dir, settings, workers=1) for run_dir in run_dirs]
-    else:
-        outputs, run_dirs = run_dirs, [folder / f"{kind}{number}"]
-        begin = start_alone if kind == "plain" else functools.partial(common.start, settings=SETTINGS)
-        jobs = [begin(run_dirs[0], output=output) for output in outputs]
+    run_dir, at_store = folder / f"{kind}{number}", {"snapshot.path": f"s3://runs/{number}"}
+    settings = SETTINGS | (at_store if kind == "s3" else {})
+    begin = common.start if kind == "torchrun" else functools.partial(common.start_plain, workers=1)
+    jobs = [begin(run_dir, settings=settings, output=folder / f"{kind}{number}.{job}") for job in range(2)]
     codes = [job.wait(120) for job in jobs]
-    histories = [read_history(run_dir) for run_dir in run_dirs]
-    trained = [history for history in histories if history["generations"]]
-    is_good = codes.count(0) == 1 and len(trained) == 1
+    history = read_history(run_dir)
+    is_good = codes.count(0) == 1 and history["status"] == "finished" and len(history["generations"]) == 1
     if is_good:
         winner = codes.index(0)
-        is_good = is_refused(jobs[1 - winner], jobs[winner].pid) and trained[0]["status"] == "finished"
-        is_good = is_good and len(trained[0]["generations"]) == 1
+        is_good = is_refused(jobs[1 - winner], jobs[winner].pid)
+    if kind == "s3":
+        other = folder / f"other{number}"
+        start_alone(other).wait(120)
+        jobs.append(common.start_plain(other, settings, workers=1))
+        is_good = is_good and jobs[-1].wait(120) == 2 and f"of run {history['id']}" in refusals(jobs[-1])[0]
     return {"codes": codes, "ok": is_good, "refused": [line for job in jobs for line in refusals(job)][:2]}
 
 
@@ -101,7 +101,7 @@ def successor(folder: Path, number: int, host: str, expected: str) -> dict[str, 
     second.wait_until(lambda: len(read_history(run_dir)["generations"]) > claims)
     took_s = time.monotonic() - began
     code = second.wait(120)
-    waited = "for it to be renewed" in second.err()
+    waited = "waiting until it has not renewed its claim" in second.err()
     allowed_s = START_S + (LEASE_S if is_other else 0.0)
     is_good = (
         code == 0 and common.short_hash(run_dir) == expected and took_s < allowed_s and waited == is_other

@@ -32,7 +32,7 @@ class NonRetryableError(ExpectedError):
 
 
 class ClaimLost(ExpectedError):
-    """This process no longer holds the claim (a job's right to write) to its run or snapshot folder."""
+    """This process no longer holds the claim (a job's right to write) to its run folder."""
 
 
 class SupersededError(ClaimLost, NonRetryableError):
@@ -57,7 +57,3 @@ class CorruptSnapshot(Exception):
 
 class UnreadableSnapshot(Exception):
     """A snapshot, or folder of snapshots, that cannot be read now or is not this job's, and may be valid."""
-
-
-class SaveAborted(Exception):
-    """A snapshot cannot be completed because another rank, which holds a part of the state, is gone."""

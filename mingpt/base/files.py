@@ -32,6 +32,7 @@ UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's contain the
 # Types of values in JSON, for several packages.
 Count = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**63)]
 Sha256 = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{64}$")]
+RunId = Annotated[str, pydantic.Field(pattern="^[0-9A-Za-z]{1,64}$")]
 Sync = Literal["nothing", "file", "folder"]
 T = TypeVar("T")
 make_adapter = functools.cache(pydantic.TypeAdapter)  # making an adapter is slow

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from mingpt.base.errors import UserError
@@ -37,8 +37,8 @@ def check_working_directory() -> None:
 
 def run_within(limit_s: float, work: Callable[[], T]) -> T:
     """Run `work` in a thread; return its result or raise its exception. Raises OutOfTime after `limit_s`."""
-    outcome, thread = start(work)
-    thread.join(limit_s)
+    outcome = start(work)
+    wait([outcome], limit_s)
     if not outcome.done():
         raise OutOfTime(f"not done within {limit_s:g} s")
     return outcome.result()
@@ -55,19 +55,20 @@ def try_within(limit_s: float, work: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
-def start(work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
-    """Start `work` in a daemon thread; return a future of its result or exception, and the thread."""
+def start(work: Callable[[], T]) -> Future[T]:
+    """Start `work` in a daemon thread; return a future of its result or exception."""
     outcome: Future[T] = Future()
+    threading.Thread(target=complete, args=(outcome, work), daemon=True).start()
+    return outcome
 
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return outcome, thread
+def complete(outcome: Future[T], work: Callable[[], T]) -> Future[T]:
+    """Run `work` in this thread; set the future `outcome` to its result or exception, and return it."""
+    try:
+        outcome.set_result(work())
+    except BaseException as error:
+        outcome.set_exception(error)
+    return outcome
 
 
 def loopback_address() -> str:

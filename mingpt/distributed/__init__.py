@@ -4,9 +4,10 @@ Importing this package does not import torch. `Launch`, `StopSignal` (signals.py
 without torch until there is a process group; constructing a `DistributedContext` imports torch.
 """
 
-from mingpt.distributed.context import DistributedContext
+from mingpt.distributed.context import DistributedContext, Place
 from mingpt.distributed.exit import ProcessExit, write_stderr
+from mingpt.distributed.group import Group
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import GenerationEnd
 
-__all__ = ["DistributedContext", "GenerationEnd", "Launch", "ProcessExit", "write_stderr"]
+__all__ = ["DistributedContext", "GenerationEnd", "Group", "Launch", "Place", "ProcessExit", "write_stderr"]

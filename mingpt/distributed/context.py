@@ -1,22 +1,18 @@
 """A worker's rank in its generation, and the collectives of the ranks besides the reduction of gradients.
 
-Every method that exchanges something is collective: all ranks must call it, in the same order. Some methods
-raise the UserError of one rank on all ranks, and say so. During work that takes long, or that only some
-ranks have, the ranks exchange heartbeats, so that timeouts do not fire, a lost peer is noticed, and the ranks
-can agree on a request to stop. torch is imported late, so that a wrong setting is reported without waiting.
+Every method that exchanges something is collective: all ranks must call it, in the same order. torch is
+imported late, so that a wrong setting is reported without waiting.
 """
 
 import logging
 import os
 import platform
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from mingpt.base.errors import StopRequested, UserError
-from mingpt.base.system import start
 from mingpt.distributed.device import (
     Environment,
     check_device_types,
@@ -28,6 +24,7 @@ from mingpt.distributed.device import (
     resolve_dtype,
 )
 from mingpt.distributed.exit import ProcessExit, first_line, is_lost_peer
+from mingpt.distributed.group import Group, wait_for
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import GenerationEnd, Rendezvous
 from mingpt.distributed.signals import REASONS, StopSignal
@@ -39,24 +36,10 @@ if TYPE_CHECKING:
     from mingpt.distributed.nccl import NcclWatch
     from mingpt.distributed.shared_memory import SharedMemory
 T = TypeVar("T")
-HEARTBEAT_S = 0.5
 SLOWEST_START = 3.0  # a worker waits for the others so many times as long as its own start took
 UNMANAGED_WAIT_S = 180.0  # without an agent, workers are started one by one, and are not restarted
 BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
 log = logging.getLogger(__name__)
-
-
-def wait_for(work: "torch.distributed.Work | None") -> None:
-    """Wait for an asynchronous collective. Raises DistNetworkError for gloo's errors, which have no type."""
-    from torch.distributed import DistNetworkError
-
-    assert work is not None  # this rank is in the group
-    try:
-        work.wait()
-    except RuntimeError as error:
-        if type(error) is RuntimeError:
-            raise DistNetworkError(str(error)) from error
-        raise
 
 
 def connect_gpus(watch: "NcclWatch", device: "torch.device") -> Exception | None:
@@ -78,21 +61,27 @@ def connect_gpus(watch: "NcclWatch", device: "torch.device") -> Exception | None
     return None
 
 
-class StepStatus(NamedTuple):
-    """What `reduce_step_status` returns about a step: the same values on all ranks."""
+class Place(NamedTuple):
+    """Where a rank runs."""
 
-    losses: list[float]  # of all micro-batches of the step, in their order
-    newest_written: int  # step of the newest snapshot that this generation has put on disk, or 0
-    stop_reason: str | None  # a request to stop that any rank has received, the first of REASONS
+    node_rank: int
+    local_rank: int
+    host: str
 
 
-class DistributedContext:
+class DistributedContext(Group):
     """Rank, world size, device, dtype and collectives. Constructing a context waits for the other workers.
+
+    During the work of `on_rank`, `on_all` or `gather_on_all`, this process exits if a peer is lost, or for a
+    request to stop before `StopSignal.defer`. After the work, all ranks raise the UserError of any.
 
     Without a launcher this is the only worker. All ranks raise UserError if one lacks `trainer.device`, or if
     their kinds of devices differ, and StopRequested after a request to stop. The others raise PeersMissing if
     some do not arrive within `trainer.timeout_s`, or longer after a slow start or without an agent.
     """
+
+    shared_errors = UserError
+    stop_signal: StopSignal
 
     def __init__(
         self, launch: Launch, config: "TrainerConfig", stop_signal: StopSignal, process_exit: ProcessExit
@@ -101,11 +90,10 @@ class DistributedContext:
 
         from mingpt.distributed import nccl
 
-        self.launch, self.rank, self.world_size = launch, launch.rank, launch.world_size
-        self.stop_signal, self.exit = stop_signal, process_exit
+        super().__init__(launch.rank, launch.world_size, stop_signal)
+        self.launch, self.exit = launch, process_exit
         self.threads = launch.threads(config)
         torch.set_num_threads(self.threads)
-        self.agreed_stop: str | None = None  # the request to stop that all ranks know
         self.previous_generation: GenerationEnd | None = None  # its end, as far as the store tells
         self.rendezvous: Rendezvous | None = None
         self.memory: SharedMemory | None = None  # of all ranks, once a strategy has connected it
@@ -127,11 +115,14 @@ class DistributedContext:
                 world_size=self.world_size,
                 timeout=timedelta(seconds=config.timeout_s),
             )
-            self.exchange_heartbeat(is_busy=False)  # a request may have come during the imports
-        self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
-        check_device_types(self.all_gather_object(self.device.type))
+        self.device = self.on_all(lambda: find_device(config.device, launch))
+        own_dtype = resolve_dtype(config.dtype, self.device)
+        place = Place(launch.node_rank, launch.local_rank, platform.node())
+        found = self.all_gather_object((self.device.type, own_dtype, place))
+        self.places = [place for *_, place in found]  # by rank
+        types, dtypes = [kind for kind, *_ in found], {dtype for _, dtype, _ in found}
+        check_device_types(types)
         self.idle_gpus = idle_gpus(config.device, launch)
-        dtypes = set(self.all_gather_object(resolve_dtype(config.dtype, self.device)))
         # If auto is not the same on all ranks, it is what all can do: all GPUs have float16.
         common = torch.float16 if self.device.type == "cuda" else torch.float32
         self.dtype = dtypes.pop() if len(dtypes) == 1 else common
@@ -139,7 +130,7 @@ class DistributedContext:
             keep_freed_memory()
         if self.device.type == "cuda" and self.world_size > 1:
             watch = process_exit.nccl = nccl.NcclWatch(config.timeout_s)
-            lost = self.raise_on_all_ranks(lambda: connect_gpus(watch, self.device))
+            lost = self.on_all(lambda: connect_gpus(watch, self.device))
             if lost is not None:  # no other rank knows why, and all are alive
                 raise lost
 
@@ -156,14 +147,9 @@ class DistributedContext:
             self.threads = recorded
             torch.set_num_threads(recorded)
 
-    def is_restart(self, was_started: bool) -> bool:
-        """Return whether any rank knows that an earlier generation of the job passed the checks of its start.
-
-        `was_started`: this rank knows it from its claims; the store may have been lost with its host.
-        Collective; all ranks return the same.
-        """
-        was_started = was_started or (self.rendezvous is not None and self.rendezvous.was_started())
-        return any(self.all_gather_object(was_started))
+    def was_started(self) -> bool:
+        """Whether the store tells that an earlier generation of the job passed the checks of its start."""
+        return self.rendezvous is not None and self.rendezvous.was_started()
 
     def mark_started(self) -> None:
         """Record in the store that a next generation is a restart. Called by rank 0 alone; not collective."""
@@ -171,39 +157,9 @@ class DistributedContext:
             self.rendezvous.mark_started()
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank, on all ranks. Values are pickled. Collective."""
-        if self.world_size == 1:
-            return [value]
-        from torch.distributed import all_gather_object
-
-        values: list[Any] = [None] * self.world_size
-        all_gather_object(values, value)
+        values = super().all_gather_object(value)
         self.exit.note_progress()
         return values
-
-    def broadcast_object(self, value: T | None, source: int) -> T:
-        """Return rank `source`'s value, pickled, on all ranks; ignore the values of others. Collective."""
-        if self.world_size == 1:
-            return value  # type: ignore[return-value]
-        from torch.distributed import broadcast_object_list
-
-        box = [value]
-        broadcast_object_list(box, src=source)
-        self.exit.note_progress()
-        return box[0]  # type: ignore[return-value]
-
-    def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
-        """Return rank `source`'s bytes (b"" for None) on all ranks; all others must pass None. Collective."""
-        if self.world_size == 1:
-            return content or b""
-        import torch
-
-        size = self.broadcast_object(len(content or b""), source)
-        buffer = torch.empty(size, dtype=torch.uint8)
-        if content:
-            buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        self.broadcast(buffer, source)
-        return buffer.numpy().tobytes()
 
     def broadcast(self, tensor: "torch.Tensor", source: int) -> None:
         """Copy rank `source`'s `tensor` into the other ranks' `tensor`; all are contiguous. Collective."""
@@ -239,12 +195,11 @@ class DistributedContext:
         torch.distributed.all_to_all_single(received, tensor, list(receive), list(send))
         return received
 
-    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Sum over the ranks in place; return `tensor`. Exact if all ranks but one have zeros. Collective."""
-        return self.all_reduce_async(tensor)()
-
     def all_reduce_async(self, tensor: "torch.Tensor") -> Callable[[], "torch.Tensor"]:
-        """Begin an `all_reduce`; return a function that waits and returns `tensor`, the sum. Collective."""
+        """Begin to sum over the ranks in place; return a function that waits and returns `tensor`, the sum.
+
+        Exact if all ranks but one have zeros. Collective.
+        """
         import torch
 
         work = torch.distributed.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
@@ -294,12 +249,15 @@ class DistributedContext:
             self.memory = connect(self.rank, self.all_gather_object, is_on_cpu, timeout_s)
         return self.memory
 
-    def reduce_step_status(self, losses: "torch.Tensor", newest_written: int) -> Callable[[], StepStatus]:
-        """Exchange the status of a step; return a function that waits for it. All ranks must call both.
+    def reduce_step_status(
+        self, losses: "torch.Tensor", newest_written: int
+    ) -> Callable[[], tuple[list[float], int]]:
+        """Exchange the status of a step; return a function that waits and returns the sums over the ranks.
 
         `losses` has an element for each micro-batch of the step, zero for those of other ranks, and
-        `newest_written` is zero on all ranks but one: the ranks' values are summed. If the losses are on a
-        GPU, the exchange begins only in the returned function.
+        `newest_written`, the step of the newest snapshot that this generation has put on disk, is zero on all
+        ranks but one. A request to stop becomes `agreed_stop` in the returned function; if the losses are on
+        a GPU, the exchange begins only there. All ranks must call both.
         """
         import torch
 
@@ -318,100 +276,28 @@ class DistributedContext:
         # Copying losses from a GPU waits for the GPU, so they are copied when the result is asked for.
         started = None if losses.is_cuda else begin()
 
-        def wait() -> StepStatus:
+        def wait() -> tuple[list[float], int]:
             wait_for_sum = started or begin()
             values = wait_for_sum().tolist()
             self.exit.note_progress()
             count = len(losses)
-            received = [name for name, value in zip(REASONS, values[count + 1 :], strict=True) if value]
-            return StepStatus(values[:count], int(values[count]), received[0] if received else None)
+            self.agree_to_stop(
+                [name for name, value in zip(REASONS, values[count + 1 :], strict=True) if value]
+            )
+            return values[:count], int(values[count])
 
         return wait
 
-    def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Run `work` and return this rank's result. All ranks raise a UserError of any rank. Collective."""
-        result, message = None, None
-        try:
-            result = work()
-        except UserError as error:
-            message = str(error)
-        messages = self.all_gather_object(message)
-        for message_there in messages:
-            if message_there is not None:
-                raise UserError(message_there)
-        return result  # type: ignore[return-value]
-
-    def exchange_heartbeat(self, is_busy: bool) -> bool:
-        """Return whether any rank is busy. A request to stop on one becomes `agreed_stop` on all. Collective.
-
-        If there is such a request before `StopSignal.defer`, all ranks raise StopRequested.
-        """
-        states = self.all_gather_object((is_busy, self.stop_signal.reason))
-        received = [name for name in REASONS if any(reason == name for _, reason in states)]
-        if received and self.agreed_stop is None:
-            self.agreed_stop = received[0]
-        if self.agreed_stop and not self.stop_signal.deferred:
-            raise StopRequested(self.agreed_stop)
-        return any(busy for busy, _ in states)
-
-    def run_with_heartbeat(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread while ranks exchange heartbeats, so timeouts do not fire. Collective.
-
-        For work that takes long, or that only some ranks have. Returns this rank's result once all ranks are
-        done. All ranks raise a UserError of any; a rank raises another error at once, alone. A request to
-        stop before `StopSignal.defer` raises StopRequested on all ranks, without waiting for the work; a
-        later request becomes `agreed_stop`.
-        """
-        if self.world_size == 1:
-            return work()
-        outcome, thread = start(lambda: self._work_in_thread(work))
-        thread.join(HEARTBEAT_S / 50)  # most work ends by then
-        is_busy = True
-        while is_busy:
-            if outcome.done() and not isinstance(outcome.exception(), UserError | None):
-                outcome.result()  # raise: other ranks may wait for this one, and then lose a peer
-            is_busy = self.exchange_heartbeat(thread.is_alive())
-            thread.join(HEARTBEAT_S)
-        return self.raise_on_all_ranks(outcome.result)
-
-    def _work_in_thread(self, work: Callable[[], T]) -> T:
-        import torch
-
-        torch.set_num_threads(self.threads)  # threads and device are set per thread
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        return work()
-
-    def heartbeat_while(self, work: Callable[[], T]) -> T:
-        """Run `work` in this thread, which compilation needs, while another thread exchanges heartbeats.
-
-        Collective. Returns this rank's result, or raises this rank's error, once all ranks are done. The
-        process exits if a peer is lost, or for a request to stop before `StopSignal.defer`.
-        """
-        if self.world_size == 1:
-            return work()
-        done = threading.Event()
-        thread = threading.Thread(target=self._heartbeat_until, args=(done,), daemon=True)
-        thread.start()
-        try:
-            return work()
-        finally:
-            done.set()
-            thread.join()
-
-    def _heartbeat_until(self, done: threading.Event) -> None:
-        try:
-            is_busy = True
-            while is_busy:
-                is_waiting = not done.wait(HEARTBEAT_S)
-                is_busy = self.exchange_heartbeat(is_waiting)
-        except StopRequested as request:
-            self.stop_signal.exit_before_training(request.reason)
-        except BaseException as error:
-            self.exit.exit_with_error(error)
+    def fail_beside_work(self, error: Exception) -> None:
+        """Exit, since the main thread cannot be told: a peer is lost, or all ranks agreed to stop."""
+        if isinstance(error, StopRequested):
+            self.stop_signal.exit_before_training(error.reason)
+        if not self.launch.has_restarts_left():
+            self.exit.note_end_of_job(f"{type(error).__name__}: {first_line(error)}")
+        self.exit.exit_with_error(error)
 
     def should_stop(self) -> bool:
         """Return whether a stop is agreed, so that work may be cut short. Other ranks may learn it later."""
-        if self.world_size == 1 and self.stop_signal.deferred:
-            self.agreed_stop = self.agreed_stop or self.stop_signal.reason
+        if self.world_size == 1:
+            self.agree_to_stop([self.stop_signal.reason])
         return self.agreed_stop is not None

@@ -13,13 +13,12 @@ from typing import Annotated, Any
 
 import pydantic
 
-from mingpt.base.files import BadJson, Count, read_json, reason_of, write_atomic
+from mingpt.base.files import BadJson, Count, RunId, read_json, reason_of, write_atomic
 from mingpt.distributed import GenerationEnd
 from mingpt.distributed.rendezvous import MAX_REPEATS, repeated_sentence
 from mingpt.report.files import MayWrite, ReportFile
 
 Seconds = Annotated[float, pydantic.Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
-RunId = Annotated[str, pydantic.Field(pattern="^[0-9A-Za-z]+$")]
 PHASES = ("start_s", "evaluation_s", "snapshot_wait_s")
 log = logging.getLogger(__name__)
 
@@ -51,6 +50,7 @@ class History(pydantic.BaseModel):
     """The fields of run.json that this program reads; there may be others."""
 
     id: RunId
+    job: str = ""
     generations: list[Generation] = pydantic.Field(min_length=1)
     changes: list[Any] = []
     durable_step: Count = 0
@@ -105,6 +105,7 @@ class GenerationStart:
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
     logged_step: int = 0  # the newest step whose metrics must be on record
     start_s: float = 0.0  # seconds since this process, whose rank keeps the run folder, began
+    job: str = ""  # a token, the same in all generations of a job
 
 
 def plural(count: int, noun: str) -> str:
@@ -115,14 +116,15 @@ class RunHistory:
     """Writes run.json on a rank that keeps the run folder. Constructing it reads the file, if there is one.
 
     A damaged file is set aside. `status` is running, finished, stopped or failed. `durable_step` is the step
-    of the newest snapshot on disk, 0 if none is known. A generation's entry has the number and hosts of its
-    workers, the step from which it started (`from_step`), the last step known to be complete (`to_step`), and
-    how it ended (`end`). `exact` is true if a worker reported `to_step` when it ended. `restart` is false for
-    a job's first generation. `began` and `seen` are the times of the generation's start and of its last
-    completed step on record, in seconds since 1970; `seconds` is the time between them by a monotonic clock.
-    `phases` has seconds: `start_s` before `began`; after it, those of evaluations and of waiting for
-    snapshots. `inputs` has what the last generation's bits depend on besides the settings: fingerprints of
-    data and tokenizer, and the software. `note_step` and `note_durable` return before the file is written.
+    of the newest snapshot on disk, 0 if none is known. `job` is the token of the last job that passed the
+    checks of its start. A generation's entry has the number and hosts of its workers, the step from which it
+    started (`from_step`), the last step known to be complete (`to_step`), and how it ended (`end`). `exact`
+    is true if a worker reported `to_step` when it ended. `restart` is false for a job's first generation.
+    `began` and `seen` are the times of the generation's start and of its last completed step on record, in
+    seconds since 1970; `seconds` is the time between them by a monotonic clock. `phases` has seconds:
+    `start_s` before `began`; after it, those of evaluations and of waiting for snapshots. `inputs` has what
+    the last generation's bits depend on besides the settings: fingerprints of data and tokenizer, and the
+    software. `note_step` and `note_durable` return before the file is written.
     """
 
     def __init__(
@@ -185,6 +187,7 @@ class RunHistory:
         # In a restart, the newest snapshot may be lost with its disk, but its step must stay on record.
         earlier = self.content["durable_step"] if start.is_restart else 0
         self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
+        self.content["job"] = start.job
         self.write()
         return sentence
 

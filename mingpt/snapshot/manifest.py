@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from mingpt.base.errors import CorruptSnapshot, UserError
-from mingpt.base.files import BadJson, Count, Sha256, bad_json, check_json, parse_json
+from mingpt.base.files import BadJson, Count, RunId, Sha256, bad_json, check_json, parse_json
 from mingpt.config import Config, check
 from mingpt.snapshot.layout import are_files_of
 
@@ -116,7 +116,7 @@ class LossScaleFields(pydantic.BaseModel):
 class Manifest(Part):
     """A manifest, with types and ranges. Until it is saved, `files` and `audit` are missing."""
 
-    run: Name | None = None  # the id of the run that wrote it
+    run: RunId | None = None  # the run that wrote it; None: not recorded
     step: Count
     windows: Count
     config: dict[str, Any]

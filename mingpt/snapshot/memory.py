@@ -28,11 +28,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mingpt.base.errors import SaveAborted
 from mingpt.base.files import reason_of
 from mingpt.base.rows import RowMap
 from mingpt.distributed import DistributedContext
-from mingpt.distributed.background_group import BackgroundGroup
+from mingpt.distributed.exit import is_lost_peer
+from mingpt.distributed.group import BackgroundGroup
 from mingpt.snapshot.layout import TensorSpec, make_layout, step_of
 from mingpt.snapshot.manifest import Manifest, ShardFields
 from mingpt.snapshot.saver import Keep, LateFields, SnapshotSaver, Transfer
@@ -232,13 +232,15 @@ class MemorySaver:
                 of_part = transfer if saver == self.own else self.plan_copy(rank, manifest.step)
                 self.write_part(saver, rank, manifest, of_part)
             self.own.group.wait(sent)
-        except SaveAborted:
-            return  # the main thread loses the same peer, and reports it
+        except RuntimeError as error:
+            if not is_lost_peer(error):  # the main thread loses the same peer, and reports it
+                raise
 
     def write_part(self, saver: SnapshotSaver, rank: int, manifest: Manifest, transfer: Transfer) -> None:
         """Remove all but the newest snapshot of a rank's part, then write the next one.
 
-        Raises SaveAborted alone: `problem` keeps another error, of which `is_free` later tells all ranks.
+        Raises the error of a lost peer alone. `problem` keeps any other, of which `is_free` later tells all
+        ranks.
         """
         if self.rows.sharded:
             shard = ShardFields(
@@ -251,9 +253,9 @@ class MemorySaver:
         try:
             saver.prune(Keep(last=1))
             saver.write_once(manifest, transfer)
-        except SaveAborted:
-            raise
         except Exception as error:  # of any kind: training goes on without snapshots in memory
+            if is_lost_peer(error):
+                raise
             self.note_problem(error)
             transfer.exchange()  # the rank that sends waits for this
 

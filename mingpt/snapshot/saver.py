@@ -19,15 +19,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mingpt.base.errors import ClaimLost, CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
+from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES, reason_of
 from mingpt.base.rows import RowMap
-from mingpt.distributed.background_group import BackgroundGroup
+from mingpt.distributed.exit import is_lost_peer
+from mingpt.distributed.group import BackgroundGroup
 from mingpt.snapshot.layout import FileLayout, StagingBuffer, TensorSpec, make_layout, memory_of
 from mingpt.snapshot.manifest import FileRecord, Manifest, validation_loss
 from mingpt.snapshot.store import SnapshotStore
 
-# A function that computes manifest fields in the background; it may raise SaveAborted.
+# A function that computes manifest fields in the background.
 LateFields = Callable[[], dict[str, Any]]
 # Takes a tensor's name; returns (rank, bytes) for the parts of the tensor, in their order.
 Sources = Callable[[str], Sequence[tuple[int, int]]]
@@ -67,13 +68,14 @@ class Transfer:
     def write_files(self, store: SnapshotStore) -> list[FileRecord]:
         """Write all files, durable on return; returns their records on the writer, nothing on other ranks.
 
-        An error in writing is raised on the writer alone, once it has received everything; SaveAborted is
-        raised where a rank is gone.
+        An error in writing is raised on the writer alone, once it has received everything, and that of a
+        lost peer on the ranks that notice it.
         """
         try:
             return [store.write_file(layout, chunks) for layout, chunks in self.files if self.is_writer]
-        except SaveAborted:
-            self.files = []
+        except Exception as error:  # each driver raises exceptions of its own
+            if is_lost_peer(error):
+                self.files = []  # nothing more comes
             raise
         finally:
             self.exchange()
@@ -172,13 +174,13 @@ class SnapshotSaver:
         """Write a snapshot, then prune; runs in the background. Raises nothing; sets `error`. Collective."""
         step = manifest.step
         try:
-            fields = self.group.on_all_ranks(late_fields)[self.group.rank]
+            fields = self.group.gather_on_all(late_fields)[self.group.rank]
             self.write_once(manifest.model_copy(update=fields), transfer)
             self.error, self.newest_written = None, step
         except Exception as error:  # of any driver: training goes on, the failure is reported
             self.error = error
             # The main thread loses the same peer, or the same claim, and reports it.
-            if not isinstance(error, (SaveAborted, ClaimLost)):
+            if not (is_lost_peer(error) or isinstance(error, ClaimLost)):
                 log.warning(f"snapshot of step {step} could not be written: {reason_of(error)}")
             return
         try:
@@ -211,7 +213,7 @@ class SnapshotSaver:
 
         try:
             is_complete = self.on_main_rank(lambda: self.store.begin(step))
-            records = self.group.on_all_ranks(lambda: transfer.write_files(self.store))[self.main_rank]
+            records = self.group.gather_on_all(lambda: transfer.write_files(self.store))[self.main_rank]
             if self.tokenizer is not None:
                 write_tokenizer = functools.partial(self.store.write_tokenizer, step, self.tokenizer)
                 records.append(self.on_main_rank(write_tokenizer))

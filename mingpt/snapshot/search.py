@@ -206,7 +206,7 @@ class StoredState:
         """
         for batch in self.batches(names):
             sizes, rank = [source.numel for source in batch], batch[0].rank
-            buffer = context.run_with_heartbeat(functools.partial(read_all, batch))  # a store may be slow
+            buffer = context.on_all(functools.partial(read_all, batch))  # a store may be slow
             if context.rank != rank:
                 buffer = torch.empty(sum(sizes))
             context.broadcast(buffer, rank)
@@ -271,15 +271,14 @@ def find_latest(
     stores = [disk, *memory] if context.launch.local_rank == 0 else []
     reader = Reader(stores, check, rows_of, context.rank)
     while True:
-        views = context.all_gather_object(context.run_with_heartbeat(reader.view))
+        views = context.gather_on_all(reader.view)
         newest = [max([view.step, *(fault.step for fault in view.faults)]) for view in views]  # valid or not
         offers = [offer for view in views for offer in view.offers]
         choice = choose(offers, None if is_restart else max(0, *newest))
         if choice is None:
             return Found(None, disk.url, views)
         parts, whole = choice
-        is_valid = context.run_with_heartbeat(functools.partial(reader.verify, [*parts, whole]))
-        if all(context.all_gather_object(is_valid)):
+        if all(context.gather_on_all(functools.partial(reader.verify, [*parts, whole]))):
             state, where = assemble(reader, parts, whole, context)
             return Found(state, where, views)
 

@@ -10,14 +10,13 @@ ever loaded, and nothing depends on the number of workers.
 numbers; `open` checks manifest, sizes and headers alone. `quarantine` renames a snapshot not to be used.
 """
 
-import bisect
 import contextlib
 import errno
 import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -67,38 +66,22 @@ def verify_file(file: StoredFile, sha256: str, step: int) -> None:
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
-    entries = sorted(file.entries.items(), key=lambda item: (item[1].begin, item[1].end))
-    starts = [entry.begin for _, entry in entries]
+    for name, entry in file.entries.items():
+        if entry.begin % DTYPES[entry.dtype].itemsize:  # a piece might begin within a number
+            raise wrong(name, "its numbers are not aligned")
     buffers = [torch.empty(min(PIECE_BYTES, file.size), dtype=torch.uint8) for _ in range(2)]
     with ThreadPoolExecutor(max_workers=1) as pool:
-        for number, (begin, end) in enumerate(pieces(entries, starts, file.size)):
-            piece = buffers[number % 2][: end - begin]
+        for number, begin in enumerate(range(0, file.size, PIECE_BYTES)):
+            piece = buffers[number % 2][: file.size - begin]
             content = memory_of(piece)
             file.file.read_into(begin, content)
             hashing.result()
             hashing = pool.submit(digest.update, content)
-            for name, entry in entries:
+            for name, entry in file.entries.items():
                 check_piece(name, entry, piece, begin, step)
         hashing.result()
     if digest.hexdigest() != sha256:
         raise CorruptSnapshot(f"{file.file.what} has another SHA-256 than its manifest says")
-
-
-def pieces(
-    entries: Sequence[tuple[str, TensorEntry]], starts: Sequence[int], size: int
-) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of ranges that cover a file of `size` bytes and cut no element of a tensor in two.
-
-    `starts` has the offsets at which the tensors of `entries` begin, in order. No range is above PIECE_BYTES.
-    """
-    begin = 0
-    while begin < size:
-        end = min(begin + PIECE_BYTES, size)
-        cut = bisect.bisect_right(starts, end) - 1  # the last tensor that begins at `end` or before
-        if cut >= 0 and end < entries[cut][1].end:
-            end -= (end - starts[cut]) % DTYPES[entries[cut][1].dtype].itemsize
-        yield begin, end
-        begin = end
 
 
 def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int, step: int) -> None:
@@ -110,10 +93,7 @@ def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int, 
     dtype = DTYPES[entry.dtype]
     if low >= high or not dtype.is_floating_point:
         return
-    numbers = piece[low:high]
-    if numbers.storage_offset() % dtype.itemsize:  # other programs do not align them
-        numbers = numbers.clone()
-    numbers = numbers.view(dtype)
+    numbers = piece[low:high].view(dtype)
     check_finite(name, numbers)
     if name.startswith(OPTIMIZER) and name.endswith(".step") and numbers.max() > step:
         raise wrong(name, f"it has counted {float(numbers.max()):g} updates at step {step}")

@@ -109,7 +109,7 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
     initial, tokenizer = start.initial, start.corpus.tokenizer
     shapes, parts = state.strategy.shapes, state.tensors()
     draw = functools.partial(draw_weight, config=config.model, seed=config.seed)
-    given = context.run_with_heartbeat(
+    given = context.on_all(
         lambda: match_weights(initial, config.model, shapes, draw, tokenizer) if initial else {}
     )
     for name, shape in shapes.items():
@@ -155,8 +155,8 @@ def compile_on_all_ranks(config: Config, context: DistributedContext, loss: Loss
     work = functools.partial(compile_model, loss, example, autocasts, graphs=graphs)
     # The first worker of a node fills the compiler's cache for the others. Another GPU cannot use it.
     is_first = context.launch.local_rank == 0 or context.device.type == "cuda"
-    early = context.heartbeat_while(lambda: work() if is_first else import_compiler())
-    result = context.heartbeat_while(lambda: early or work())
+    early = context.on_all(lambda: work() if is_first else import_compiler())
+    result = context.on_all(lambda: early or work())
     succeeded = context.all_gather_object(result[0] is not None)
     return result if all(succeeded) else (None, False)  # all ranks compute with the same kernels
 
@@ -175,7 +175,7 @@ def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, mod
     work = functools.partial(
         can_compile_block, model, x, functools.partial(autocast, context.device, context.dtype), weights
     )
-    succeeded = context.all_gather_object(context.heartbeat_while(work))
+    succeeded = context.gather_on_all(work)
     if all(succeeded):
         compile_blocks(model)
     return all(succeeded)

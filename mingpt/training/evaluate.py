@@ -39,10 +39,11 @@ class Evaluator:
         was requested meanwhile. Raises UserError on all ranks for unusable data. Events report `step`.
         """
         events.emit("evaluation_start", step=step)
-        sums = self.context.run_with_heartbeat(self.local_sums)
+        by_rank = self.context.gather_on_all(self.local_sums)
         if self.context.agreed_stop:
             return None
-        nats, source_bytes, targets = (math.fsum(row) for row in self.context.all_reduce(sums).tolist())
+        sums = torch.stack(by_rank).sum(0)  # exact: of each sum, all ranks but one have zero
+        nats, source_bytes, targets = map(math.fsum, sums.tolist())
         values = {"val/loss": nats / targets}
         if self.token_bytes is None:
             is_all = targets == len(self.corpus.val.tokens) - 1

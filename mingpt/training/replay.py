@@ -8,7 +8,6 @@ gradients.
 """
 
 import logging
-import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -174,9 +173,8 @@ class Replay:
         `ranks` are those that may be wrong; `what` says why, after their names in the message.
         """
         context, trusted = self.context, self.saving.replayed_step
-        device = self.saving.environment.device
-        nodes = context.all_gather_object((context.launch.node_rank, platform.node(), device))
-        workers = [f"worker {rank} on {nodes[rank][1]} ({nodes[rank][2]})" for rank in ranks]
+        device, places = self.saving.environment.device, context.places  # devices of one kind: `are_alike`
+        workers = [f"worker {rank} on {places[rank].host} ({device})" for rank in ranks]
         sentence = (
             f"step {self.state.step + 1}: {' or '.join(workers)} {what}: its update is not made, and what "
             f"was saved after step {trusted} is not used"
@@ -184,8 +182,8 @@ class Replay:
         if run_logger:
             run_logger.history.note_suspects(self.state.step, trusted, workers)
         durable_step = self.saving.discard_after(trusted)
-        accused = {nodes[rank][0]: (nodes[rank][1], sentence) for rank in ranks}
-        job_goes_on = len(accused) < len({node for node, *_ in nodes})
+        accused = {places[rank].node_rank: (places[rank].host, sentence) for rank in ranks}
+        job_goes_on = len(accused) < len({place.node_rank for place in places})
         if run_logger:
             run_logger.history.note_durable(durable_step)
             goes_on = job_goes_on and context.launch.node_rank not in accused

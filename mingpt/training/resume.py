@@ -64,11 +64,12 @@ def changed_settings(manifest: Manifest, config: Config) -> list[str]:
 
 
 def check_snapshot(
-    snapshot: StoredState | None, config: Config, url: str, data: Data, is_restart: bool
+    snapshot: StoredState | None, config: Config, url: str, data: Data, is_restart: bool, run_id: str | None
 ) -> list[str]:
     """Raise UserError unless a generation may start from this snapshot, or without one (None).
 
-    In a restart, only the data must be those of the snapshot. Returns the settings that were changed on
+    In a restart, only the data must be those of the snapshot. Else it must not be of another run than
+    `run_id`, that of the run folders; None: they are new. Returns the settings that were changed on
     purpose, with snapshot.resume=changed, as "key: old -> new". Messages call the snapshots' place `url`.
     """
     resume = config.snapshot.resume
@@ -92,6 +93,11 @@ def check_snapshot(
         raise UserError(f"{what}: choose another run_dir, with snapshot.init_from to keep the weights")
     if is_restart:
         return []
+    if run_id and manifest.run not in (None, run_id) and not config.trainer.eval_only:
+        raise UserError(
+            f"{url} holds snapshots of run {manifest.run}, and {config.run_dir} the records of run {run_id}: "
+            "choose another snapshot.path, or another run_dir"
+        )
     changes = changed_settings(manifest, config)
     if config.snapshot.init_from and any(change.startswith("snapshot.init_from:") for change in changes):
         raise UserError(

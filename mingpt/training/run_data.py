@@ -44,7 +44,7 @@ def load_data(config: Config, context: DistributedContext) -> Data:
     if any_shards:
         return load_shards(config.data, context)
     content = read_on_first_node(context, lambda: read_bytes(config.data), "the text")
-    return context.heartbeat_while(lambda: TextData(content, config.data))
+    return context.on_all(lambda: TextData(content, config.data))
 
 
 def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
@@ -56,11 +56,11 @@ def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
         raise UserError(
             "data.sha256 is for a text; token shards have a fingerprint of their own: leave it out"
         )
-    data = context.run_with_heartbeat(lambda: open_shards(config.path, config.val_fraction))
+    data = context.on_all(lambda: open_shards(config.path, config.val_fraction))
     fingerprints = context.all_gather_object(data.fingerprint)
     if len(set(fingerprints)) == 1:
         return data
-    hosts, files = zip(*context.all_gather_object((platform.node(), data.files)), strict=True)
+    files, hosts = context.all_gather_object(data.files), [place.host for place in context.places]
     other = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
     name = first_difference(files[0], files[other]) or "their order"
     raise UserError(
@@ -79,9 +79,8 @@ def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], w
 
     Raises the first node's UserError on all ranks if it works on none. Collective.
     """
-    local_ranks = context.all_gather_object(context.launch.local_rank)
     errors: list[UserError] = []
-    for source in [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]:
+    for source in [rank for rank, place in enumerate(context.places) if place.local_rank == 0]:
         try:
             content = read_on(source, context, read)
         except UserError as error:  # raised on all ranks
@@ -116,7 +115,7 @@ def load_corpus(
         rows = snapshot.manifest.tokenizer.vocab_size
     if tokenizer is None and context.rank == 0 and not is_restart:
         log.info("no tokenizer: no bits per byte, and no samples of text")
-    corpus = context.run_with_heartbeat(lambda: tokenize(data, config.data, tokenizer, rows))
+    corpus = context.on_all(lambda: tokenize(data, config.data, tokenizer, rows))
     is_unknown = tokenizer is not None and tokenizer.token_bytes() is None and corpus.val_bytes is None
     if is_unknown and context.rank == 0 and not is_restart:
         log.warning(
@@ -134,7 +133,7 @@ def snapshot_tokenizer(
     Raises UserError if it cannot be used. Unless `keeps_it`, also raises UserError if data.tokenizer names
     another tokenizer; one that cannot be read is only logged.
     """
-    carried = context.run_with_heartbeat(lambda: make_tokenizer(snapshot.manifest, snapshot.tokenizer))
+    carried = context.on_all(lambda: make_tokenizer(snapshot.manifest, snapshot.tokenizer))
     if keeps_it:
         return carried
     try:
@@ -167,7 +166,7 @@ def choose_tokenizer(
         return read_tokenizer(context, path, config.path)
     tokenizer = broadcast_tokenizer(context, initial, data)
     if tokenizer is None and isinstance(data, TextData):
-        tokenizer = context.run_with_heartbeat(lambda: train_tokenizer(data, config))
+        tokenizer = context.on_all(lambda: train_tokenizer(data, config))
     return tokenizer
 
 
@@ -180,7 +179,7 @@ def read_named(config: DataConfig, context: DistributedContext, data: Data) -> T
     if name not in TOKENIZERS:
         return read_tokenizer(context, name, name)
     if isinstance(data, TextData):
-        return context.run_with_heartbeat(lambda: train_tokenizer(data, config))
+        return context.on_all(lambda: train_tokenizer(data, config))
     raise UserError(
         f"data.tokenizer={name} is made from a text, and data.path {config.path} holds token shards: give "
         "the tokenizer.json that they were made with"
@@ -200,7 +199,7 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
         return read_named_tokenizer(str(path))
 
     content, name = read_on_first_node(context, read, "the tokenizer"), str(path or place)
-    return context.run_with_heartbeat(lambda: parse_named_tokenizer(content, name, "data.tokenizer"))
+    return context.on_all(lambda: parse_named_tokenizer(content, name, "data.tokenizer"))
 
 
 def find_tokenizer_file(config: DataConfig, data: Data) -> Path | None:
@@ -222,20 +221,28 @@ def broadcast_tokenizer(
     characters, since the text makes its own. Raises UserError if the data is a text and the weights have no
     tokenizer: characters would take over none of their rows.
     """
-    has_none = initial is not None and initial.tokenizer is None and isinstance(data, TextData)
-    lacking = context.broadcast_object(initial.where if initial and has_none else None, 0)
-    if lacking:
-        raise UserError(
-            f"snapshot.init_from={lacking} has no tokenizer that can be read: name it by "
-            "data.tokenizer, as a tokenizer.json or gpt2; data.tokenizer=char begins with characters"
-        )
-    found = None
-    if initial is not None and initial.tokenizer is not None:
+    content = b""
+
+    def choose() -> str | None:
+        nonlocal content
+        if initial is None or (initial.tokenizer is None and isinstance(data, ShardData)):
+            return None
+        if initial.tokenizer is None:
+            raise UserError(
+                f"snapshot.init_from={initial.where} has no tokenizer that can be read: name it by "
+                "data.tokenizer, as a tokenizer.json or gpt2; data.tokenizer=char begins with characters"
+            )
         kind = kind_of(initial.tokenizer)
-        if kind == "json" or isinstance(data, ShardData):
-            found = kind, initial.tokenizer.to_bytes()
-    found = context.broadcast_object(found, 0)
-    return context.run_with_heartbeat(lambda: load_tokenizer(*found) if found else None)
+        if kind != "json" and isinstance(data, TextData):
+            return None
+        content = initial.tokenizer.to_bytes()
+        return kind
+
+    kind = context.on_rank(0, choose)
+    if kind is None:
+        return None
+    received = read_on(0, context, lambda: content)
+    return context.on_all(lambda: load_tokenizer(kind, received))
 
 
 def check_prepared_with(config: DataConfig, data: Data, tokenizer: Tokenizer | None) -> None:

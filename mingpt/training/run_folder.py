@@ -11,10 +11,12 @@ import logging
 import os
 import platform
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+import torch
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import remove_quietly, write_atomic
@@ -23,7 +25,8 @@ from mingpt.base.system import OutOfTime, run_within
 from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import find_program
-from mingpt.report import load_history, read_records
+from mingpt.report import load_history, read_job_start, read_records
+from mingpt.snapshot.layout import memory_of
 
 # Settings that change no result and must be the same on all workers.
 SAME_EVERYWHERE = ("trainer.eval_only", "trainer.parallel", "trainer.shard_optimizer", "trainer.fsdp_reshard")
@@ -53,16 +56,17 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
     same = {name: flatten(settings)[name] for name in SAME_EVERYWHERE}
     same["snapshot.path"] = "null" if path is None else ("a URL" if "://" in path else "a folder")
     program = find_program() if context.launch.has_several_nodes else ""
-    told = context.all_gather_object((settings, same, program, platform.node()))
-    programs = {host: program for *_, program, host in told}
-    first_settings, first, _, first_host = told[0]
-    for settings, other, _, host in told:
+    told = context.all_gather_object((settings, same, program))
+    hosts = [place.host for place in context.places]
+    programs = {host: program for host, (*_, program) in zip(hosts, told, strict=True)}
+    first_settings, first, _ = told[0]
+    for host, (settings, other, _) in zip(hosts, told, strict=True):
         changed = differences(first_settings, settings)
         changed += [f"{name}: {first[name]} -> {other[name]}" for name in same if first[name] != other[name]]
         if changed:
             raise UserError(
                 f"the workers were started with different settings: those on {host} differ from those on "
-                f"{first_host} ({'; '.join(changed)})"
+                f"{hosts[0]} ({'; '.join(changed)})"
             )
     if context.rank == 0 and len(set(programs.values())) > 1:
         log.warning(f"the nodes run different programs, which may compute different bits: {programs}")
@@ -77,21 +81,24 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     path = Path(config.run_dir)
     if config.trainer.eval_only:
         return RunFolder(path, False, False, True)  # nothing is written
-    refuse_where_it_fails(context, lambda: try_disks(config))
-    refuse_where_it_fails(context, lambda: make_run_dir(path))
-    keeper = lowest_rank_there(path, context)
-    snapshots_keeper = keeper
+
+    def open_here() -> None:
+        try_disks(config)
+        make_run_dir(path)
+
+    refuse_where_it_fails(context, open_here)
+    keepers = snapshot_keepers = lowest_ranks_there(path, context)
     if config.snapshot.path is not None:
         is_folder = "://" not in config.snapshot.path
-        snapshots_keeper = lowest_rank_there(Path(config.snapshot.path), context) if is_folder else 0
-    keepers = context.all_gather_object((keeper, snapshots_keeper))
+        place = Path(config.snapshot.path)
+        snapshot_keepers = lowest_ranks_there(place, context) if is_folder else [0] * context.world_size
     return RunFolder(
         path,
-        is_kept=keeper == context.rank,
-        keeps_snapshots=snapshots_keeper == context.rank,
-        is_shared=len({one for one, _ in keepers}) == 1,
-        snapshots_rank=min(other for _, other in keepers),
-        snapshots_are_shared=len({other for _, other in keepers}) == 1,
+        is_kept=keepers[context.rank] == context.rank,
+        keeps_snapshots=snapshot_keepers[context.rank] == context.rank,
+        is_shared=len(set(keepers)) == 1,
+        snapshots_rank=min(snapshot_keepers),
+        snapshots_are_shared=len(set(snapshot_keepers)) == 1,
     )
 
 
@@ -110,12 +117,12 @@ def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object
             return str(error)
         return None
 
-    mine = context.run_with_heartbeat(attempt)
-    found = context.all_gather_object((mine, platform.node(), context.launch.node_rank))
-    failed = {node: (host, message) for message, host, node in found if message is not None}
+    found = zip(context.places, context.gather_on_all(attempt), strict=True)
+    failed = {place.node_rank: (place.host, message) for place, message in found if message is not None}
     if not failed:
         return
-    goes_on = (context.launch.round or 1) > 1 and len(failed) < len({node for *_, node in found})
+    nodes = {place.node_rank for place in context.places}
+    goes_on = (context.launch.round or 1) > 1 and len(failed) < len(nodes)
     if not goes_on:
         host, why = next(iter(failed.values()))
         raise UserError(f"{why} (on {host})" if context.launch.has_several_nodes else why)
@@ -157,27 +164,33 @@ def make_run_dir(path: Path) -> None:
         may_pass = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         if may_pass and path.is_dir():
             return  # each file that cannot be written will be reported, and tried again
-        raise UserError(f"run_dir {path} cannot be written to: {describe_obstacle(path, error)}") from None
+        raise not_writable(path, error) from None
 
 
-def lowest_rank_there(path: Path, context: DistributedContext) -> int:
-    """Return the lowest rank whose node sees the same folder at `path` as this rank's node. Collective.
+def not_writable(path: Path, error: OSError) -> UserError:
+    return UserError(f"run_dir {path} cannot be written to: {describe_obstacle(path, error)}")
+
+
+def lowest_ranks_there(path: Path, context: DistributedContext) -> list[int]:
+    """Return, for each rank, the lowest rank whose node sees the same folder at `path`. Collective.
 
     Each node writes a file with a name that no node has looked for before, since network file systems
     remember which files were missing. A node that sees none is taken to see the folder that rank 0 sees.
     """
     if not context.launch.has_several_nodes:
-        return 0
+        return [0] * context.world_size
     is_first = context.launch.local_rank == 0
     probe = path / f"probe-{uuid.uuid4().hex}"
-    is_written = context.run_with_heartbeat(lambda: is_first and write_probe(probe))
-    probes = context.all_gather_object(probe.name if is_written else None)
-    seen = context.run_with_heartbeat(
-        lambda: [rank for rank, name in enumerate(probes) if name and os.path.exists(path / name)]
-    )
-    if is_written:
+    probes = context.gather_on_all(lambda: probe.name if is_first and write_probe(probe) else None)
+
+    def look() -> int:
+        seen = (rank for rank, name in enumerate(probes) if name and os.path.exists(path / name))
+        return next(seen, 0)
+
+    keepers = context.gather_on_all(look)
+    if probes[context.rank]:
         remove_quietly(probe)  # all ranks have looked
-    return min(seen, default=0)
+    return keepers
 
 
 def write_probe(path: Path) -> bool:
@@ -191,43 +204,55 @@ def write_probe(path: Path) -> bool:
     return True
 
 
-class NodeRun(NamedTuple):
-    """The run in a node's run folder, and whether the node had a part in an earlier generation of the job."""
+class NodeRecords(NamedTuple):
+    """What run.json on a rank's node tells of a run."""
 
-    run_id: str | None  # None: no run
-    last_step: int  # the last step that its run.json records
+    was_started: bool  # an earlier generation of this job has passed the checks of its start
+    last_step: int  # the last step that is recorded; -1 without a run
+    run_id: str | None
     host: str
     node_rank: int
-    was_started: bool
+    job_start: int | None  # the step from which the newest job began
+    durable_step: int  # of the newest snapshot on disk; 0 for none
+    suspects: list[dict[str, Any]]  # each time that workers computed differently
 
 
-def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started: bool) -> str:
-    """Return the id of the run in the run folders, a new id if there is no run. Collective.
-
-    `was_started` tells that this node had a part in an earlier generation of the job. If the folders hold
-    different runs, all ranks raise UserError. But if a run is of such a node, the job goes on with it: nodes
-    with another run raise NodeRefused, and the others PeersMissing.
-    """
-    history, node_rank = load_history(folder.path), context.launch.node_rank
-    last_step = history["generations"][-1]["to_step"] if history and history["generations"] else 0
-    run_id = history["id"] if history else None
-    mine = NodeRun(run_id, last_step, platform.node(), node_rank, was_started)
-    found = context.all_gather_object(mine)
-    ids = list(dict.fromkeys(node.run_id for node in found if node.run_id is not None))
-    if len(ids) < 2:
-        return ids[0] if ids else context.broadcast_object(uuid.uuid4().hex, 0)
-    places = [f"run {node.run_id[:8]} on {node.host}" for node in found if node.run_id is not None]
-    listed = "; ".join(dict.fromkeys(places))
-    sentence = (
-        f"the nodes hold different runs in {folder.path} ({listed}): give the job another run_dir, or remove "
-        f"{folder.path} where it is another run's"
+def read_node_records(context: DistributedContext, folder: RunFolder, job: str) -> NodeRecords:
+    """Return what this rank's run.json tells; `job` is the token of the job."""
+    history = load_history(folder.path) or {"generations": []}
+    generations, launch = history["generations"], context.launch
+    return NodeRecords(
+        history.get("job") == job,
+        generations[-1]["to_step"] if generations else -1,
+        history["id"] if generations else None,
+        platform.node(),
+        launch.node_rank,
+        read_job_start(history),
+        history.get("durable_step", 0),
+        history.get("suspects", []),
     )
+
+
+def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRecords]) -> str | None:
+    """Return the id of the run in the run folders `path`; None if there is no run yet.
+
+    `records` are those of all ranks. If the folders hold different runs, all ranks raise UserError. But if a
+    run is of a node that had a part in an earlier generation of the job, the job goes on with it: nodes with
+    another run raise NodeRefused, and the others PeersMissing.
+    """
+    found = [node for node in records if node.run_id is not None]
     # If two parts of a job began without each other, the part that has come further goes on.
-    of_job = [node for node in found if node.was_started and node.run_id is not None]
-    if not of_job:
+    kept = max(found, default=None, key=lambda node: (node.was_started, node.last_step, node.run_id))
+    others = [node for node in found if kept and node.run_id != kept.run_id]
+    if kept is None or not others:
+        return kept and kept.run_id
+    listed = "; ".join(dict.fromkeys(f"run {str(node.run_id)[:8]} on {node.host}" for node in found))
+    sentence = (
+        f"the nodes hold different runs in {path} ({listed}): give the job another run_dir, or remove {path} "
+        "where it is another run's"
+    )
+    if not kept.was_started:
         raise UserError(sentence)
-    kept = max(of_job, key=lambda node: (node.last_step, str(node.run_id))).run_id
-    others = [node for node in found if node.run_id not in (None, kept)]
     refuse_nodes(context, {node.node_rank: (node.host, sentence) for node in others})
 
 
@@ -240,10 +265,7 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
     """
     if folder.is_shared:
         return
-    extent = context.run_with_heartbeat(
-        lambda: measure_history(folder.path, step) if folder.is_kept else None
-    )
-    extents = context.all_gather_object(extent)
+    extents = context.gather_on_all(lambda: measure_history(folder.path, step) if folder.is_kept else None)
     ranked = [(*entry, -rank) for rank, entry in enumerate(extents) if entry is not None]
     if not ranked:
         return
@@ -282,9 +304,12 @@ def read_if_there(path: Path) -> bytes:
 
 
 def read_on(source: int, context: DistributedContext, read: Callable[[], bytes]) -> bytes:
-    """Call `read` on rank `source` alone, and return its bytes on all ranks. Collective.
+    """Call `read` on rank `source` alone, and return its bytes, not pickled, on all ranks. Collective.
 
     All ranks raise a UserError of `read`.
     """
-    content = context.run_with_heartbeat(lambda: read() if context.rank == source else None)
-    return context.broadcast_bytes(content, source)
+    content = context.on_all(lambda: read() if context.rank == source else b"")
+    buffer = torch.empty(sum(context.all_gather_object(len(content))), dtype=torch.uint8)
+    memory_of(buffer)[: len(content)] = content
+    context.broadcast(buffer, source)
+    return content or buffer.numpy().tobytes()

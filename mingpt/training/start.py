@@ -5,7 +5,9 @@ newest snapshot that any rank sees, checks it against the configuration, reads t
 there is no snapshot, and makes the tokens. The result is a StartPoint, from which build.py makes the state.
 """
 
+import functools
 import logging
+import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,10 +18,10 @@ from mingpt.config import Config, check_workers
 from mingpt.data import Corpus, Data
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment
-from mingpt.report import load_history, open_log, read_job_start
+from mingpt.report import open_log
 from mingpt.snapshot import Manifest, MemorySnapshots, SnapshotStore, StoredState, find_latest
 from mingpt.training.audit import START
-from mingpt.training.claim import Claims, claim_places
+from mingpt.training.claim import Claim, claim_run_folder
 from mingpt.training.initial_weights import InitialWeights, open_weights
 from mingpt.training.resume import (
     check_nothing_is_lost,
@@ -31,9 +33,10 @@ from mingpt.training.resume import (
 from mingpt.training.run_data import load_corpus, load_data
 from mingpt.training.run_folder import (
     RunFolder,
-    agree_on_run_id,
     check_same_settings,
+    choose_run,
     open_run_folder,
+    read_node_records,
     share_history,
 )
 from mingpt.training.state import stored_rows
@@ -75,7 +78,7 @@ class StartPoint(FoundSnapshot):
     """Everything that this generation starts from; `find_start` makes it."""
 
     folder: RunFolder
-    claims: Claims
+    claim: Claim
     corpus: Corpus
     environment: Environment
     initial: InitialWeights | None  # the weights of snapshot.init_from, on rank 0 of a fresh run
@@ -102,54 +105,57 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     """
     check_same_settings(config, context)
     folder = open_run_folder(config, context)
-    claims = claim_places(config, context, folder)
-    if folder.is_kept:
-        open_log(context.rank, folder.path, claims.run_dir.may_write)
-    else:
-        open_log(context.rank, None)
+    claim = claim_run_folder(context, folder)
+    open_log(context.rank, folder.path if folder.is_kept else None, claim.may_write)
     if context.rendezvous and context.rendezvous.missing_workers:
         log.warning(context.rendezvous.missing_workers)
     data = load_data(config, context)
-    found = find_snapshot(config, context, folder, claims, data)
+    found = find_snapshot(config, context, folder, claim, data)
     initial, weights = None, config.snapshot.init_from
     if weights and not found.snapshot:
-        initial = context.run_with_heartbeat(lambda: open_weights(weights) if context.rank == 0 else None)
+        initial = context.on_all(lambda: open_weights(weights) if context.rank == 0 else None)
     corpus = load_corpus(config, context, data, found.snapshot, found.is_restart, initial)
     environment = choose_environment(config, context, found)
     if context.idle_gpus:
         log.info(context.idle_gpus)
     return StartPoint(
-        **vars(found), folder=folder, claims=claims, corpus=corpus, environment=environment, initial=initial
+        **vars(found), folder=folder, claim=claim, corpus=corpus, environment=environment, initial=initial
     )
 
 
 def find_snapshot(
-    config: Config, context: DistributedContext, folder: RunFolder, claims: Claims, data: Data
+    config: Config, context: DistributedContext, folder: RunFolder, claim: Claim, data: Data
 ) -> FoundSnapshot:
     """Find the newest snapshot and check that the run can go on from it. Collective.
 
     Unless the run only evaluates, also prepares the places of snapshots and copies the records to all run
     folders. Raises UserError or, if the job goes on without a node, NodeRefused or PeersMissing.
     """
-    store = context.raise_on_all_ranks(lambda: open_store(config, context, claims))
-    is_restart = context.is_restart(claims.was_started())
+    store = context.on_all(lambda: open_store(config, context, claim))
+    own = read_node_records(context, folder, claim.holder.job)
+    # The store may have been lost with its host: then run.json tells of an earlier generation.
+    told = context.all_gather_object((own, own.was_started or context.was_started()))
+    records, is_restart = [one for one, _ in told], any(was_started for _, was_started in told)
     if not is_restart:
         check_workers(config, context.world_size)
-    run_id = agree_on_run_id(context, folder, claims.was_started())
-    memory = MemorySnapshots(config.snapshot.memory_path, run_id, folder.path)
-    history = load_history(folder.path, run_id) or {"generations": []}
-    starts = context.all_gather_object(read_job_start(history) if is_restart else None)
-    suspects = max(context.all_gather_object(history.get("suspects", [])), key=len)
+    known_id = choose_run(context, folder.path, records)
+    open_memory = functools.partial(MemorySnapshots, config.snapshot.memory_path, run_dir=folder.path)
+    suspects = max((one.suspects for one in records), key=len)
     discarded_after = [entry["after"] for entry in suspects]
-    job_start = max((step for step in starts if step is not None), default=None)
+    starts = [one.job_start for one in records if one.job_start is not None]
+    job_start = max(starts, default=None) if is_restart else None
     check = make_check(config, data, job_start, discarded_after)
-    latest = find_latest(store, memory.stores(), context, check, stored_rows, is_restart)
+    in_memory = open_memory(known_id).stores() if known_id else []
+    latest = find_latest(store, in_memory, context, check, stored_rows, is_restart)
     if latest.state is None or latest.state.manifest.step == 0:
-        durable_steps = context.all_gather_object(history.get("durable_step", 0))
-        check_nothing_is_lost(latest, config, is_restart, max(durable_steps))
+        check_nothing_is_lost(latest, config, is_restart, max(one.durable_step for one in records))
     if context.rank == 0:
         report_skipped(latest, store.url, config)
-    changes = check_snapshot(latest.state, config, latest.where, data, is_restart)
+    changes = check_snapshot(latest.state, config, latest.where, data, is_restart, known_id)
+    # A new run folder goes on with the run whose snapshot was found.
+    named = latest.state.manifest.run if latest.state else None
+    run_id = known_id or named or context.broadcast_object(uuid.uuid4().hex, 0)
+    memory = open_memory(run_id)
     found = FoundSnapshot(
         run_id,
         is_restart,
@@ -170,14 +176,14 @@ def find_snapshot(
     return found
 
 
-def open_store(config: Config, context: DistributedContext, claims: Claims) -> SnapshotStore:
-    """Return the store of this run's snapshots, which writes nothing once one of `claims` is lost.
+def open_store(config: Config, context: DistributedContext, claim: Claim) -> SnapshotStore:
+    """Return the store of this run's snapshots, which writes nothing once `claim` is lost.
 
     Raises UserError, on this rank alone, for a URL whose driver is not installed or, under a launcher, for a
     memory:// URL.
     """
     url = config.snapshot.path or str(Path(config.run_dir) / "snapshots")
-    store = SnapshotStore(url, check_claim=claims.check)
+    store = SnapshotStore(url, check_claim=claim.check)
     if store.is_process_private and context.launch.is_distributed:
         raise UserError(
             f"snapshot.path {store.url} lives in the memory of one process and cannot bring back workers "

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import math
-import platform
 import re
 import time
 from collections.abc import Iterator
@@ -70,7 +69,6 @@ class Trainer:
         # From here on run.json records from which step the job began, and where this generation fails.
         if context.rank == 0:
             context.mark_started()
-        start.claims.mark_started()
 
     def is_over(self, start: StartPoint) -> bool:
         """Whether the run stands at max_steps, or past it, and needs no further report. Collective.
@@ -78,13 +76,12 @@ class Trainer:
         It needs one if the job died after its last snapshot, before it recorded the end of the run.
         """
         is_complete = start.snapshot is not None and start.step >= self.config.trainer.max_steps
-        is_here = is_complete and self.context.rank == 0 and is_reported(start.folder.path)
-        return self.context.broadcast_object(is_here, 0)
+        return is_complete and self.context.on_rank(0, lambda: is_reported(start.folder.path))
 
     def open_run_logger(self, start: StartPoint) -> RunLogger | None:
-        """Return a new RunLogger; None on a rank without a run folder, or if nothing is left. Collective."""
+        """Return a new RunLogger; None on a rank without a run folder, or if nothing is left."""
         context = self.context
-        hosts = context.all_gather_object((context.launch.node_rank, platform.node()))
+        hosts = {(place.node_rank, place.host) for place in context.places}
         if not start.folder.is_kept or self.nothing_left:
             return None
         logger = RunLogger(
@@ -95,16 +92,17 @@ class Trainer:
                 start.step,
                 context.world_size,
                 start.is_restart,
-                [host for _, host in sorted(set(hosts))],
+                [host for _, host in sorted(hosts)],
                 context.previous_generation,
                 start.durable_step,
                 start.changes,
                 start.logged_step,
                 time.monotonic() - context.exit.began_at,
+                start.claim.holder.job,
             ),
             self.environment,
-            start.claims.run_dir.check,
-            start.claims.run_dir.may_write,
+            start.claim.check,
+            start.claim.may_write,
             is_main=context.rank == 0,
             parameters=sum(map(math.prod, self.strategy.shapes.values())),
         )
@@ -122,22 +120,22 @@ class Trainer:
         with self.failure_recorded():
             if not self.begin_run():
                 return None
-            stop = self.context.reduce_step_status(self.losses, 0)().stop_reason  # asked for during the start
-            if self.evaluation_missing and not stop:
-                stop = self.timer.exclude(self.evaluate, "evaluation_s")
-                if self.state.step and not stop:
+            context, max_steps = self.context, self.config.trainer.max_steps
+            context.reduce_step_status(self.losses, 0)()  # a stop may have been asked for during the start
+            if self.evaluation_missing and not context.agreed_stop:
+                self.timer.exclude(self.evaluate, "evaluation_s")
+                if self.state.step and not context.agreed_stop:
                     self.save_to_disk()  # its manifest holds the evaluation
             self.timer.reset(self.state.step)
-            while self.state.step < self.config.trainer.max_steps and not stop:
-                grad_norm, stop = self.step()
-                stop = self.after_step(grad_norm, stop)
-            is_complete = self.state.step >= self.config.trainer.max_steps and not self.evaluation_missing
-            stopped_by = None if is_complete else stop
+            while self.state.step < max_steps and not context.agreed_stop:
+                self.after_step(self.step())
+            is_complete = self.state.step >= max_steps and not self.evaluation_missing
+            stopped_by = None if is_complete else context.agreed_stop
             self.end_run(stopped_by)
             return stopped_by
 
-    def step(self) -> tuple[float, str | None]:
-        """Make one step; return (gradient's norm before clipping, request to stop or None). Collective."""
+    def step(self) -> float:
+        """Make one step; return the gradient's norm before clipping. Collective."""
         config, state, strategy = self.config, self.state, self.strategy
         step = state.step
         events.emit("step_start", step=step)
@@ -166,7 +164,7 @@ class Trainer:
             strategy.finish_update()
             events.emit("optimizer_end", step=step)
             # Only here does the loop wait for a GPU, after it has given it all the work of the step.
-            self.step_losses, newest_written, stop = status()
+            self.step_losses, newest_written = status()
             grad_norm = float(grad_norm_tensor)
         self.saving.note_written(newest_written, self.run_logger)
         self.handle_nonfinite(grad_norm)
@@ -175,13 +173,12 @@ class Trainer:
         state.windows_seen += config.trainer.batch_size
         self.context.exit.step = state.step
         events.emit("step_end", step=state.step)
-        return grad_norm, stop
+        return grad_norm
 
-    def after_step(self, grad_norm: float, stop: str | None) -> str | None:
+    def after_step(self, grad_norm: float) -> None:
         """Record, evaluate and save what is due after a step, in this order. Collective.
 
-        Returns `stop`, or a request that came during the evaluation, or None. After a request to stop, an
-        evaluation that is due is left to the next generation.
+        After a request to stop, an evaluation that is due is left to the next generation.
         """
         config, step = self.config, self.state.step
         is_last = step == config.trainer.max_steps
@@ -190,15 +187,14 @@ class Trainer:
         if is_last or step % config.trainer.log_every == 0:
             self.log_training(grad_norm)
         self.evaluation_missing, self.has_new_best = is_due(config.trainer, step), False
-        if self.evaluation_missing and not stop:
-            stop = self.timer.exclude(self.evaluate, "evaluation_s")
-        is_end = is_last or bool(stop)
+        if self.evaluation_missing and not self.context.agreed_stop:
+            self.timer.exclude(self.evaluate, "evaluation_s")
+        is_end = is_last or self.context.agreed_stop is not None
         is_on_disk = is_end or self.has_new_best or step % config.snapshot.every == 0
         if self.saving.is_due_in_memory(is_on_disk):
             self.timer.exclude(self.saving.save_to_memory, "snapshot_wait_s")
         if is_on_disk:
             self.save_to_disk(is_end)
-        return stop
 
     def save_to_disk(self, is_last: bool = False) -> None:
         self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger, is_last), "snapshot_wait_s")
@@ -225,8 +221,8 @@ class Trainer:
                 "nothing is left to do"
             )
             return False
-        failure = self.run_logger.repeated_failure() if self.run_logger else None
-        failure = self.context.broadcast_object(failure, 0)
+        logger = self.run_logger
+        failure = self.context.on_rank(0, lambda: logger.repeated_failure() if logger else None)
         if failure:
             self.saving.remove_memory_snapshots()
             raise NonRetryableError(failure)
@@ -259,7 +255,7 @@ class Trainer:
                 self.context.stop_signal.remove_stop_file()
                 self.run_logger.ended(self.state.step, stopped_by, self.saving.store.url, self.timer.phases)
 
-        self.context.run_with_heartbeat(report)
+        self.context.on_all(report)
         self.saving.release_memory(stopped_by)
 
     def handle_nonfinite(self, grad_norm: float) -> None:
@@ -333,19 +329,18 @@ class Trainer:
             self.run_logger.log_training(stats, self.timer.phases)
         self.timer.reset(self.state.step)
 
-    def evaluate(self) -> str | None:
-        """Evaluate and record the result, or return the request to stop that cut it short. Collective."""
-        losses, context = self.evaluator.evaluate(self.state.step), self.context
+    def evaluate(self) -> None:
+        """Evaluate and record the result, unless a request to stop cuts it short. Collective."""
+        losses = self.evaluator.evaluate(self.state.step)
         if losses is None:
-            return context.agreed_stop
-        sample = context.run_with_heartbeat(lambda: self.evaluator.sample(self.run_logger is not None))
-        if context.should_stop():
-            return context.agreed_stop
+            return
+        sample = self.context.on_all(lambda: self.evaluator.sample(self.run_logger is not None))
+        if self.context.should_stop():
+            return
         if self.run_logger:
             self.run_logger.log_evaluation(self.state.step, losses, sample)
         self.has_new_best = self.saving.is_new_best(losses["val/loss"])
         self.saving.evaluated_step, self.evaluation_missing = self.state.step, False
-        return None
 
     @contextlib.contextmanager
     def failure_recorded(self) -> Iterator[None]:

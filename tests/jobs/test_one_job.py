@@ -28,20 +28,27 @@ def test_of_two_jobs_started_together_one_trains_and_the_other_says_who(
 
 
 @pytest.mark.slow
-def test_a_job_at_the_same_snapshot_path_is_refused_and_one_whose_claim_is_dropped_ends(
-    start: Start, text: Path, tmp_path: Path
-) -> None:
-    snapshots = tmp_path / "snapshots"
-    settings: dict[str, Any] = {"data__path": text, "snapshot__path": snapshots}
-    settings |= {"trainer__max_steps": 100_000, "snapshot__keep_last": 2}
-    job = start(command(launcher=torchrun(2, restarts=3), run_dir=tmp_path / "one", **settings))
-    job.wait_until(reached(tmp_path / "one", 3))
-    second = start(command(trainer__workers=1, run_dir=tmp_path / "two", **settings))
-    line = error_of(second)
-    assert f"snapshot.path {snapshots} is in use by job" in line and f"process {job.pid} on host" in line
-    assert not (tmp_path / "two" / "run.json").exists()
+def test_a_job_whose_claim_is_removed_ends(start: Start, text: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"data__path": text, "trainer__max_steps": 100_000, "snapshot__keep_last": 2}
+    job = start(command(launcher=torchrun(2, restarts=3), run_dir=tmp_path, **settings))
+    job.wait_until(reached(tmp_path, 3))
+    line = error_of(start(command(trainer__workers=1, run_dir=tmp_path, **settings)))
+    assert f"run_dir {tmp_path} is in use by job" in line and f"process {job.pid} on host" in line
     Path(line.rpartition(" ")[2]).unlink()
     assert "no longer belongs to this job" in error_of(job, code=1)  # the exit code is torchrun's
     assert "mingpt/training/trainer.py" not in job.err()  # we print no traceback; torchrun prints its own
-    assert len(read_history(tmp_path / "one")["generations"]) == 1
+    assert len(read_history(tmp_path)["generations"]) == 1
     assert snapshot_steps(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_new_run_dir_goes_on_with_the_run_of_the_snapshots_elsewhere(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"data__path": text, "trainer__workers": 1, "trainer__max_steps": 4}
+    settings |= {"snapshot__path": tmp_path / "bucket"}
+    assert start(command(run_dir=tmp_path / "first", **settings)).wait() == 0
+    settings |= {"trainer__max_steps": 6, "snapshot__resume": "changed"}
+    assert start(command(run_dir=tmp_path / "new", **settings)).wait() == 0
+    first, new = read_history(tmp_path / "first"), read_history(tmp_path / "new")
+    assert new["id"] == first["id"] and new["generations"][0]["from_step"] == 4

@@ -91,7 +91,7 @@ def test_an_optimizer_that_has_counted_more_updates_than_steps_is_corrupt() -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("piece_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("piece_bytes", [104, 1 << 20])
 def test_a_single_number_that_is_not_finite_is_found(
     dtype: torch.dtype, number: float, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mingpt.distributed import DistributedContext, Launch
+from mingpt.distributed import DistributedContext, Group, Launch, Place
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
@@ -30,13 +30,12 @@ class ForkedContext(DistributedContext):
             local_world_size=world_size,
             master_addr="localhost" if world_size > 1 else None,
         )
-        self.rank, self.world_size = rank, world_size
+        signals: Any = SimpleNamespace(reason=None, deferred=False)
+        Group.__init__(self, rank, world_size, signals)
+        self.places = [Place(0, other, "localhost") for other in range(world_size)]
         self.device, self.threads = torch.device("cpu"), 1
         self.rendezvous = self.memory = None
-        self.agreed_stop = None
-        signals: Any = SimpleNamespace(reason=None, deferred=False)
-        process_exit: Any = SimpleNamespace(note_progress=lambda: None)
-        self.stop_signal, self.exit = signals, process_exit
+        self.exit: Any = SimpleNamespace(note_progress=lambda: None)
 
 
 def fork_ranks(

@@ -119,16 +119,17 @@ def read_history(run_dir: Path) -> dict[str, Any]:
 
 
 def tensor_hash(run_dir: Path, step: int | None = None) -> str:
-    """The `sha256` of a step's manifest, computed from the tensor files; by default of the newest step.
+    """The SHA-256 of the hashes of a step's tensor files, in the manifest's order; "none" without a snapshot.
 
-    It is the SHA-256 of the files' own hashes, in the manifest's order. "none" if there is no such snapshot.
+    By default the step is the newest.
     """
     folder = run_dir / "snapshots"
     manifests = sorted(folder.glob("step_*.json" if step is None else f"step_{step:08d}.json"))
     if not manifests:
         return "none"
-    files = read_json(manifests[-1])["files"]
-    digests = [hashlib.sha256((folder / file["name"]).read_bytes()).hexdigest() for file in files]
+    names = [file["name"] for file in read_json(manifests[-1])["files"]]
+    tensor_files = [folder / name for name in names if name.endswith(".safetensors")]
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in tensor_files]
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 

@@ -5,12 +5,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from mingpt.distributed import DistributedContext, Launch
+from mingpt.distributed import DistributedContext, Group, Launch, Place
 
 T = TypeVar("T")
+HOST = platform.node()
 
 
 class ThreadContext(DistributedContext):
@@ -29,7 +29,8 @@ class ThreadContext(DistributedContext):
         self.launch = Launch(
             rank=rank, world_size=world_size, node_rank=node_rank, local_rank=local_rank, round=round
         )
-        self.rank, self.world_size = rank, world_size
+        Group.__init__(self, rank, world_size)
+        self.places = [Place(0, r, HOST) if one_node else Place(r, 0, HOST) for r in range(world_size)]
         self.barrier, self.board = barrier, board
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -40,17 +41,12 @@ class ThreadContext(DistributedContext):
         return values
 
     def broadcast_object(self, value: T | None, source: int) -> T:
-        received: Any = self.all_gather_object(value)[source]
-        return received  # type: ignore[no-any-return]
+        return self.all_gather_object(value)[source]  # type: ignore[return-value]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self.all_gather_object(tensor.clone())[source])
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor.copy_(torch.stack(self.all_gather_object(tensor.clone())).sum(0))
-
-    def run_with_heartbeat(self, work: Callable[[], T]) -> T:
-        return self.raise_on_all_ranks(work)
+    fail_beside_work = Group.fail_beside_work  # which does not exit
 
 
 def run_ranks(
@@ -77,6 +73,3 @@ def run_ranks(
 def lone_rank(rank: int = 0, world_size: int = 1) -> DistributedContext:
     """A rank that meets no other rank: it is alone, or exchanges nothing."""
     return ThreadContext(rank, world_size, threading.Barrier(1), [None] * world_size, round=None)
-
-
-HOST = platform.node()

@@ -1,6 +1,8 @@
 import dataclasses
 import errno
 import multiprocessing
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,17 +13,17 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from conftest import SMALL
 from support.needs import need_proc
 from support.ranks import run_ranks
 
-from mingpt.base.errors import ClaimLost, LaterGeneration, SupersededError, UserError
-from mingpt.config.cli import build
+from mingpt.base.errors import LaterGeneration, SupersededError, UserError
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import Process, this_process
-from mingpt.training.claim import Claim, Claims, Holder, claim_places
+from mingpt.training import claim as claim_module
+from mingpt.training.claim import Claim, Holder, claim_run_folder
 from mingpt.training.run_folder import RunFolder
 
 
@@ -35,46 +37,48 @@ def agents() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def holder_of(process: subprocess.Popen[bytes], **fields: Any) -> Holder:
-    return Holder((this_process(process.pid),), **fields)
+@pytest.fixture(autouse=True)
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim_module, "LEASE_S", 1.5)
 
 
-def elsewhere(name: str = "node7", **fields: Any) -> Holder:
-    """The holder of a job on another machine; this machine cannot tell whether it is alive."""
-    return Holder((Process(name, f"another machine, {name}", 4242, "17"),), **fields)
+def claim(folder: Path, *agents: Process | subprocess.Popen[bytes], job: str = "") -> Claim:
+    """The claim, not yet acquired, of a generation with these agents; without `job` it is a new job."""
+    processes = tuple(one if isinstance(one, Process) else this_process(one.pid) for one in agents)
+    holder = Holder(processes, job or uuid.uuid4().hex, uuid.uuid4().hex, time.time())
+    return Claim(folder, holder)
 
 
-@pytest.fixture(params=["folder", "object store"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "run") if request.param == "folder" else f"memory://claims-{uuid.uuid4().hex}"
-
-
-def claim(url: str, lease_s: float = 1.5) -> Claim:
-    return Claim(url, f"run_dir {url}", lease_s)
+def elsewhere(name: str) -> Process:
+    """The agent of a job on another machine; this machine cannot tell whether it is alive."""
+    return Process(name, f"another machine, {name}", 4242, "17")
 
 
 def test_a_second_job_is_refused_with_host_process_and_time_of_the_first(
-    url: str, agents: list[subprocess.Popen[bytes]]
+    tmp_path: Path, agents: list[subprocess.Popen[bytes]]
 ) -> None:
-    first = claim(url)
-    first.acquire(holder_of(agents[0]))
+    first = claim(tmp_path, agents[0])
+    first.acquire()
     with pytest.raises(UserError) as refusal:
-        claim(url).acquire(holder_of(agents[1]))
-    host = this_process().host
-    for part in (f"process {agents[0].pid} on host {host}", "since 20", f"run_dir {url}"):
+        claim(tmp_path, agents[1]).acquire()
+    for part in (f"process {agents[0].pid} on host {this_process().host}, since 20", f"run_dir {tmp_path}"):
         assert part in str(refusal.value)
-    assert str(refusal.value).endswith(f"remove its claim {url}/claim-000001.json")
+    assert str(refusal.value).endswith(f"remove its claim {tmp_path}/claim-000001.json")
     first.check()
 
 
-def test_a_killed_job_is_succeeded_at_once(url: str, agents: list[subprocess.Popen[bytes]]) -> None:
-    claim(url, lease_s=60).acquire(holder_of(agents[0]))
+def test_a_killed_job_is_succeeded_at_once(
+    tmp_path: Path, agents: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_module, "LEASE_S", 60.0)
+    first = claim(tmp_path, agents[0])
+    first.acquire()
     need_proc()
     agents[0].kill()  # the process stays a zombie, since its parent has not waited for it
     began = time.monotonic()
-    while holder_of(agents[0]).is_alive():
+    while first.holder.is_alive():
         assert time.monotonic() < began + 10
-    claim(url, lease_s=60).acquire(holder_of(agents[1]))
+    claim(tmp_path, agents[1]).acquire()
     assert time.monotonic() - began < 10
 
 
@@ -95,124 +99,125 @@ def test_without_proc_a_holder_lives_as_long_as_its_process(
 
 
 def test_a_job_that_has_ended_makes_way_and_none_of_its_generations_takes_the_next_claim_for_its_own(
-    url: str, agents: list[subprocess.Popen[bytes]]
+    tmp_path: Path, agents: list[subprocess.Popen[bytes]]
 ) -> None:
-    earlier, later, next_job = claim(url), claim(url), claim(url)
-    earlier.acquire(holder_of(agents[0]))
-    later.acquire(holder_of(agents[0]))
+    earlier, later, next_job = (claim(tmp_path, agents[number]) for number in (0, 0, 1))
+    earlier.acquire()
+    later.acquire()
     later.release()
     with pytest.raises(SupersededError, match="its claim was removed"):
         earlier.check()
-    next_job.acquire(holder_of(agents[1]))
+    next_job.acquire()
     assert next_job.number == earlier.number
     next_job.check()
     assert next_job.may_write() and not earlier.may_write()
     with pytest.raises(SupersededError, match=f"process {agents[1].pid} on host"):
         earlier.check()
-    earlier.release()
+    earlier.renew()
+    earlier.release()  # `renew` and `release` change nothing
     next_job.check()
 
 
 def test_a_later_generation_of_a_job_takes_over_and_the_earlier_one_notices(
-    url: str, agents: list[subprocess.Popen[bytes]]
+    tmp_path: Path, agents: list[subprocess.Popen[bytes]]
 ) -> None:
     """The generations share one agent; another agent was replaced."""
-    earlier, later = claim(url), claim(url)
-    earlier.acquire(Holder((this_process(agents[0].pid), this_process(agents[1].pid))))
-    later.acquire(Holder((this_process(agents[2].pid), this_process(agents[1].pid))))
+    earlier, later = claim(tmp_path, agents[0], agents[1]), claim(tmp_path, agents[2], agents[1])
+    earlier.acquire()
+    later.acquire()
     later.check()
     with pytest.raises(LaterGeneration, match="the job goes on without this worker"):
         earlier.check()
-    assert later.holder and earlier.holder
     assert (later.holder.job, later.holder.since) == (earlier.holder.job, earlier.holder.since)
-    earlier.renew()
-    earlier.release()  # `renew` and `release` change nothing
+    earlier.release()  # changes nothing
     later.check()
     with pytest.raises(UserError):
-        claim(url).acquire(holder_of(agents[0]))
-    assert not later.was_started
-    later.renew(started=True)
-    third = claim(url)
-    third.acquire(holder_of(agents[1]))
-    assert third.was_started, "an earlier generation had begun"
+        claim(tmp_path, agents[0]).acquire()
 
 
 def test_of_two_parts_of_a_job_one_goes_on_and_the_other_waits_until_it_is_gone(
-    url: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The launcher gives both the job's token. They share no agent; neither sees whether the other lives."""
-    first, second = claim(url), claim(url)
-    first.acquire(elsewhere("node1", job="abc"))
+    first, second = (claim(tmp_path, elsewhere(node), job="abc") for node in ("node1", "node2"))
+    first.acquire()
     timer = threading.Timer(0.7, first.renew)
     timer.start()
     began = time.monotonic()
-    second.acquire(elsewhere("node2", job="abc"))
-    assert time.monotonic() - began >= 0.7 + second.lease_s, "the first one goes on while it is renewed"
+    second.acquire()
+    assert time.monotonic() - began >= 0.7 + 1.5, "the first one goes on while it is renewed"
     (line,) = capsys.readouterr().err.splitlines()
-    assert "another part of this job goes on in run_dir" in line
+    assert "is claimed by job abc" in line
     with pytest.raises(LaterGeneration):
         first.check()
 
 
 def test_a_holder_on_another_machine_that_renews_its_claim_is_alive(
-    url: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = claim(url)
-    first.acquire(elsewhere("node1"))
+    monkeypatch.setattr(claim_module, "LEASE_S", 60.0)
+    first = claim(tmp_path, elsewhere("node1"))
+    first.acquire()
     timer = threading.Timer(0.7, first.renew)
     timer.start()
     began = time.monotonic()
     with pytest.raises(UserError, match="process 4242 on host node1"):
-        claim(url, lease_s=60).acquire(elsewhere("node2"))
+        claim(tmp_path, elsewhere("node2")).acquire()
     assert time.monotonic() - began < 30
     (line,) = capsys.readouterr().err.splitlines()
-    assert "node1" in line and "waiting 60 s for it to be renewed" in line
+    assert "node1" in line and "waiting until it has not renewed its claim for 60 s" in line
     timer.join()
 
 
-def test_a_holder_on_another_machine_that_does_not_renew_loses_its_claim_after_the_lease(url: str) -> None:
-    first, second = claim(url), claim(url, lease_s=1.5)
+def test_a_holder_on_another_machine_that_does_not_renew_loses_its_claim(tmp_path: Path) -> None:
+    first, second = claim(tmp_path, elsewhere("node1")), claim(tmp_path, elsewhere("node2"))
     began = time.monotonic()
-    first.acquire(elsewhere("node1"))
-    second.acquire(elsewhere("node2"))
+    first.acquire()
+    second.acquire()
     assert 1.5 <= time.monotonic() - began < 10
     with pytest.raises(SupersededError, match="node2"):
         first.check()
 
 
-@pytest.mark.parametrize("content", [b"", b'{"agents": [1], "job": "a", "nonce": "b"}'])
+@pytest.mark.parametrize("content", [b"", b'{"agents": [1], "job": "a", "generation": "b"}'])
 def test_a_damaged_claim_is_somebodys_until_the_lease_ends(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "claim-000003.json").write_bytes(content)
-    own = claim(str(tmp_path), lease_s=0.2)
-    own.acquire(elsewhere())
+    own = claim(tmp_path, elsewhere("node1"))
+    own.acquire()
     assert own.number == 4 and "an unknown process" in capsys.readouterr().err
 
 
 def test_on_a_full_disk_the_next_generation_goes_on_with_the_claim_there_is(
     tmp_path: Path, agents: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    """There is room for no other file, and a file that was created stays empty."""
+    claim(tmp_path, agents[0]).acquire()
 
-    claim(str(tmp_path)).acquire(holder_of(agents[0]))
-    later = claim(str(tmp_path))
-    monkeypatch.setattr(Claim, "write_new", full)
-    later.acquire(holder_of(agents[0]))
+    def open_without_room(path: Path, mode: str) -> Any:
+        file: Any = open(path, mode)  # noqa: SIM115
+        if "x" in mode:
+            file.write = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        return file
+
+    monkeypatch.setattr(claim_module, "open", open_without_room, raising=False)
+    later = claim(tmp_path, agents[0])
+    later.acquire()
     later.check()
     agents[0].kill()
     agents[0].wait()
     with pytest.raises(OSError, match="No space left"):
-        claim(str(tmp_path)).acquire(holder_of(agents[1]))
+        claim(tmp_path, agents[1]).acquire()
+    assert [path.name for path in tmp_path.iterdir()] == ["claim-000001.json"]
 
 
-def compete(url: str, start: Barrier, results: Any) -> None:
+def compete(folder: Path, start: Barrier, results: Any) -> None:
     """Try to claim, in a process that stays alive until all have tried."""
-    own = claim(url)
+    own = claim(folder, this_process())
     start.wait()
     try:
-        own.acquire(Holder((this_process(),)))
+        own.acquire()
         results.put("held")
     except UserError:
         results.put("refused")
@@ -225,10 +230,10 @@ def test_of_jobs_that_claim_at_the_same_time_exactly_one_succeeds(
     attempt: int, before: str, tmp_path: Path
 ) -> None:
     if before == "a dead holder":
-        claim(str(tmp_path)).acquire(Holder((dataclasses.replace(this_process(), start_time="1"),)))
+        claim(tmp_path, dataclasses.replace(this_process(), start_time="1")).acquire()
     processes = multiprocessing.get_context("fork")
     start, results = processes.Barrier(4), processes.Queue()
-    jobs = [processes.Process(target=compete, args=(str(tmp_path), start, results)) for _ in range(4)]
+    jobs = [processes.Process(target=compete, args=(tmp_path, start, results)) for _ in range(4)]
     for job in jobs:
         job.start()
     outcomes = sorted(results.get(timeout=60) for _ in jobs)
@@ -238,60 +243,19 @@ def test_of_jobs_that_claim_at_the_same_time_exactly_one_succeeds(
     assert [path.name for path in tmp_path.iterdir()] == [f"claim-{1 if before == 'nothing' else 2:06d}.json"]
 
 
-def claim_together(
-    folder: Path, settings: dict[str, Any], snapshots_are_shared: bool = True
-) -> tuple[Claims, Claims]:
-    """The claims of rank 0, which keeps the run folder and the snapshots, and those of rank 1."""
-    config = build(SMALL | {"run_dir": str(folder)} | settings)
-
-    def work(context: DistributedContext) -> Claims:
+def test_the_rank_that_keeps_the_run_folder_claims_it_for_all_agents_until_the_folder_is_removed(
+    tmp_path: Path,
+) -> None:
+    def work(context: DistributedContext) -> Claim:
+        agent_pid = (os.getpid(), os.getppid())[context.rank]
+        context.launch = dataclasses.replace(context.launch, agent_pid=agent_pid)
         context.exit = SimpleNamespace(on_job_end=lambda release: None)  # type: ignore[assignment]
-        keeps = context.rank == 0
-        return claim_places(config, context, RunFolder(folder, keeps, keeps, True, 0, snapshots_are_shared))
+        return claim_run_folder(context, RunFolder(tmp_path, context.rank == 0, False, True))
 
-    first, second = run_ranks(2, work, one_node=True)
-    assert isinstance(first, Claims) and isinstance(second, Claims), (first, second)
-    return first, second
-
-
-def take_over(url: str, is_same_job: bool) -> None:
-    """Claim the place as another job does whose claim comes after all others."""
-    its = claim(url)
-    number, holder = its.read_newest()
-    assert holder is not None
-    job = holder.job if is_same_job else "another"
-    its.create(number + 1, elsewhere(job=job))
-
-
-@pytest.mark.parametrize(
-    ("is_same_job", "error"), [(True, LaterGeneration), (False, SupersededError)], ids=["later", "other"]
-)
-def test_a_rank_without_a_claim_learns_that_the_snapshots_are_no_longer_the_jobs(
-    is_same_job: bool, error: type[ClaimLost], tmp_path: Path
-) -> None:
-    place = str(tmp_path / "elsewhere")
-    first, second = claim_together(tmp_path / "run", {"snapshot.path": place})
-    for claims in (first, second):
-        claims.check()
-    take_over(place, is_same_job)
-    for claims in (first, second):
-        with pytest.raises(error, match=r"snapshot\.path"):
-            claims.check()
-
-
-def test_a_listing_that_is_late_on_another_machine_is_no_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = claim_together(tmp_path / "run", {})
-    monkeypatch.setattr(Claim, "numbers", lambda self: [])
-    second.check()
-    with pytest.raises(SupersededError):
-        first.check()
-
-
-def test_where_each_node_has_its_own_snapshots_no_other_rank_looks_there(tmp_path: Path) -> None:
-    first, second = claim_together(tmp_path / "run", {}, snapshots_are_shared=False)
-    take_over(str(tmp_path / "run"), is_same_job=False)
-    second.check()
-    with pytest.raises(SupersededError):
-        first.check()
+    held, other = run_ranks(2, work, one_node=True)
+    assert isinstance(held, Claim) and isinstance(other, Claim), (held, other)
+    assert [agent.pid for agent in held.holder.agents] == [os.getpid(), os.getppid()]
+    shutil.rmtree(tmp_path)
+    other.check()
+    with pytest.raises(SupersededError, match="its claim was removed"):
+        held.check()

@@ -8,7 +8,7 @@ from support.ranks import HOST, run_ranks
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.distributed import DistributedContext
-from mingpt.training.run_folder import RunFolder, agree_on_run_id, share_history
+from mingpt.training.run_folder import RunFolder, choose_run, read_node_records, share_history
 
 
 def write_run(path: Path, run_id: str, generations: int = 1, last_step: int = 0) -> None:
@@ -23,9 +23,10 @@ def write_run(path: Path, run_id: str, generations: int = 1, last_step: int = 0)
 def agree(tmp_path: Path, started: tuple[bool, ...]) -> list[Any]:
     """Let nodes with run folders 0, 1, ... agree; `started` marks those of an earlier generation."""
 
-    def work(context: DistributedContext) -> str:
+    def work(context: DistributedContext) -> str | None:
         folder = RunFolder(tmp_path / str(context.rank), True, True, False)
-        return agree_on_run_id(context, folder, started[context.rank])
+        own = read_node_records(context, folder, "job")._replace(was_started=started[context.rank])
+        return choose_run(context, tmp_path, context.all_gather_object(own))
 
     return run_ranks(len(started), work)
 

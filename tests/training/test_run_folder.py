@@ -9,7 +9,7 @@ from support.ranks import HOST, run_ranks
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.config.cli import build
-from mingpt.distributed import DistributedContext
+from mingpt.distributed import DistributedContext, Place
 from mingpt.training import run_folder
 from mingpt.training.run_folder import (
     RunFolder,
@@ -122,10 +122,10 @@ def test_nodes_with_different_code_are_told_apart_in_one_line(
 ) -> None:
     programs = threading.local()
     monkeypatch.setattr("mingpt.training.run_folder.find_program", lambda: programs.own)
-    monkeypatch.setattr("platform.node", lambda: programs.host)
 
     def work(context: DistributedContext) -> None:
-        programs.host, programs.own = f"node-{context.rank}", "code b" if context.rank == 1 else "code a"
+        context.places = [Place(rank, 0, f"node-{rank}") for rank in range(3)]
+        programs.own = "code b" if context.rank == 1 else "code a"
         check_same_settings(build({}), context)
 
     assert run_ranks(3, work) == [None, None, None]

@@ -45,6 +45,7 @@ def make_saving(
     config = build(SMALL | {"run_dir": str(tmp_path)} | settings)
     folder = RunFolder(tmp_path, True, True, is_shared=True, snapshots_are_shared=not is_on_one_disk)
     start: Any = SimpleNamespace(
+        run_id="id",
         store=make_store(tmp_path),
         memory=MemorySnapshots(str(tmp_path), "id", tmp_path),
         durable_step=0,

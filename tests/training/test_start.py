@@ -2,6 +2,7 @@
 
 import errno
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from mingpt.config import Config, SnapshotConfig, TrainerConfig, to_dict
 from mingpt.config.cli import build
 from mingpt.data import TextData
 from mingpt.distributed import DistributedContext
+from mingpt.report.history import GenerationStart, RunHistory
 from mingpt.snapshot import MemorySnapshots, SnapshotStore, StoredState, find_latest
 from mingpt.snapshot.search import Fault, Found, View
+from mingpt.training.claim import claim_run_folder
 from mingpt.training.resume import (
     check_nothing_is_lost,
     check_snapshot,
@@ -26,6 +29,7 @@ from mingpt.training.resume import (
     report_skipped,
 )
 from mingpt.training.run_folder import RunFolder
+from mingpt.training.start import find_snapshot
 from mingpt.training.state import check_shard, stored_rows
 
 NEVER, AUTO = Config(snapshot=SnapshotConfig(resume="never")), Config()
@@ -118,12 +122,13 @@ def test_a_step_that_any_worker_cannot_read_is_not_set_aside(
     for step in (5, 10):
         write(store, make_manifest(step))  # another model's: corrupt
     context = SingleProcess()
-    gather = context.all_gather_object
+    gather = context.gather_on_all
 
-    def gather_two(value: Any) -> Any:
-        return [value, UNREADABLE] if isinstance(value, View) else gather(value)
+    def gather_two(work: Callable[[], Any]) -> list[Any]:
+        results = gather(work)
+        return [*results, UNREADABLE] if isinstance(results[0], View) else results
 
-    monkeypatch.setattr(context, "all_gather_object", gather_two)
+    monkeypatch.setattr(context, "gather_on_all", gather_two)
     found = find_latest(store, [], context, check_shard, stored_rows, is_restart=False)
     assert sorted(found.corrupt(0)) == [10]
 
@@ -203,14 +208,17 @@ def test_a_step_that_the_run_of_a_snapshot_cannot_have_made_is_damage(
         check(make_manifest(step, config=to_dict(config), windows=step), {}, None)
 
 
-def check_changed(changes: dict[str, Any], arch: str, resume: str) -> list[str]:
+def check_changed(
+    changes: dict[str, Any], arch: str, resume: str, is_restart: bool = False, run: str | None = None
+) -> list[str]:
+    """Check a snapshot of `run` against a folder of run "abc" and settings with these changes."""
     began = SMALL | {"model.arch": arch}
     data = TextData(b"To be, or not to be, that is the question.\n" * 40, build(began).data)
     about = {"path": "x", "sha256": data.fingerprint}
-    manifest = make_manifest(30, config=to_dict(build(began)), data=about)
+    manifest = make_manifest(30, config=to_dict(build(began)), data=about, run=run)
     stored = StoredState(manifest, None, dict(stored_rows(manifest).shapes), {})
     config = build(began | {"snapshot.resume": resume} | changes)
-    return check_snapshot(stored, config, "out/run/snapshots", data, is_restart=False)
+    return check_snapshot(stored, config, "out/run/snapshots", data, is_restart, run_id="abc")
 
 
 @pytest.mark.parametrize("resume", ["auto", "changed"])
@@ -241,6 +249,32 @@ def test_a_change_that_the_weights_fit_may_be_asked_for(changes: dict[str, Any],
     with pytest.raises(UserError, match=r"go on with the new ones by snapshot\.resume=changed"):
         check_changed(changes, arch, "auto")
     assert len(check_changed(changes, arch, "changed")) == 1
+
+
+def test_snapshots_of_another_run_are_refused_unless_a_job_has_begun_or_only_evaluates() -> None:
+    with pytest.raises(
+        UserError, match=r"^out/run/snapshots holds snapshots of run def, and .* of run abc: "
+    ):
+        check_changed({}, "modern", "changed", run="def")
+    check_changed({}, "modern", "auto", run="abc")
+    check_changed({}, "modern", "auto", is_restart=True, run="def")
+    check_changed({"trainer.eval_only": True}, "modern", "auto", run="def")
+
+
+def test_a_job_that_has_begun_is_known_by_run_json_if_the_store_is_lost(tmp_path: Path) -> None:
+    """All generations have one agent, this process. The first two fail before they pass the checks."""
+    config, context = build(SMALL | {"run_dir": str(tmp_path)}), SingleProcess()
+    context.exit.on_job_end = lambda release: None  # type: ignore[method-assign]
+    data = TextData(b"To be, or not to be, that is the question.\n" * 40, config.data)
+    folder, run_id = RunFolder(tmp_path, True, True, True), ""
+    for is_restart in (False, False, True):
+        claim = claim_run_folder(context, folder)
+        if is_restart:
+            began = GenerationStart(run_id, 0, 1, False, job=claim.holder.job)
+            RunHistory(tmp_path, run_id, {}).start_generation(began)
+        found = find_snapshot(config, context, folder, claim, data)
+        assert found.is_restart == is_restart
+        run_id = found.run_id
 
 
 def test_an_evaluation_compares_what_can_change_it() -> None:

@@ -1,0 +1,57 @@
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.ranks import run_ranks
+
+from mingpt.base.errors import StopRequested, UserError
+from mingpt.distributed import DistributedContext, group
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_an_error_that_others_do_not_know_of_is_raised_though_they_are_busy() -> None:
+    """The others' work may wait for this rank, so they must learn that they have lost a peer."""
+    is_lost = threading.Event()
+
+    def work(context: DistributedContext) -> None:
+        try:
+            context.on_all(lambda: is_lost.wait(20) if context.rank else fail(OSError("a disk")))
+        finally:
+            is_lost.set()
+            context.barrier.abort()  # type: ignore[attr-defined]
+
+    assert [type(error) for error in run_ranks(2, work)] == [OSError, threading.BrokenBarrierError]
+
+
+def test_an_error_of_the_users_is_raised_on_all_ranks_once_all_are_done() -> None:
+    def work(context: DistributedContext) -> float:
+        began = time.monotonic()
+        with pytest.raises(UserError, match="a token"):
+            context.on_all(lambda: fail(UserError("a token")) if context.rank else time.sleep(0.3))
+        return time.monotonic() - began
+
+    assert min(run_ranks(2, work)) >= 0.3  # type: ignore[type-var, operator]
+
+
+@pytest.mark.parametrize(("deferred", "error"), [(True, type(None)), (False, StopRequested)])
+def test_a_request_to_stop_reaches_all_ranks_during_the_work(
+    monkeypatch: pytest.MonkeyPatch, deferred: bool, error: type
+) -> None:
+    monkeypatch.setattr(group, "HEARTBEAT_S", 0.05)
+
+    def work(context: DistributedContext) -> None:
+        signals: Any = SimpleNamespace(reason=("STOP", None, "SIGUSR1")[context.rank], deferred=deferred)
+        context.stop_signal = signals
+
+        def wait() -> None:
+            time.sleep(0.5)
+            assert context.agreed_stop == "SIGUSR1"  # the first of REASONS
+
+        context.on_all(wait)
+
+    assert [type(result) for result in run_ranks(3, work)] == [error] * 3
