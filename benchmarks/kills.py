@@ -2,11 +2,14 @@
 
     python benchmarks/kills.py                                           # 50 jobs, half an hour on two cores
     python benchmarks/kills.py --jobs 1 --agent_jobs 0 --plain_jobs 0    # one job, half a minute
+    python benchmarks/kills.py --jobs 0 --agent_jobs 0 --plain_jobs 0 --memory_jobs 20    # in memory
     python benchmarks/kills.py --storm 5000 --every_s 30                 # twice 10 minutes
 
 There are 20 jobs of two workers under torchrun, 10 of two agents with one worker each, and 20 of two workers
 under plain `python train.py`. One worker gets SIGKILL at a seeded random moment between its start and the
-time that an undisturbed job takes. A job counts only if the signal hit a living worker.
+time that an undisturbed job takes. A job counts only if the signal hit a living worker. With --memory_jobs N
+there are N jobs with ddp and N with fsdp that save to memory alone before their end, and the signal waits for
+such a save to be under way.
 
 With --storm STEPS, the default run of that many steps gets such signals, one every --every_s seconds on
 average. `goodput` is the time that the steps take undisturbed over the time that they took; `run_json` has
@@ -29,31 +32,43 @@ from support.jobs import Job, last_step, read_history
 SETTINGS = common.SMALL | {
     "trainer.max_steps": 400, "trainer.eval_every": 100, "trainer.log_every": 10, "snapshot.every": 20,
 }  # fmt: skip
+IN_MEMORY = {"snapshot.every": 1000, "snapshot.memory_every": 2, "model.n_embd": 256, "trainer.max_steps": 60}
 RESTARTS, TIMEOUT_S, DAY_S = 3, 300, 24 * 3600
 
 
-def start_jobs(kind: str, run_dir: Path) -> list[Job]:
+def start_jobs(kind: str, run_dir: Path, settings: common.Settings) -> list[Job]:
     """Start two workers by "torchrun", by two torchrun "agents", or by "plain" python."""
     if kind == "plain":
-        return [common.start_plain(run_dir, SETTINGS, workers=2, restarts=RESTARTS)]
+        return [common.start_plain(run_dir, settings, workers=2, restarts=RESTARTS)]
     if kind == "agents":
-        return common.start_agents(run_dir, SETTINGS, agents=2, workers=1, restarts=RESTARTS)
-    return [common.start(run_dir, SETTINGS, restarts=RESTARTS)]
+        return common.start_agents(run_dir, settings, agents=2, workers=1, restarts=RESTARTS)
+    return [common.start(run_dir, settings, restarts=RESTARTS)]
 
 
 def kill_once(
-    folder: Path, kind: str, expected: str, length_s: float, rng: random.Random, tally: common.Tally
+    folder: Path,
+    kind: str,
+    expected: str,
+    length_s: float,
+    rng: random.Random,
+    tally: common.Tally,
+    settings: common.Settings = SETTINGS,
 ) -> None:
     """Run a job of two workers and kill one of them; it must end with the expected hash."""
     victim = None
     while victim is None:  # the signal came too late, or before there was a worker: try another moment
         run_dir = folder / f"job-{rng.randrange(10**9)}"
         began, after_s = time.monotonic(), rng.uniform(0.0, length_s)
-        jobs = start_jobs(kind, run_dir)
+        memory = Path(f"/dev/shm/kills-{run_dir.name}")
+        memory.mkdir()
+        jobs = start_jobs(kind, run_dir, {**settings, "snapshot.memory_path": memory})
         time.sleep(after_s)  # until the random moment
+        while settings is not SETTINGS and jobs[0].is_running() and not any(memory.glob("*/*/partial-*")):
+            pass
         pids = sorted(pid for job in jobs for pid in job.workers())
         victim = common.signal_one(pids, signal.SIGKILL, rng)
         codes = common.exit_codes(jobs, TIMEOUT_S)
+        memory.rmdir()  # nothing may be left there
     is_same = codes == [0] * len(jobs) and common.short_hash(run_dir) == expected
     generations = read_history(run_dir)["generations"]
     common.row(
@@ -120,6 +135,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=20)
     parser.add_argument("--agent_jobs", type=int, default=10)
     parser.add_argument("--plain_jobs", type=int, default=20)
+    parser.add_argument("--memory_jobs", type=int, default=0, help="with ddp, and as many with fsdp")
     parser.add_argument("--storm", type=int, metavar="STEPS", help="of the run that gets signals")
     parser.add_argument(
         "--every_s", type=float, default=30, help="mean of the exponential times between signals"
@@ -137,6 +153,12 @@ def main() -> int:
         for kind, count in counts.items():
             for _ in range(count):
                 kill_once(folder, kind, expected, length_s, rng, tally)
+        if arguments.memory_jobs:
+            expected, length_s = common.train_undisturbed(folder / "memory", SETTINGS | IN_MEMORY)
+        for parallel in ("ddp", "fsdp"):
+            settings = SETTINGS | IN_MEMORY | {"trainer.parallel": parallel}
+            for _ in range(arguments.memory_jobs):
+                kill_once(folder, "torchrun", expected, length_s, rng, tally, settings)
     return tally.exit_code()
 
 
