@@ -32,7 +32,10 @@ from support.jobs import Job, last_step, read_history
 SETTINGS = common.SMALL | {
     "trainer.max_steps": 400, "trainer.eval_every": 100, "trainer.log_every": 10, "snapshot.every": 20,
 }  # fmt: skip
-IN_MEMORY = {"snapshot.every": 1000, "snapshot.memory_every": 2, "model.n_embd": 256, "trainer.max_steps": 60}
+IN_MEMORY = SETTINGS | {
+    "trainer.max_steps": 100, "trainer.eval_every": 1000, "trainer.eval_at_start": False, "model.n_embd": 64,
+    "snapshot.every": 1000, "snapshot.memory_every": 2, "data.val_fraction": 0.01,
+}  # fmt: skip
 RESTARTS, TIMEOUT_S, DAY_S = 3, 300, 24 * 3600
 
 
@@ -64,7 +67,7 @@ def kill_once(
         jobs = start_jobs(kind, run_dir, {**settings, "snapshot.memory_path": memory})
         time.sleep(after_s)  # until the random moment
         while settings is not SETTINGS and jobs[0].is_running() and not any(memory.glob("*/*/partial-*")):
-            pass
+            time.sleep(0.001)
         pids = sorted(pid for job in jobs for pid in job.workers())
         victim = common.signal_one(pids, signal.SIGKILL, rng)
         codes = common.exit_codes(jobs, TIMEOUT_S)
@@ -154,9 +157,10 @@ def main() -> int:
             for _ in range(count):
                 kill_once(folder, kind, expected, length_s, rng, tally)
         if arguments.memory_jobs:
-            expected, length_s = common.train_undisturbed(folder / "memory", SETTINGS | IN_MEMORY)
+            (folder / "memory").mkdir()
+            expected, length_s = common.train_undisturbed(folder / "memory", IN_MEMORY)
         for parallel in ("ddp", "fsdp"):
-            settings = SETTINGS | IN_MEMORY | {"trainer.parallel": parallel}
+            settings = IN_MEMORY | {"trainer.parallel": parallel}
             for _ in range(arguments.memory_jobs):
                 kill_once(folder, "torchrun", expected, length_s, rng, tally, settings)
     return tally.exit_code()
