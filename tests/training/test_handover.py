@@ -8,7 +8,7 @@ from support.ranks import HOST, run_ranks
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.distributed import DistributedContext
-from mingpt.training.run_folder import RunFolder, choose_run, read_node_records, share_history
+from mingpt.training.run_folder import NodeRecords, RunFolder, choose_run, read_node_records, share_history
 
 
 def write_run(path: Path, run_id: str, generations: int = 1, last_step: int = 0) -> None:
@@ -25,7 +25,7 @@ def agree(tmp_path: Path, started: tuple[bool, ...]) -> list[Any]:
 
     def work(context: DistributedContext) -> str | None:
         folder = RunFolder(tmp_path / str(context.rank), True, True, False)
-        own = read_node_records(context, folder, "job")._replace(was_started=started[context.rank])
+        own = NodeRecords(started[context.rank], *read_node_records(context, folder, "job")[1:])
         return choose_run(context, tmp_path, context.all_gather_object(own))
 
     return run_ranks(len(started), work)
