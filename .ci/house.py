@@ -49,12 +49,12 @@ class Size:
 
 # Room for what a fork adds to the program; all additions of docs/extending.md fit in it. A fork raises it.
 ROOM = {"statements": 70, "nodes": 400, "files": 5}
-MAX_FILES = 97 + ROOM["files"]
+MAX_FILES = 99 + ROOM["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_730 + ROOM["statements"], nodes=87_700 + ROOM["nodes"]),
-    ("tests",): Size(statements=11_640),
+    PROGRAM: Size(statements=11_430 + ROOM["statements"], nodes=85_200 + ROOM["nodes"]),
+    ("tests",): Size(statements=11_570),
     ("benchmarks",): Size(lines=4_830),
 }
 
