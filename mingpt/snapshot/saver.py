@@ -6,7 +6,8 @@ the state is sharded, each rank holds some rows, and all ranks save together: th
 ranks' rows of one tensor after the other and writes them, so the files do not depend on the sharding. The
 threads exchange over a process group of their own.
 
-The same saver writes to a disk, to a URL and to a node's memory (memory.py); only its store differs.
+The same saver writes to a disk, to a URL and to a node's memory. In memory no rank gathers rows: there each
+rank saves its part alone, as a snapshot of its own (memory.py).
 """
 
 import functools
@@ -41,15 +42,15 @@ class Keep(NamedTuple):
 
     last: int  # so many of the newest
     best: bool = False  # also the one with the lowest validation loss
-    replayed_step: int = 0  # also the newest one up to this step
+    replayed_step: int = 0  # also the newest one up to this step, at which the workers last agreed
 
 
 class Transfer:
     """Writes the tensor files of one snapshot on rank `writer`; the ranks of `sources` send it their parts.
 
     `layouts` has a plan of each file, and `staging` this rank's bytes. For each tensor in a file's order, the
-    writer receives one part after the other, in pieces of at most PIECE_BYTES. Each of these ranks has a
-    transfer, and calls `write_files`; another rank needs none.
+    writer receives one part after the other, in pieces of at most PIECE_BYTES. The writer and each rank that
+    sends have a transfer of their own, and call `write_files`.
     """
 
     def __init__(
@@ -82,7 +83,10 @@ class Transfer:
             self.group.wait(self.sent)
 
     def exchange(self) -> None:
-        """Begin to send this rank's parts, or receive those that the writer has not received yet."""
+        """Go through the rest of each file: begin to send this rank's parts, or receive what is sent here.
+
+        The writer drops what it receives here: its file is complete, or writing it has failed.
+        """
         for _, chunks in self.files:
             for _ in chunks:
                 pass
@@ -113,7 +117,7 @@ class SnapshotSaver:
 
     A rank that saves alone has no `group`. Else `group` has all ranks, `rows` tells what each of them holds,
     and the main rank writes and removes. After a failed write, on a full disk for example, training
-    continues, and the next save tries again; only the last write must succeed.
+    continues, and the next save tries again; the caller sees to it that a run's last write succeeds.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class Offer(NamedTuple):
     part: int  # the rank, of `workers`, whose rows it holds
     workers: int
     has_whole: bool  # whether it also holds the tensors that are not sharded
-    after: int  # the newest step on disk when it was saved; 0 for a snapshot on disk
+    after: int  # of one in memory: the newest step on disk when it was saved
     reader: int
     store: int
 
@@ -263,9 +263,9 @@ def find_latest(
 ) -> Found:
     """Find the newest valid snapshot on disk or in memory that fulfils `check`, for all ranks. Collective.
 
-    The first worker of each node reads. In a job's first generation, a snapshot in memory counts only if the
-    disk still has one at least as new as the newest when it was saved: a user who deletes snapshots wants to
-    go back. In a restart all count, as snapshots on disk may be lost with a node. Raises UserError for one of
+    The first worker of each node reads. In a job's first generation, a snapshot in memory counts only if its
+    `after` is not past the newest step on any disk, valid or not: a user who deletes snapshots wants to go
+    back. In a restart all count, as snapshots on disk may be lost with a node. Raises UserError for one of
     another schema.
     """
     stores = [disk, *memory] if context.launch.local_rank == 0 else []

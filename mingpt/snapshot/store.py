@@ -3,11 +3,11 @@
 `step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state,
 `step_00001200.tokenizer` the tokenizer, and `step_00001200.json`, the manifest, describes them. The manifest
 is written last, after all files are on disk: **a snapshot exists when its manifest does and its checksums
-hold.** Until then `partial-step_00001200` marks the files of this step as an unfinished save. No pickle is
-ever loaded, and nothing depends on the number of workers.
+hold.** Until then an empty file `partial-step_00001200` marks the files of this step as an unfinished save,
+and a file that is being written has a name that begins with `partial-`, too. No pickle is ever loaded.
 
-`verify` and `read` check all bytes, in pieces, for the SHA-256 in the manifest and for finite
-numbers; `open` checks manifest, sizes and headers alone. `quarantine` renames a snapshot not to be used.
+`verify` and `read` check all bytes, in pieces, for the SHA-256 in the manifest and for finite numbers; `open`
+checks manifest, sizes and headers alone. `quarantine` renames a snapshot not to be used.
 """
 
 import contextlib
