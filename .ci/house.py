@@ -54,7 +54,7 @@ MAX_FILES = 99 + ROOM["files"]
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
     PROGRAM: Size(statements=11_430 + ROOM["statements"], nodes=85_200 + ROOM["nodes"]),
-    ("tests",): Size(statements=11_570),
+    ("tests",): Size(statements=11_600),
     ("benchmarks",): Size(lines=4_830),
 }
 

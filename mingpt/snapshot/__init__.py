@@ -5,8 +5,6 @@ and the manifest's checksums hold. SnapshotSaver (saver.py) deletes old snapshot
 the model: tensors are known by their names, and by the rows that each rank holds.
 """
 
-from mingpt.base.processes import Process, this_process
-from mingpt.snapshot.layout import specs_of
 from mingpt.snapshot.lookup import open_snapshot
 from mingpt.snapshot.manifest import Manifest, TokenizerFields
 from mingpt.snapshot.memory import MemorySaver, MemorySnapshots
@@ -24,7 +22,6 @@ __all__ = [
     "Manifest",
     "MemorySaver",
     "MemorySnapshots",
-    "Process",
     "Snapshot",
     "SnapshotSaver",
     "SnapshotStore",
@@ -32,6 +29,4 @@ __all__ = [
     "TokenizerFields",
     "find_latest",
     "open_snapshot",
-    "specs_of",
-    "this_process",
 ]

@@ -149,11 +149,11 @@ class Manifest(Part):
         """The run's configuration. Raises CorruptSnapshot if a setting has a wrong value."""
         return parse_config(self.config)
 
-    def with_files(self, records: Sequence[FileRecord], **fields: Any) -> "Manifest":
-        """Return a copy that lists these files, with `fields` changed."""
+    def with_files(self, records: Sequence[FileRecord]) -> "Manifest":
+        """Return a copy that lists these files."""
         total = sum(record.bytes for record in records)
         listed = {"files": list(records), "sha256": joint_sha256(records), "bytes": total}
-        return self.model_copy(update=fields | listed)
+        return self.model_copy(update=listed)
 
 
 def is_suspect(manifest: Manifest, discarded_after: Sequence[int]) -> bool:

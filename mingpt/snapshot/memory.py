@@ -59,12 +59,13 @@ class MemorySnapshots:
         return [SnapshotStore(str(path)) for path in self.folders()]
 
     def make_room(self, step: int) -> None:
-        """Before a generation starts from `step`, remove all but the newest snapshot up to it in each folder.
+        """Before a generation starts from `step`, remove all but this machine's newest step up to it.
 
         No worker may be saving. -1 removes all snapshots.
         """
-        for store in self.stores():
-            kept = max((found for found in store.steps() if found <= step), default=None)
+        stores = self.stores()
+        kept = max((found for store in stores for found in store.steps() if found <= step), default=None)
+        for store in stores:
             for name in store.names():
                 if kept is None or step_of(name) != kept:
                     store.remove_file(name)
@@ -233,8 +234,9 @@ class MemorySaver:
                 self.write_part(saver, rank, manifest, of_part)
             self.own.group.wait(sent)
         except RuntimeError as error:
-            if not is_lost_peer(error):  # the main thread loses the same peer, and reports it
+            if not is_lost_peer(error):
                 raise
+            self.note_problem(error)  # unless the main thread loses the same peer, all ranks learn of it
 
     def write_part(self, saver: SnapshotSaver, rank: int, manifest: Manifest, transfer: Transfer) -> None:
         """Remove all but the newest snapshot of a rank's part, then write the next one.

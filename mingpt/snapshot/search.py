@@ -112,7 +112,10 @@ class Reader:
         """Whether manifest, sizes and headers of a snapshot are valid, and no fault is known."""
         if (number, step) not in self.opened.keys() | self.faults.keys():
             with self.faults_noted(number, step):
-                self.opened[number, step] = self.stores[number].open(step, self.check)
+                snapshot = self.stores[number].open(step, self.check)
+                if number == 0 and snapshot.manifest.shard:
+                    raise CorruptSnapshot("it is a part of a sharded state")
+                self.opened[number, step] = snapshot
         return (number, step) not in self.faults
 
     @contextlib.contextmanager

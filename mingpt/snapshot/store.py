@@ -135,8 +135,10 @@ class Snapshot:
             if not isinstance(file, TensorFile):
                 return file.file.read(0, file.size)
         if OLDER_TOKENIZER in self.file_of:
+            if self.entries[OLDER_TOKENIZER].dtype != "U8":
+                raise CorruptSnapshot(f"its tensor {OLDER_TOKENIZER!r} does not have type U8")
             return self.read(OLDER_TOKENIZER).numpy().tobytes()
-        return self.manifest.vocabulary.encode() or None
+        return self.manifest.vocabulary.encode(errors="replace") or None
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """Read the tensors whose names begin with `prefix`; return them by name, without the prefix."""

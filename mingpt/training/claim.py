@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from mingpt.base.errors import ClaimLost, LaterGeneration, SupersededError, UserError
 from mingpt.base.files import BadJson, check_json, parse_json, remove_quietly
+from mingpt.base.processes import Process, this_process
 from mingpt.distributed import DistributedContext, write_stderr
 from mingpt.report.history import Seconds
-from mingpt.snapshot import Process, this_process
 from mingpt.training.run_folder import RunFolder, not_writable, refuse_where_it_fails
 
 LEASE_S = 20.0  # another job takes over a claim that has not been renewed for so long

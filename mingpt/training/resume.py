@@ -4,6 +4,7 @@ Bad snapshots on disk are renamed ("quarantined"), so that they are not used aga
 snapshot past step 0 never starts again at 0 by itself.
 """
 
+import contextlib
 import logging
 
 import torch
@@ -209,7 +210,8 @@ def prepare_store(
                 ) from None
         if context.launch.local_rank == 0:
             memory.remove_leftovers()
-            memory.make_room(found.state.manifest.step if found.state else -1)
+            with contextlib.suppress(OSError):  # the first save reports what is wrong with the memory
+                memory.make_room(found.state.manifest.step if found.state else -1)
         if folder.keeps_snapshots:
             store.prepare()
 

@@ -57,8 +57,8 @@ class FoundSnapshot:
     store: SnapshotStore
     memory: MemorySnapshots
     snapshot: StoredState | None  # None in a fresh run
-    durable_step: int  # step of the newest valid snapshot on any disk; 0 for none
-    own_step: int  # step of the newest valid snapshot that this rank reads from disk; -1 for none
+    durable_step: int  # step of the newest snapshot on any disk without a known fault; 0 for none
+    own_step: int  # the same of the disk that this rank reads; -1 for none
     changes: list[str]  # settings that differ from the snapshot's on purpose
     discarded_after: list[int]  # see is_suspect
 

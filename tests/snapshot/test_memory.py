@@ -74,6 +74,15 @@ def test_no_more_than_two_states_are_kept_those_of_earlier_generations_included(
     assert found(later) == [20, 25] and len(later.snapshots.folders()) == 1
 
 
+def test_generations_that_save_once_leave_one_state_each_time(memory: MemorySaver) -> None:
+    """Otherwise their states would fill the memory."""
+    for step in (5, 10, 15):
+        save(memory, step)
+        memory = make_saver(memory.snapshots.root.parent)
+        memory.snapshots.make_room(step)
+        assert found(memory) == [step]
+
+
 def test_what_a_generation_did_not_start_from_does_not_come_back(memory: MemorySaver) -> None:
     save(memory, 25, 30)
     later = make_saver(memory.snapshots.root.parent)

@@ -11,8 +11,8 @@ from support.faults import FaultyDisk
 from support.snapshots import PARTS, file_names, make_manifest, make_store, save, write
 
 from mingpt.base.errors import ClaimLost
-from mingpt.snapshot import SnapshotSaver, SnapshotStore, open_snapshot, specs_of
-from mingpt.snapshot.layout import make_layout
+from mingpt.snapshot import SnapshotSaver, SnapshotStore, open_snapshot
+from mingpt.snapshot.layout import make_layout, specs_of
 
 NAMES = ["step_00000002.safetensors", "step_00000002.optimizer.safetensors"]
 

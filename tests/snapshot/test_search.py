@@ -176,6 +176,15 @@ def test_what_was_saved_to_memory_after_a_snapshot_that_is_gone_counts_in_a_rest
         assert found and found.manifest.step == expected
 
 
+def test_a_part_of_a_state_on_disk_is_corrupt_and_the_whole_state_before_it_is_used(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, [0, 0])
+    write(nodes.disk, make_manifest(5, **FIELDS), make_state(5))
+    nodes.write(0, "snapshots", 10, True, {})
+    found = nodes.search(0, SingleProcess())
+    assert found.state and found.state.manifest.step == 5
+    assert found.corrupt(0) == {10: "it is a part of a sharded state"}
+
+
 @pytest.mark.parametrize("change", [{"rank": 1}, {"workers": 3}, {"weights": False}])
 def test_a_part_has_the_rows_that_its_manifest_says(change: dict[str, Any], tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, [0, 0])

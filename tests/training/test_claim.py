@@ -20,8 +20,8 @@ from support.needs import need_proc
 from support.ranks import run_ranks
 
 from mingpt.base.errors import LaterGeneration, SupersededError, UserError
+from mingpt.base.processes import Process, this_process
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot import Process, this_process
 from mingpt.training import claim as claim_module
 from mingpt.training.claim import Claim, Holder, claim_run_folder
 from mingpt.training.run_folder import RunFolder

@@ -120,6 +120,11 @@ def test_the_tokenizer_of_an_older_snapshot_is_read_from_its_manifest_or_a_tenso
     tensors = {"tokenizer": torch.frombuffer(bytearray(content), dtype=torch.uint8)}
     tokenizer = snapshot_tokenizer(snapshot_of(older, tensors))
     assert tokenizer and tokenizer.to_bytes() == content
+    with pytest.raises(CorruptSnapshot, match="does not have type U8"):
+        snapshot_of(older, {"tokenizer": torch.ones(3, dtype=torch.bfloat16)}).read_tokenizer()
+    odd = make_manifest(3, tokenizer={"kind": "char", "vocab_size": 2}, vocabulary="a\ud800")
+    with pytest.raises(UserError, match="the tokenizer of the snapshot cannot be used"):
+        snapshot_tokenizer(snapshot_of(odd, {}))
 
 
 def test_rows_of_an_embedding_follow_their_tokens() -> None:
