@@ -53,7 +53,7 @@ MAX_FILES = 99 + ROOM["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_430 + ROOM["statements"], nodes=85_200 + ROOM["nodes"]),
+    PROGRAM: Size(statements=11_440 + ROOM["statements"], nodes=85_220 + ROOM["nodes"]),
     ("tests",): Size(statements=11_600),
     ("benchmarks",): Size(lines=4_830),
 }
