@@ -62,13 +62,12 @@ def start(work: Callable[[], T]) -> Future[T]:
     return outcome
 
 
-def complete(outcome: Future[T], work: Callable[[], T]) -> Future[T]:
-    """Run `work` in this thread; set the future `outcome` to its result or exception, and return it."""
+def complete(outcome: Future[T], work: Callable[[], T]) -> None:
+    """Run `work` in this thread; set the future `outcome` to its result or exception."""
     try:
         outcome.set_result(work())
     except BaseException as error:
         outcome.set_exception(error)
-    return outcome
 
 
 def loopback_address() -> str:

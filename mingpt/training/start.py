@@ -5,7 +5,6 @@ newest snapshot that any rank sees, checks it against the configuration, reads t
 there is no snapshot, and makes the tokens. The result is a StartPoint, from which build.py makes the state.
 """
 
-import functools
 import logging
 import uuid
 from dataclasses import dataclass, replace
@@ -139,13 +138,13 @@ def find_snapshot(
     if not is_restart:
         check_workers(config, context.world_size)
     known_id = choose_run(context, folder.path, records)
-    open_memory = functools.partial(MemorySnapshots, config.snapshot.memory_path, run_dir=folder.path)
+    memory_path = config.snapshot.memory_path
     suspects = max((one.suspects for one in records), key=len)
     discarded_after = [entry["after"] for entry in suspects]
     starts = [one.job_start for one in records if one.job_start is not None]
     job_start = max(starts, default=None) if is_restart else None
     check = make_check(config, data, job_start, discarded_after)
-    in_memory = open_memory(known_id).stores() if known_id else []
+    in_memory = MemorySnapshots(memory_path, known_id, folder.path).stores() if known_id else []
     latest = find_latest(store, in_memory, context, check, stored_rows, is_restart)
     if latest.state is None or latest.state.manifest.step == 0:
         check_nothing_is_lost(latest, config, is_restart, max(one.durable_step for one in records))
@@ -155,7 +154,7 @@ def find_snapshot(
     # A new run folder goes on with the run whose snapshot was found.
     named = latest.state.manifest.run if latest.state else None
     run_id = known_id or named or context.broadcast_object(uuid.uuid4().hex, 0)
-    memory = open_memory(run_id)
+    memory = MemorySnapshots(memory_path, run_id, folder.path)
     found = FoundSnapshot(
         run_id,
         is_restart,
