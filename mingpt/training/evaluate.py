@@ -21,6 +21,11 @@ log = logging.getLogger(__name__)
 MIN_BATCH_TOKENS = 4096  # without a backward pass there is memory for so many; small batches are slow
 
 
+def eval_batch_size(config: Config) -> int:
+    """Return the number of windows that an evaluation computes at once."""
+    return max(config.trainer.micro_batch_size, MIN_BATCH_TOKENS // config.data.block_size)
+
+
 class Evaluator:
     """Evaluates the model of `state`. Ranks take batches in turn; the number of ranks changes no result."""
 
@@ -58,9 +63,7 @@ class Evaluator:
         A request to stop ends it early. Raises UserError for data that cannot be used, on this rank alone.
         Collective if weights are sharded.
         """
-        trainer, block_size = self.config.trainer, self.config.data.block_size
-        batch_size = max(trainer.micro_batch_size, MIN_BATCH_TOKENS // block_size)
-        batches = self.corpus.val.eval_batches(batch_size, trainer.eval_windows)
+        batches = self.corpus.val.eval_batches(eval_batch_size(self.config), self.config.trainer.eval_windows)
         sums = torch.zeros(3, len(batches), dtype=torch.float64)
         error: UserError | None = None
         self.model.eval()
