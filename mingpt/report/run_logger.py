@@ -15,7 +15,6 @@ import torch
 
 from mingpt.config import Config, TrainerConfig, to_dict, to_yaml
 from mingpt.data import CharDataset, Corpus
-from mingpt.data.shards import TokenShards
 from mingpt.distributed.device import Environment, gpu_facts, usable_cores
 from mingpt.report.files import JsonlSink, MayWrite, ReportFile
 from mingpt.report.history import GenerationStart, RunHistory, load_history, plural
@@ -269,5 +268,5 @@ def describe_strategy(trainer: TrainerConfig) -> str:
 
 def describe_part(part: CharDataset) -> str:
     """Return the size of a part of the data as a phrase: "900 tokens", or "900 tokens in 2 files"."""
-    files = f" in {plural(part.tokens.file_count(), 'file')}" if isinstance(part.tokens, TokenShards) else ""
+    files = f" in {plural(part.file_count(), 'file')}" if part.file_count() else ""
     return f"{len(part.tokens):,} tokens{files}"

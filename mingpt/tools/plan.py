@@ -22,8 +22,8 @@ from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
 from mingpt.config import Config, check_workers
 from mingpt.config.cli import parse
-from mingpt.data import TOKENIZERS, load_named_tokenizer, tokenize, train_tokenizer
-from mingpt.data.windows import TextData, open_data
+from mingpt.data import TOKENIZERS, load_named_tokenizer, tokenize
+from mingpt.data.corpus import open_data, tokenizer_file
 from mingpt.distributed.device import resolve_dtype
 from mingpt.model import parameter_shapes
 from mingpt.model.operations import attention_bytes, logits_bytes
@@ -31,7 +31,6 @@ from mingpt.optim import state_shapes
 from mingpt.parallel.ddp import BUCKET_BYTES, fits_one_bucket
 from mingpt.parallel.tree import cover
 from mingpt.training.evaluate import eval_batch_size
-from mingpt.training.run_data import find_tokenizer_file
 
 # From the simplest strategy to the one that needs least memory.
 STRATEGIES = [
@@ -146,12 +145,10 @@ def find_vocab_size(config: Config) -> int:
     """Return the number of rows of the embedding, by the data and its tokenizer. Raises UserError."""
     if config.snapshot.init_from and config.data.tokenizer == "auto":
         raise UserError("with snapshot.init_from a plan needs the weights' vocabulary: set data.vocab_size=N")
-    data, name, tokenizer = open_data(config.data), config.data.tokenizer, None
-    path = find_tokenizer_file(config.data, data) if name == "auto" else name
-    if path and str(path) not in TOKENIZERS:
-        tokenizer = load_named_tokenizer(str(path))
-    elif isinstance(data, TextData):
-        tokenizer = train_tokenizer(data, config.data)
+    data, name = open_data(config.data), config.data.tokenizer
+    path = tokenizer_file(data) if name == "auto" else name
+    is_file = path is not None and path not in TOKENIZERS
+    tokenizer = load_named_tokenizer(str(path)) if is_file else data.train_tokenizer(name)
     return tokenize(data, config.data, tokenizer).vocab_size
 
 

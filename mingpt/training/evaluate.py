@@ -74,21 +74,21 @@ class Evaluator:
                 break
             if number < len(batches):
                 try:
-                    sums[:, number] = self.evaluate_batch(*batches[number])
+                    sums[:, number] = self.evaluate_batch(self.corpus.val.read(*batches[number]))
                     continue
                 except UserError as data_error:
                     error = data_error
             if self.strategy.weights_are_sharded:  # the others' forward passes need this rank's weights
-                self.evaluate_batch(*torch.zeros(2, 1, 1, dtype=torch.long))
+                self.evaluate_batch(torch.zeros(1, 2, dtype=torch.long))
         self.model.train()
         if error is not None:
             raise error
         return sums
 
     @torch.no_grad()
-    def evaluate_batch(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return sums over a (B, T) batch, (3,) on the CPU: nats, bytes of text (0: unknown), targets."""
-        device = self.context.device
+    def evaluate_batch(self, windows: Tensor) -> Tensor:
+        """Return sums over (B, T + 1) windows, (3,) on the CPU: nats, bytes of text (0: unknown), targets."""
+        device, inputs, targets = self.context.device, windows[:, :-1], windows[:, 1:]
         with autocast(device, self.context.dtype):
             _, loss = self.model(*to_device((inputs, targets), device))
         text_bytes = 0 if self.token_bytes is None else int(self.token_bytes[targets.numpy()].sum())

@@ -15,8 +15,7 @@ from support.needs import need_proc
 from support.shards import llmc_header, write_llmc, write_nanogpt
 
 from mingpt.base.errors import UserError
-from mingpt.data.shard_files import is_validation
-from mingpt.data.shards import TokenShards, is_shards, open_shards
+from mingpt.data.shards import TokenShards, is_shards, is_validation, open_shards
 
 RNG = np.random.default_rng(0)
 
