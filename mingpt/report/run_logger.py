@@ -16,12 +16,12 @@ import torch
 from mingpt.config import Config, TrainerConfig, to_dict, to_yaml
 from mingpt.data import CharDataset, Corpus
 from mingpt.distributed.device import Environment, gpu_facts, usable_cores
-from mingpt.report.files import JsonlSink, MayWrite, ReportFile
 from mingpt.report.history import GenerationStart, RunHistory, load_history, plural
 from mingpt.report.log import ConsoleSink
 from mingpt.report.metrics import RunInfo, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
 from mingpt.report.tracker import InThread, TensorBoard, Tracker
+from mingpt.report.writing import JsonlSink, MayWrite, ReportFile
 
 T = TypeVar("T")
 SINKS: list[Callable[[RunInfo], Sink]] = [  # the sinks beside metrics.jsonl
