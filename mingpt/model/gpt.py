@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from mingpt.config import ModelConfig
-from mingpt.model.operations import Positions, head_logits, head_loss, ops_for, rms_norm
+from mingpt.model.operations import KeyValues, Positions, head_logits, head_loss, ops_for, rms_norm
 
 Shape = tuple[int, ...]
 
@@ -122,7 +122,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=bias)
         self.resid_dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, positions: Positions, cache: "KeyValues | None" = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
         """Map (B, T, C) to (B, T, C), as TorchOps.attention says."""
         qkv = self.c_attn(x)  # (B, T, 3 C)
         dropout = self.dropout if self.training else 0.0
@@ -153,7 +153,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.recompute = False
 
-    def forward(self, x: Tensor, positions: Positions, cache: "KeyValues | None" = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
         """Map (B, T, C) to (B, T, C); with `recompute`, the backward pass computes all activations again."""
         if cache is not None:  # never compiled: each token would have another shape
             return Block.compute(self, x, positions, cache)
@@ -162,7 +162,7 @@ class Block(nn.Module):
         y: Tensor = checkpoint.checkpoint(self.compute, x, positions, use_reentrant=False)
         return y
 
-    def compute(self, x: Tensor, positions: Positions, cache: "KeyValues | None" = None) -> Tensor:
+    def compute(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
         x = x + self.attn(self.ln_1(x), positions, cache)
         return x + self.mlp(self.ln_2(x))
 
@@ -208,7 +208,7 @@ class GPT(nn.Module):
         self.positions.init_buffers()
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, caches: "Sequence[KeyValues] | None" = None
+        self, tokens: Tensor, targets: Tensor | None = None, caches: Sequence[KeyValues] | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Map (B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
 
@@ -243,25 +243,6 @@ class LossModule(nn.Module):
         """Map (B, T) tokens and targets to the mean loss in nats per token."""
         loss: Tensor = self.model(tokens, targets)[1]
         return loss
-
-
-class KeyValues:
-    """A block's keys and values of all positions so far, in buffers of the model's context length."""
-
-    def __init__(self, model: GPT, batch_size: int) -> None:
-        config, weight = model.config, model.wte.weight
-        shape = (2, batch_size, config.n_head, model.block_size, config.n_embd // config.n_head)
-        self.stored = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
-        self.length = 0
-
-    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, H, T, D) keys and values; return all keys and values, each (B, H, length + T, D)."""
-        assert not self.length or key.size(2) == 1, "several tokens would see those after them"
-        start, self.length = self.length, self.length + key.size(2)
-        for stored, new in zip(self.stored, (key, value), strict=True):
-            stored[:, :, start : self.length] = new
-        keys, values = self.stored[:, :, :, : self.length]
-        return keys.to(key.dtype), values.to(key.dtype)
 
 
 def choose(
@@ -309,7 +290,9 @@ def generate_batch(
     model.eval()
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     context = torch.tensor([list(prompt)[-block_size:] for _ in seeds])  # (samples, T)
-    caches, unread = [KeyValues(model, len(seeds)) for _ in model.h], context
+    head_size = model.config.n_embd // model.config.n_head
+    shape = len(seeds), model.config.n_head, block_size, head_size
+    caches, unread = [KeyValues(model.wte.weight, *shape) for _ in model.h], context
     has_ended = [False for _ in seeds]
     try:
         for _ in range(count):

@@ -133,7 +133,7 @@ def hf_names(name: str, arch: str) -> list[str]:
 
 def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return the parameters of GPT as transformers' tensors, contiguous, without gpt2's tied head."""
-    found = {}
+    found = dict[str, Tensor]()
     for name, tensor in tensors.items():
         names = hf_names(name, config.arch)
         parts = convert(name, tensor.chunk(len(names)), config)

@@ -15,14 +15,11 @@ of the default run. The head and its loss are the same everywhere: in chunks, if
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from mingpt.model.gpt import KeyValues
 
 ROTARY_BASE = 10_000.0
 EPSILON = 1e-6
@@ -74,6 +71,24 @@ class Positions(nn.Module):
         return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
+class KeyValues:
+    """A block's keys and values of all positions so far, in buffers of the type and device of `like`."""
+
+    def __init__(self, like: Tensor, *shape: int) -> None:
+        """Make room for keys and values of `shape`, (B, H, block_size, D), each."""
+        self.stored = torch.zeros(2, *shape, device=like.device, dtype=like.dtype)  # `like` may be a DTensor
+        self.length = 0
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append (B, H, T, D) keys and values; return all keys and values, each (B, H, length + T, D)."""
+        assert not self.length or key.size(2) == 1, "several tokens would see those after them"
+        start, self.length = self.length, self.length + key.size(2)
+        for stored, new in zip(self.stored, (key, value), strict=True):
+            stored[:, :, start : self.length] = new
+        keys, values = self.stored[:, :, :, : self.length]
+        return keys.to(key.dtype), values.to(key.dtype)
+
+
 def rms_norm(x: Tensor) -> Tensor:
     """Return x over its root mean square along the last dimension (Zhang and Sennrich 2019), no weights."""
     return F.rms_norm(x, x.shape[-1:], eps=EPSILON)
@@ -98,7 +113,7 @@ class TorchOps:
         return F.dropout(x, probability)
 
     def attention(
-        self, qkv: Tensor, heads: int, positions: Positions, dropout: float, cache: "KeyValues | None" = None
+        self, qkv: Tensor, heads: int, positions: Positions, dropout: float, cache: KeyValues | None = None
     ) -> Tensor:
         """Compute causal self-attention, softmax(q k^T / sqrt(D)) v, with dropout of the softmax.
 
@@ -175,7 +190,7 @@ class CPUOps(TorchOps):
         return (x * mask).mul_(factor)
 
     def attention(
-        self, qkv: Tensor, heads: int, positions: Positions, dropout: float, cache: "KeyValues | None" = None
+        self, qkv: Tensor, heads: int, positions: Positions, dropout: float, cache: KeyValues | None = None
     ) -> Tensor:
         length, dtype = qkv.size(1), qkv.dtype
         if cache or length > MAX_MATH_ATTENTION:
