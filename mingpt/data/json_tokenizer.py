@@ -6,6 +6,7 @@ read a `spec`, a parsed tokenizer.json, raise KeyError, TypeError or AttributeEr
 """
 
 import codecs
+import contextlib
 import importlib
 import json
 import os
@@ -151,8 +152,7 @@ class JsonTokenizer(Tokenizer):
     def to_bytes(self) -> bytes:
         return self._content
 
-    def to_tokenizer_json(self) -> bytes:
-        return self._content
+    to_tokenizer_json = to_bytes
 
     def __len__(self) -> int:
         """The highest token + 1, which may be more than the vocabulary's size: some numbers may be unused."""
@@ -301,7 +301,9 @@ def parse_tokenizer_json(content: bytes) -> Tokenizer:
     Raises ValueError for content that cannot be used, UserError if the package `tokenizers` is missing.
     """
     content = content.removeprefix(codecs.BOM_UTF8)
-    return CharTokenizer.from_tokenizer_json(content) or JsonTokenizer(content)
+    with contextlib.suppress(ValueError):
+        return CharTokenizer.from_bytes(content)
+    return JsonTokenizer(content)
 
 
 def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenizer:

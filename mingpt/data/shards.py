@@ -361,8 +361,8 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
 
     Files with the word val, valid or validation in their names are for validation. If there are none, the
     last `val_fraction` of all tokens is. Raises UserError for a URL, for files that are missing, unreadable
-    or no whole token shards, for an unusable meta.json, if meta.json lists other files than the folder
-    `path` has, or if the training or validation part has fewer than 2 tokens.
+    or no whole token shards, for an unusable meta.json, or if meta.json lists other files than the
+    folder `path` has.
     """
     local = local_path(path)
     if local is None:
@@ -388,12 +388,6 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
     n_train = (
         sum(file.tokens for file in files[:n_train_files]) if by_name else int(total * (1 - val_fraction))
     )
-    for part, count in (("training", n_train), ("validation", total - n_train)):
-        if count < 2:
-            way_out = "" if by_name else ", or another data.val_fraction"
-            raise UserError(
-                f"the {part} part of {path} has {count} of at least 2 tokens: use longer shards{way_out}"
-            )
     digests = {name: file.fingerprint for name, file in zip(names, files, strict=True)}
     return ShardData(
         path,
