@@ -174,6 +174,7 @@ def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
 
 
 def pieces(texts: Iterable[str]) -> Iterator[str]:
+    """Yield parts of the texts, of at least PIECE_CHARACTERS unless a text is shorter."""
     return chain.from_iterable(split_text(text, PIECE_CHARACTERS) for text in texts)
 
 
@@ -287,6 +288,7 @@ def prepare(options: Namespace, out: Path) -> str:
             arrays = encode_all(read_batches(texts, tokenizer, bar), tokenizer, after, dtype)
             tokens += write_tokens(out, part, arrays, options.shard_tokens)
     first = int(np.fromfile(out / "val_00000.bin", dtype, 1, offset=HEADER_BYTES)[0])
+    val_bytes = bar.n - before - bytes_of_token(tokenizer, first)
     beginning = "".join(islice(pieces(chain.from_iterable(map(read, files))), 100))
     content = tokenizer.to_tokenizer_json() or b""
     digest = hashlib.sha256(content).hexdigest()
@@ -294,9 +296,7 @@ def prepare(options: Namespace, out: Path) -> str:
         "format": 1,
         "complete": True,
         "tokenizer": {"sha256": digest, "vocab_size": len(tokenizer), "end_of_text": end},
-        "val_bytes": None
-        if tokenizer.loses(beginning)
-        else bar.n - before - bytes_of_token(tokenizer, first),
+        "val_bytes": None if tokenizer.loses(beginning) else val_bytes,
         "files": [finish_shard(path, dtype) for path in sorted(out.glob("*.bin"))],
     }
     write_atomic(out / "tokenizer.json", content)
