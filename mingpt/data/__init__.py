@@ -7,32 +7,28 @@ process group.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mingpt.data.json_tokenizer import JsonTokenizer, parse_tokenizer_json
-from mingpt.data.shards import ShardData, is_shards, local_path, open_shards
-from mingpt.data.source import load_named_tokenizer, read_bytes, read_named_tokenizer
+from mingpt.data.json_tokenizer import (
+    JsonTokenizer,
+    load_named_tokenizer,
+    parse_tokenizer_json,
+    read_named_tokenizer,
+)
+from mingpt.data.shards import ShardData, is_shards, open_shards
+from mingpt.data.source import read_bytes
 from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer, kind_of, load_tokenizer
 
 if TYPE_CHECKING:
-    from mingpt.data.windows import (
-        CharDataset,
-        Corpus,
-        Data,
-        ElasticSampler,
-        TextData,
-        make_corpus,
-        mix,
-        to_device,
-        tokenize,
-        train_tokenizer,
-    )
+    from mingpt.data.corpus import Corpus, Data, TextData, make_corpus, tokenize
+    from mingpt.data.windows import CharDataset, ElasticSampler, mix, to_device
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: windows.py imports torch, which would cost `prepare` a second and, with CUDA,
+    # Imported on first use: these modules import torch, which would cost `prepare` a second and, with CUDA,
     # half a gigabyte.
-    if name in __all__:
-        return getattr(importlib.import_module("mingpt.data.windows"), name)
-    raise AttributeError(f"module 'mingpt.data' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'mingpt.data' has no attribute {name!r}")
+    windows = importlib.import_module("mingpt.data.windows")
+    return getattr(windows if hasattr(windows, name) else importlib.import_module("mingpt.data.corpus"), name)
 
 
 __all__ = [
@@ -50,7 +46,6 @@ __all__ = [
     "kind_of",
     "load_named_tokenizer",
     "load_tokenizer",
-    "local_path",
     "make_corpus",
     "mix",
     "open_shards",
@@ -59,5 +54,4 @@ __all__ = [
     "read_named_tokenizer",
     "to_device",
     "tokenize",
-    "train_tokenizer",
 ]

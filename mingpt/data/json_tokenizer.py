@@ -1,4 +1,4 @@
-"""Run any Hugging Face tokenizer.json by the `tokenizers` package, which is imported on first use.
+"""Find and run any Hugging Face tokenizer.json, by the `tokenizers` package, which is imported on first use.
 
 The file tells whether a tokenizer is byte-level, so that the bytes of each token can be counted, and whether
 it is of GPT-2's kind, so that a text can be cut in pieces and still have the same tokens. The functions that
@@ -6,21 +6,24 @@ read a `spec`, a parsed tokenizer.json, raise KeyError, TypeError or AttributeEr
 """
 
 import codecs
+import contextlib
 import importlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mingpt.base.errors import UserError
-from mingpt.base.files import reason_of
+from mingpt.base.files import DriverError, reason_of
+from mingpt.data.source import AbsentFile, download, relative_to
 from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
     from tokenizers import Tokenizer as PackageTokenizer
 
 # Where whitespace follows another character, GPT-2's pattern always ends a word, so a text can be cut there.
@@ -34,6 +37,9 @@ PIECE_CHARACTERS = 1 << 16
 PIECES_AT_ONCE = 16  # few: while it encodes, the package needs about 100 bytes per token
 LOSS_CHARACTERS = 1 << 18  # the beginning of a text, in which `loses` looks
 MAX_TOKENS = 1 << 24  # arrays have an element for each number up to the highest
+GPT2 = ("openai-community/gpt2", "tokenizer.json")
+GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"  # so that all runs have the same bytes
+PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
 def byte_alphabet() -> set[str]:
@@ -43,49 +49,6 @@ def byte_alphabet() -> set[str]:
     return set(pre_tokenizers.ByteLevel.alphabet())
 
 
-def decodes_bytes(spec: dict[str, Any]) -> bool:
-    """Return whether decoding joins the bytes of the tokens: whether the decoder is ByteLevel alone."""
-    return [part.get("type") for part in parts_of(spec.get("decoder"), "decoders")] == ["ByteLevel"]
-
-
-def encodes_bytes(spec: dict[str, Any]) -> bool:
-    """Return whether the tokens of any text surely stand for exactly its UTF-8 bytes, given a BPE model."""
-    *before, last = parts_of(spec.get("pre_tokenizer"), "pretokenizers") or [{}]
-    model = spec["model"]
-    return (
-        decodes_bytes(spec)
-        and spec.get("normalizer") is None
-        and last.get("type") == "ByteLevel"
-        and not last.get("add_prefix_space", True)
-        and all(part.get("type") == "Split" and part.get("behavior") in KEEPS_TEXT for part in before)
-        and not model.get("continuing_subword_prefix")
-        and not model.get("end_of_word_suffix")
-        and byte_alphabet() <= model["vocab"].keys()
-        and not any(is_altered(token, model) for token in added_tokens(spec))
-    )
-
-
-def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Return whether an added token that is not special may stand for other bytes than its content's."""
-    is_spelled_in_bytes = token["content"] in model["vocab"] and not token["content"].isascii()
-    takes_blanks = token.get("lstrip") or token.get("rstrip")
-    return not token.get("special") and bool(is_spelled_in_bytes or takes_blanks)
-
-
-def can_be_cut(spec: dict[str, Any]) -> bool:
-    """Return whether the joined tokens of `split_text`'s pieces are surely the tokens of the whole text."""
-    split = spec.get("pre_tokenizer") or {}
-    return (
-        spec.get("normalizer") is None
-        and split.get("type") == "ByteLevel"
-        and not split.get("add_prefix_space", True)
-        and split.get("use_regex", True)
-        and not any(
-            token.get("rstrip") or CUT_IN_A_LINE.search(token["content"]) for token in added_tokens(spec)
-        )
-    )
-
-
 def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     """Return the members of a Sequence, which are under the key `name`; [part] for others, [] for None."""
     if part is None:
@@ -93,8 +56,44 @@ def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     return part[name] if part.get("type") == "Sequence" else [part]
 
 
-def added_tokens(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    return spec.get("added_tokens") or []
+def inspect_spec(spec: dict[str, Any], is_bpe: bool) -> tuple[bool, bool, bool]:
+    """Return what surely holds for any text.
+
+    Whether decoding joins the bytes of the tokens, whether the tokens stand for exactly the text's bytes, and
+    whether the joined tokens of `split_text`'s pieces are the tokens of the whole text.
+    """
+    *before, last = parts_of(spec.get("pre_tokenizer"), "pretokenizers") or [{}]
+    added, model = spec.get("added_tokens") or [], spec["model"]
+    joins_bytes = [part.get("type") for part in parts_of(spec.get("decoder"), "decoders")] == ["ByteLevel"]
+    splits_bytes = (
+        spec.get("normalizer") is None
+        and last.get("type") == "ByteLevel"
+        and not last.get("add_prefix_space", True)
+    )
+    has_bytes = (
+        is_bpe
+        and joins_bytes
+        and splits_bytes
+        and all(part.get("type") == "Split" and part.get("behavior") in KEEPS_TEXT for part in before)
+        and not model.get("continuing_subword_prefix")
+        and not model.get("end_of_word_suffix")
+        and byte_alphabet() <= model["vocab"].keys()
+        and not any(is_altered(token, model) for token in added)
+    )
+    can_be_cut = (
+        splits_bytes
+        and not before
+        and last.get("use_regex", True)
+        and not any(token.get("rstrip") or CUT_IN_A_LINE.search(token["content"]) for token in added)
+    )
+    return joins_bytes, has_bytes, can_be_cut
+
+
+def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
+    """Return whether an added token that is not special may stand for other bytes than its content's."""
+    is_spelled_in_bytes = token["content"] in model["vocab"] and not token["content"].isascii()
+    takes_blanks = token.get("lstrip") or token.get("rstrip")
+    return not token.get("special") and bool(is_spelled_in_bytes or takes_blanks)
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
@@ -135,9 +134,7 @@ class JsonTokenizer(Tokenizer):
         self._dtype = np.min_scalar_type(self._size - 1)
         is_bpe = type(self._tokenizer.model).__name__ == "BPE"  # a file need not say which kind it is
         try:
-            self.is_byte_level = decodes_bytes(spec)  # tokens decode to their bytes
-            self._has_bytes = is_bpe and encodes_bytes(spec)
-            self._can_be_cut = can_be_cut(spec)
+            self.is_byte_level, self._has_bytes, self._can_be_cut = inspect_spec(spec, is_bpe)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this tokenizer.json is of an unknown form: {reason_of(error)}") from None
 
@@ -155,8 +152,7 @@ class JsonTokenizer(Tokenizer):
     def to_bytes(self) -> bytes:
         return self._content
 
-    def to_tokenizer_json(self) -> bytes:
-        return self._content
+    to_tokenizer_json = to_bytes
 
     def __len__(self) -> int:
         """The highest token + 1, which may be more than the vocabulary's size: some numbers may be unused."""
@@ -216,13 +212,17 @@ class JsonTokenizer(Tokenizer):
 
         Return None unless the tokens of any text surely stand for all its bytes.
         """
-        if not self._has_bytes or any(self._is_in_texts(token) for token in self._is_special):
+        special = [token for token, is_special in self._is_special.items() if is_special]
+        if not self._has_bytes:
             return None
+        for token in special:  # counts no bytes, but plain text may encode to it
+            if token in self.encode(self._tokenizer.id_to_token(token) or ""):
+                return None
         sizes, alphabet = np.zeros(self._size, dtype=np.int64), byte_alphabet()
         for string, token in self._ids.items():
             is_of_bytes = self._tokenizer.model.token_to_id(string) is not None and alphabet >= set(string)
             sizes[token] = len(string) if is_of_bytes else len(string.encode())
-        sizes[[token for token, is_special in self._is_special.items() if is_special]] = 0
+        sizes[special] = 0
         return sizes
 
     def loses(self, text: str) -> bool:
@@ -232,14 +232,6 @@ class JsonTokenizer(Tokenizer):
         beginning = text[:LOSS_CHARACTERS]
         decoded: str = self._tokenizer.decode(self.encode(beginning).tolist())
         return decoded.strip() != beginning.strip()
-
-    def _is_in_texts(self, token: int) -> bool:
-        """Return whether this added token is special, so counts no bytes, but plain text may encode to it."""
-        string = self._tokenizer.id_to_token(token) or ""
-        return self._is_special[token] and token in self._encode_one(string).ids
-
-    def _encode_one(self, text: str) -> "Encoding":
-        return self._tokenizer.encode(text, add_special_tokens=False)
 
     @property
     def end_of_text(self) -> int | None:
@@ -309,7 +301,74 @@ def parse_tokenizer_json(content: bytes) -> Tokenizer:
     Raises ValueError for content that cannot be used, UserError if the package `tokenizers` is missing.
     """
     content = content.removeprefix(codecs.BOM_UTF8)
-    return CharTokenizer.from_tokenizer_json(content) or JsonTokenizer(content)
+    with contextlib.suppress(ValueError):
+        return CharTokenizer.from_bytes(content)
+    return JsonTokenizer(content)
+
+
+def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenizer:
+    """Read a tokenizer by `read_named_tokenizer`, and parse it. Raises UserError if either fails."""
+    return parse_named_tokenizer(read_named_tokenizer(name, setting), name, setting)
+
+
+def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
+    """Parse a tokenizer.json. Raises UserError if it is unusable; the message gives `setting` and `name`."""
+    try:
+        return parse_tokenizer_json(content)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{setting} {name} cannot be used: {error}") from None
+
+
+def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
+    """Return the content of a tokenizer.json. `name` is gpt2, or a path or URL of the file or its folder.
+
+    A local folder may hold GPT-2's vocab.json and merges.txt, or encoder.json and vocab.bpe, instead. Raises
+    UserError, which begins with `setting`, for files that cannot be read or used.
+    """
+    if name == "gpt2":
+        return download_gpt2(setting)
+    folder = name.rstrip("/")
+    is_file = name.partition("?")[0].endswith(".json")
+    try:
+        return download(name if is_file else f"{folder}/tokenizer.json", setting)
+    except AbsentFile:
+        if is_file:
+            raise
+    for names in PAIRS:
+        paths = [os.path.join(folder.removeprefix("file://"), one) for one in names]
+        if all(map(os.path.isfile, paths)):
+            return read_vocabulary(paths, f"{setting} {folder}")
+    raise UserError(
+        f"{setting} {folder} is neither gpt2, nor a .json file, nor a folder with tokenizer.json, or "
+        f"vocab.json and merges.txt, or encoder.json and vocab.bpe{relative_to(folder)}; `python -m mingpt "
+        "prepare --tokenizer bpe` makes a BPE of a text"
+    )
+
+
+def download_gpt2(setting: str) -> bytes:
+    """Return GPT-2's tokenizer.json from Hugging Face's hub, or its cache. Raises UserError."""
+    try:
+        from huggingface_hub import hf_hub_download  # `tokenizers` depends on it
+
+        return Path(hf_hub_download(*GPT2, revision=GPT2_REVISION)).read_bytes()
+    except DriverError as error:
+        raise UserError(
+            f"{setting}=gpt2 cannot be read from Hugging Face's hub: {reason_of(error)}; without a network, "
+            "give the path of its tokenizer.json, or of a folder with its encoder.json and vocab.bpe"
+        ) from None
+
+
+def read_vocabulary(paths: Sequence[str], source: str) -> bytes:
+    """Return the tokenizer.json of GPT-2's two files. Raises UserError, which begins with `source`."""
+    library = import_tokenizers(source)
+    try:
+        package = byte_level_bpe(library.models.BPE.from_file(*paths))
+    except DriverError as error:
+        raise UserError(f"{source} has no vocabulary of GPT-2's form: {reason_of(error)}") from None
+    package.add_special_tokens([name for name in END_OF_TEXT if package.token_to_id(name) is not None])
+    return str(package.to_str()).encode()
 
 
 TOKENIZERS["json"] = JsonTokenizer

@@ -1,4 +1,8 @@
-"""Read token shards (nanoGPT's or llm.c's .bin files of tokens) as one array, by windows, never whole.
+"""Find and check token shards, files of tokens, and read them as one array, by windows, never whole.
+
+Formats: nanoGPT's (little-endian uint16, no header, files named train.bin and val.bin) and llm.c's, which is
+modded-nanogpt's too (256 int32: magic, version, number of tokens; then uint16 or uint32). `python -m mingpt
+prepare` describes its shards in a meta.json beside them, which is checked before it is used.
 
 No file is mapped into memory: if a mapped file were cut short, or its network failed, a signal would end the
 process, and resident memory would grow with the data.
@@ -6,21 +10,70 @@ process, and resident memory would grow with the data.
 
 import bisect
 import contextlib
+import glob
 import hashlib
 import itertools
-import operator
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
+import pydantic
 
 from mingpt.base.errors import ExpectedError, UserError
-from mingpt.data.shard_files import ShardFile, find_files, has_pattern, inspect, is_validation, read_meta
+from mingpt.base.files import BadJson, Count, Sha256, check_json, read_json, reason_of
+from mingpt.data.source import relative_to
+from mingpt.data.tokenizers import Tokenizer
 
 LOCAL = ("file://", "local://")
+GPT2_VOCABULARY = 50257  # tokens; for shards without a tokenizer
+HEADER_BYTES = 1024
+UINT16: np.dtype[Any] = np.dtype("<u2")
+UINT32: np.dtype[Any] = np.dtype("<u4")
+FORMATS = {(20240520, 1): UINT16, (20240801, 7): UINT32}  # magic and version: type of a token
+HEADERLESS = ("train.bin", "val.bin")
+BLOCK_BYTES = 4096  # a fingerprint (a hash) covers the first block, the last and two between
+SAMPLE_BYTES = 16384  # of a file's middle; they tell the type of its tokens
+MIN_NONZERO = 128  # tokens; by chance, all of them are at even places in less than one of 2^128 files
+VALIDATION = re.compile(r"(?<![^\W\d_])val(id|idation)?(?![^\W\d_])")  # not in medieval or eval
+Positive = Annotated[int, pydantic.Field(strict=True, gt=0)]
+
+
+class TokenizerMeta(pydantic.BaseModel):
+    sha256: Sha256 | None
+    vocab_size: Positive
+
+
+class FileMeta(pydantic.BaseModel):
+    name: Annotated[str, pydantic.Field(pattern=r"^[^/\x00]+\.bin$")]
+    tokens: Positive
+    bytes: Positive
+    sha256: Sha256
+
+
+class Meta(pydantic.BaseModel):
+    """The fields of a finished meta.json that this program uses; other fields are ignored."""
+
+    format: Literal[1]
+    complete: Literal[True]
+    val_bytes: Count | None  # of the validation text, after its first token; None if tokens lose text
+    tokenizer: TokenizerMeta
+    files: Annotated[list[FileMeta], pydantic.Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A checked file of `size` bytes, with `tokens` tokens of type `dtype` from byte `offset` on."""
+
+    path: str
+    size: int
+    tokens: int
+    offset: int
+    dtype: np.dtype[Any]
+    fingerprint: str
 
 
 def is_shards(path: str) -> bool:
@@ -44,6 +97,138 @@ def local_path(path: str) -> str | None:
     for scheme in LOCAL:
         path = path.removeprefix(scheme)
     return None if "://" in path else os.path.expanduser(path)
+
+
+def find_files(path: str) -> list[Path]:
+    """Return the files to read, sorted: a folder's .bin files, those of a pattern, or the file `path`.
+
+    The file may be missing. Raises UserError if a folder or pattern has no .bin file, or a pattern has files
+    of one name in several folders.
+    """
+    if os.path.isdir(path):
+        pattern = f"{glob.escape(path)}/*.bin"
+    elif os.path.lexists(path) or not has_pattern(path):
+        return [Path(path)]
+    else:
+        pattern = path
+    found = sorted(Path(name) for name in glob.glob(pattern) if name.endswith(".bin"))
+    if not found:
+        read_meta(Path(path))  # its error says so if prepare was interrupted before the first shard
+        raise UserError(
+            f"data.path {path} has no file whose name ends in .bin{relative_to(path)}: name a text, or token "
+            "shards, which `python -m mingpt prepare` makes of other files"
+        )
+    folders = sorted({str(file.parent) for file in found})
+    if len(folders) > 1:
+        raise UserError(
+            f"data.path {path} matches files in several folders, {folders[0]} and {folders[1]}: put them, or "
+            "links to them, in one"
+        )
+    return found
+
+
+def has_pattern(path: str) -> bool:
+    return any(mark in path for mark in "*?[")
+
+
+def is_validation(name: str) -> bool:
+    """Return whether the name has `val`, `valid` or `validation`, in lower case, with no letter beside it."""
+    return VALIDATION.search(name) is not None
+
+
+def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
+    """Check a file's header, type and size; return its layout and fingerprint as a ShardFile.
+
+    `entry` is the file's entry in meta.json, if any: its size must agree, its SHA-256 is not checked, but is
+    part of the fingerprint. Raises UserError, naming the file, if the file cannot be read or used.
+    """
+    if not os.path.isfile(path):  # to open a pipe might wait forever
+        raise UserError(f"{path} does not exist, or is no regular file{relative_to(path)}")
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            last, middle = size - BLOCK_BYTES, size // 16 * 8
+            # In a small file the blocks overlap.
+            places = [last * part // 3 for part in range(4 if last > 0 else 1)]
+            content = b"".join(os.pread(file.fileno(), BLOCK_BYTES, place) for place in places)
+            sample = os.pread(file.fileno(), min(SAMPLE_BYTES, middle), middle)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise UserError(f"{path} cannot be read: {reason_of(error)}") from None
+    tokens, offset, dtype = layout(path, content[:HEADER_BYTES], size)
+    if dtype == UINT16:
+        check_type(path, sample)
+    expected = offset + tokens * dtype.itemsize
+    if size != expected:
+        raise UserError(
+            f"{path} has {size:,} bytes, and {tokens:,} tokens with their header take {expected:,}: copy it "
+            "again"
+        )
+    name = os.fsencode(os.path.basename(path))
+    fingerprint = hashlib.sha256(b"%b\0%d\0" % (name, size) + content).hexdigest()
+    if entry is not None:
+        fingerprint = hashlib.sha256((entry["sha256"] + fingerprint).encode()).hexdigest()
+        if (entry["tokens"], entry["bytes"]) != (tokens, size):
+            raise UserError(
+                f"{path} has {tokens:,} tokens in {size:,} bytes, and the meta.json beside it says "
+                f"{entry['tokens']:,} in {entry['bytes']:,}: prepare the data again"
+            )
+    return ShardFile(path, size, tokens, offset, dtype, fingerprint)
+
+
+def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]]:
+    """Return a file's number of tokens, the byte offset of the first token, and the tokens' type.
+
+    `header` is the file's first HEADER_BYTES, `size` its length in bytes, which may not fit the header.
+    Without a known magic number, a file named as in HEADERLESS is all uint16 tokens. Raises UserError, naming
+    the file, for another unknown header.
+    """
+    magic, version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (0, 4, 8))
+    known = [magic for magic, _ in FORMATS]
+    if os.path.basename(path) in HEADERLESS and magic not in known:
+        return size // UINT16.itemsize, 0, UINT16
+    dtype = FORMATS.get((magic, version))
+    if dtype is None:
+        raise UserError(
+            f"{path} has {size:,} bytes, begins with {magic} and version {version}, and token shards begin "
+            f"with {' or '.join(map(str, known))}: if it holds nanoGPT's tokens, name it "
+            f"{' or '.join(HEADERLESS)}; otherwise leave it out of data.path"
+        )
+    return count, HEADER_BYTES, dtype
+
+
+def check_type(path: str, sample: bytes) -> None:
+    """Raise UserError if a file, to be read as uint16, has wider tokens; `sample` is from its middle."""
+    low, high = np.frombuffer(sample, UINT16).reshape(-1, 2).T
+    if np.count_nonzero(low) >= MIN_NONZERO and high.sum() * 4096 <= low.sum():
+        raise UserError(
+            f"{path} seems to hold tokens of 4 or 8 bytes, and would be read as uint16: write it as uint32 "
+            "after llm.c's header, 256 int32 that begin with 20240801, 7 and the number of tokens"
+        )
+
+
+def read_meta(folder: Path) -> dict[str, Any] | None:
+    """Return the checked content of the folder's meta.json; None if there is no such file.
+
+    Raises UserError if the file cannot be read, is damaged or another program's, or says that prepare has not
+    finished.
+    """
+    path = folder / "meta.json"
+    try:
+        meta = read_json(path)
+        if isinstance(meta, dict) and meta.get("complete") is False:
+            raise UserError(
+                f"{path} says that `python -m mingpt prepare` was interrupted: remove the folder {folder} "
+                "and run the same command again, unless it still runs"
+            )
+        check_json(meta, Meta)
+    except FileNotFoundError:
+        return None
+    except (OSError, BadJson) as error:
+        raise UserError(
+            f"{path} is damaged: {error}; prepare the data again, or rename it to read the shards without it"
+        ) from None
+    checked: dict[str, Any] = meta
+    return checked
 
 
 @contextlib.contextmanager
@@ -88,14 +273,20 @@ class TokenShards:
         Raises IndexError for a window outside of the array, UserError if a file is gone, forbidden or of
         another size than when it was checked, ExpectedError if reading fails otherwise.
         """
-        windows = np.empty((len(starts), length), dtype=np.int64)
-        for number, pieces in itertools.groupby(self._pieces(starts, length), key=operator.itemgetter(0)):
-            file = self._files[number]
+        first = np.asarray(starts, dtype=np.int64) + self._first
+        last = first + length
+        if ((first < self._first) | (last > self._stop)).any():
+            raise IndexError(f"windows of {length} from {list(starts)} do not all lie in {len(self)} tokens")
+        windows = np.empty((len(first), length), dtype=np.int64)
+        files = {number for pair in zip(first, last, strict=True) for number in self._files_of(*pair)}
+        for number in sorted(files):
+            file, begin, end = self._files[number], *self._borders[number : number + 2]
             with open_unchanged(file) as stream:
-                for _, row, column, first, count in pieces:
-                    stream.seek(file.offset + first * file.dtype.itemsize)
-                    content = stream.read(count * file.dtype.itemsize)
-                    windows[row, column : column + count] = np.frombuffer(content, dtype=file.dtype)
+                for row in np.flatnonzero((first < end) & (last > begin)):
+                    low, high = max(first[row], begin), min(last[row], end)
+                    stream.seek(file.offset + (low - begin) * file.dtype.itemsize)
+                    content = stream.read((high - low) * file.dtype.itemsize)
+                    windows[row, low - first[row] : high - first[row]] = np.frombuffer(content, file.dtype)
         return windows
 
     def where(self, position: int) -> str:
@@ -106,40 +297,25 @@ class TokenShards:
 
     def file_count(self) -> int:
         """Return the number of files that hold some of this array's tokens."""
-        return self._file_at(self._stop - 1) - self._file_at(self._first) + 1
+        return len(self._files_of(self._first, self._stop))
+
+    def _files_of(self, first: int, stop: int) -> range:
+        return range(self._file_at(first), self._file_at(stop - 1) + 1)
 
     def _file_at(self, position: int) -> int:
         return bisect.bisect_right(self._borders, position) - 1
 
-    def _pieces(
-        self, starts: Sequence[int] | np.ndarray, length: int
-    ) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield the reads of all windows, sorted by position, so that a batch opens few files.
-
-        A read is (number of the file, row or place in `starts`, column or place in the window, first token in
-        the file, number of tokens). Raises IndexError for a window outside of the array.
-        """
-        for row in np.argsort(starts).tolist():
-            start = int(starts[row])
-            if not 0 <= start <= len(self) - length:
-                raise IndexError(f"the window of {length} from {start} does not lie in {len(self)} tokens")
-            position, column = start + self._first, 0
-            number = self._file_at(position)
-            while column < length:
-                count = min(length - column, self._borders[number + 1] - position)
-                yield number, row, column, position - self._borders[number], count
-                position, column, number = position + count, column + count, number + 1
-
 
 @dataclass(frozen=True)
 class ShardData:
-    """Checked token shards, split into a training and a validation part.
+    """Checked token shards, split into a training and a validation part; the methods are those of `TextData`.
 
     `files` has each file's fingerprint (a hash) by name, in the order of reading; `fingerprint` is, in hex,
     the SHA-256 over these. `meta` is the content of the folder's meta.json, if there is one; its `val_bytes`
     is replaced by None if the files that are read are not exactly those that meta.json lists.
     """
 
+    path: str
     fingerprint: str
     files: dict[str, str]
     train: TokenShards
@@ -147,14 +323,46 @@ class ShardData:
     folder: Path  # where a tokenizer.json may lie
     meta: dict[str, Any] | None
 
+    def train_tokenizer(self, name: str) -> None:
+        """Return None for data.tokenizer=auto, as tokens need no tokenizer. Raises UserError for another."""
+        if name != "auto":
+            raise UserError(
+                f"data.tokenizer={name} is made from a text, and data.path {self.path} holds token shards: "
+                "give the tokenizer.json that they were made with"
+            )
+
+    def take_tokenizer(self, tokenizer: Tokenizer | None, _where: str) -> Tokenizer | None:
+        """Return the tokenizer, if any, of the weights to start with."""
+        return tokenizer
+
+    def check_tokenizer(self, tokenizer: Tokenizer | None, name: str) -> None:
+        """Raise UserError if meta.json names another tokenizer than this one, which data.tokenizer names."""
+        content = tokenizer.to_tokenizer_json() if tokenizer else None
+        made_with = self.meta["tokenizer"]["sha256"] if self.meta else None
+        if content and made_with and hashlib.sha256(content).hexdigest() != made_with:
+            raise UserError(
+                f"the token shards in {self.path} were prepared with another tokenizer than "
+                f"data.tokenizer={name}: leave that at auto, with their tokenizer.json beside them"
+            )
+
+    def encode(self, tokenizer: Tokenizer | None) -> tuple[TokenShards, TokenShards, int, int | None]:
+        """Return the two parts, the size of their vocabulary, and the bytes of the validation text, if known.
+
+        Without a tokenizer the size is that in meta.json, else GPT-2's.
+        """
+        size, val_bytes = GPT2_VOCABULARY, None
+        if self.meta:
+            size, val_bytes = self.meta["tokenizer"]["vocab_size"], self.meta["val_bytes"]
+        return self.train, self.val, size if tokenizer is None else len(tokenizer), val_bytes
+
 
 def open_shards(path: str, val_fraction: float) -> ShardData:
     """Find, order and check the files of `path`: a folder, a pattern or one .bin file; split their tokens.
 
     Files with the word val, valid or validation in their names are for validation. If there are none, the
     last `val_fraction` of all tokens is. Raises UserError for a URL, for files that are missing, unreadable
-    or no whole token shards, for an unusable meta.json, if meta.json lists other files than the folder
-    `path` has, or if the training or validation part has fewer than 2 tokens.
+    or no whole token shards, for an unusable meta.json, or if meta.json lists other files than the
+    folder `path` has.
     """
     local = local_path(path)
     if local is None:
@@ -180,14 +388,9 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
     n_train = (
         sum(file.tokens for file in files[:n_train_files]) if by_name else int(total * (1 - val_fraction))
     )
-    for part, count in (("training", n_train), ("validation", total - n_train)):
-        if count < 2:
-            way_out = "" if by_name else ", or another data.val_fraction"
-            raise UserError(
-                f"the {part} part of {path} has {count} of at least 2 tokens: use longer shards{way_out}"
-            )
     digests = {name: file.fingerprint for name, file in zip(names, files, strict=True)}
     return ShardData(
+        path,
         hashlib.sha256("".join(digests.values()).encode()).hexdigest(),
         digests,
         TokenShards(files, 0, n_train),

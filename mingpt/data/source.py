@@ -1,14 +1,13 @@
-"""Read the bytes of a text, or a tokenizer by name, from a path or any fsspec URL.
+"""Read the bytes at a path or any fsspec URL, and say in one sentence why that fails.
 
-A remote text is cached; any text is checked against `data.sha256`, if that is set. A tokenizer is a
-tokenizer.json, GPT-2's two files in a folder, or GPT-2's tokenizer from Hugging Face's hub.
+A remote text is cached; any text is checked against `data.sha256`, if that is set.
 """
 
 import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -18,16 +17,11 @@ from mingpt.base.files import DriverError, reason_of, write_atomic
 from mingpt.base.paths import refuse_pipe
 from mingpt.base.urls import missing_driver
 from mingpt.config import DataConfig
-from mingpt.data.json_tokenizer import END_OF_TEXT, byte_level_bpe, import_tokenizers, parse_tokenizer_json
-from mingpt.data.tokenizers import Tokenizer
 
 LOCAL = ("file://", "local://", "memory://")
 # Files that `python -m mingpt prepare` reads and training does not.
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 KINDS = {".jsonl": "line", ".ndjson": "line", ".parquet": "row"}  # what has a document
-GPT2 = ("openai-community/gpt2", "tokenizer.json")
-GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"  # so that all runs have the same bytes
-PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 log = logging.getLogger(__name__)
 
 
@@ -133,68 +127,3 @@ def suffix_of(path: str) -> str:
     """Return the suffix of a path or URL, before that of a compression: .jsonl for a.jsonl.gz."""
     stem, suffix = os.path.splitext(name_of(path))
     return os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix
-
-
-def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenizer:
-    """Read a tokenizer by `read_named_tokenizer`, and parse it. Raises UserError if either fails."""
-    return parse_named_tokenizer(read_named_tokenizer(name, setting), name, setting)
-
-
-def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
-    """Parse a tokenizer.json. Raises UserError if it is unusable; the message gives `setting` and `name`."""
-    try:
-        return parse_tokenizer_json(content)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{setting} {name} cannot be used: {error}") from None
-
-
-def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
-    """Return the content of a tokenizer.json. `name` is gpt2, or a path or URL of the file or its folder.
-
-    A local folder may hold GPT-2's vocab.json and merges.txt, or encoder.json and vocab.bpe, instead. Raises
-    UserError, which begins with `setting`, for files that cannot be read or used.
-    """
-    if name == "gpt2":
-        return download_gpt2(setting)
-    folder = name.rstrip("/")
-    is_file = name.partition("?")[0].endswith(".json")
-    try:
-        return download(name if is_file else f"{folder}/tokenizer.json", setting)
-    except AbsentFile:
-        if is_file:
-            raise
-    for names in PAIRS:
-        paths = [os.path.join(folder.removeprefix("file://"), one) for one in names]
-        if all(map(os.path.isfile, paths)):
-            return read_vocabulary(paths, f"{setting} {folder}")
-    raise UserError(
-        f"{setting} {folder} is neither gpt2, nor a .json file, nor a folder with tokenizer.json, or "
-        f"vocab.json and merges.txt, or encoder.json and vocab.bpe{relative_to(folder)}; `python -m mingpt "
-        "prepare --tokenizer bpe` makes a BPE of a text"
-    )
-
-
-def download_gpt2(setting: str) -> bytes:
-    """Return GPT-2's tokenizer.json from Hugging Face's hub, or its cache. Raises UserError."""
-    try:
-        from huggingface_hub import hf_hub_download  # `tokenizers` depends on it
-
-        return Path(hf_hub_download(*GPT2, revision=GPT2_REVISION)).read_bytes()
-    except DriverError as error:
-        raise UserError(
-            f"{setting}=gpt2 cannot be read from Hugging Face's hub: {reason_of(error)}; without a network, "
-            "give the path of its tokenizer.json, or of a folder with its encoder.json and vocab.bpe"
-        ) from None
-
-
-def read_vocabulary(paths: Sequence[str], source: str) -> bytes:
-    """Return the tokenizer.json of GPT-2's two files. Raises UserError, which begins with `source`."""
-    library = import_tokenizers(source)
-    try:
-        package = byte_level_bpe(library.models.BPE.from_file(*paths))
-    except DriverError as error:
-        raise UserError(f"{source} has no vocabulary of GPT-2's form: {reason_of(error)}") from None
-    package.add_special_tokens([name for name in END_OF_TEXT if package.token_to_id(name) is not None])
-    return str(package.to_str()).encode()

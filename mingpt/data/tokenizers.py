@@ -3,6 +3,7 @@
 TOKENIZERS has each kind of tokenizer by name. json_tokenizer.py reads any tokenizer.json.
 """
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -144,13 +145,12 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "CharTokenizer":
-        tokenizer = cls.from_tokenizer_json(content)
-        if tokenizer is None:
+        tokenizer = None
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            tokenizer = cls("".join(parse_json(content)["model"]["vocab"]))
+        if tokenizer is None or tokenizer.to_bytes() != content:
             raise ValueError("this is no tokenizer.json of characters")
         return tokenizer
-
-    def to_bytes(self) -> bytes:
-        return self.to_tokenizer_json()
 
     def __len__(self) -> int:
         return len(self.characters)
@@ -181,7 +181,7 @@ class CharTokenizer(Tokenizer):
     def default_prompt(self) -> list[int]:
         return self.encode("\n" if "\n" in self.characters else self.characters[0]).tolist()
 
-    def to_tokenizer_json(self) -> bytes:
+    def to_bytes(self) -> bytes:
         """Return a tokenizer.json with one word per character: WordLevel after a split at every character."""
         every_character = {"Regex": r"[\s\S]"}
         split = {"type": "Split", "pattern": every_character, "behavior": "Isolated", "invert": False}
@@ -199,14 +199,7 @@ class CharTokenizer(Tokenizer):
         }
         return json.dumps(spec, ensure_ascii=False, indent=1).encode()
 
-    @classmethod
-    def from_tokenizer_json(cls, content: bytes) -> "CharTokenizer | None":
-        """Return the tokenizer whose `to_tokenizer_json` gave this content; None for any other content."""
-        try:
-            tokenizer = cls("".join(parse_json(content)["model"]["vocab"]))
-        except (ValueError, TypeError, KeyError):
-            return None
-        return tokenizer if tokenizer.to_tokenizer_json() == content else None
+    to_tokenizer_json = to_bytes
 
     def tokens_by_meaning(self) -> dict[Any, int]:
         return {character: token for token, character in enumerate(self.characters)}

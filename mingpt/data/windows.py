@@ -1,20 +1,13 @@
-"""Turn a text or token shards into tokens and windows, and choose the windows that each worker reads.
+"""Windows of tokens: read them in batches, and choose those that each worker reads.
 
-The data are split first, and the model never trains on the validation part; only a tokenizer may be made from
-all of a text. A window is `block_size + 1` neighbouring tokens: an input, and its targets one token to the
-right. The order of windows is a seeded permutation per epoch, cut into micro-batches.
+A window is `block_size + 1` neighbouring tokens: an input, and its targets one token to the right. The order
+of windows is a seeded permutation per epoch, cut into micro-batches.
 """
 
-import codecs
-import hashlib
 import itertools
-import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from mingpt.base.errors import UserError
-from mingpt.base.files import decode_text, read_json
-from mingpt.config import DataConfig
-from mingpt.data.shards import ShardData, TokenShards, is_shards, open_shards
-from mingpt.data.source import hint_to_prepare, read_bytes
-from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer, bytes_of_token
+from mingpt.data.shards import TokenShards
 
 PREFETCH_BATCHES = 64  # gathered, and moved to the device, together
 PREFETCH_FROM_DISK = 128  # windows of token shards that are read ahead
@@ -34,10 +23,9 @@ FEISTEL_ROUNDS = 6
 PREFETCH_STEPS = 32  # permuted at once: a thousand windows cost about as much as ten
 MIX_1, MIX_2, GOLDEN = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
 MASK_64 = 0xFFFFFFFFFFFFFFFF
-GPT2_VOCABULARY = 50257  # tokens; for shards without a tokenizer
 
 
-class CharDataset(Dataset[tuple[Tensor, Tensor]]):
+class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     """All windows of a token array or of token shards, by the position of their first token.
 
     `dataset[start]` is (inputs, targets), each (block_size,) int64; `__getitems__` gathers a batch at once.
@@ -53,6 +41,10 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.tokens) - self.block_size
 
+    def file_count(self) -> int:
+        """Return the number of token shards that hold some of the tokens; 0 for an array."""
+        return 0 if isinstance(self.tokens, Tensor) else self.tokens.file_count()
+
     def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.__getitems__([start])
         return inputs[0], targets[0]
@@ -62,7 +54,7 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
         windows = self.read(starts, self.block_size + 1)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
-    def read(self, starts: Sequence[int], length: int) -> Tensor:
+    def read(self, starts: Sequence[int] | np.ndarray, length: int) -> Tensor:
         """Return the `length` tokens from each of `starts` on, (len(starts), length) int64.
 
         Raises IndexError past the end; with shards also UserError for a token outside of the vocabulary or a
@@ -109,9 +101,25 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
         on_device = to_device(on_cpu, device)
         yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
 
-    def eval_batches(self, batch_size: int, max_windows: int | None = None) -> "EvalBatches":
-        """Return batches of all windows end to end, or of `max_windows`, evenly spaced, if that is fewer."""
-        return EvalBatches(self, batch_size, max_windows)
+    def eval_batches(self, batch_size: int, max_windows: int | None = None) -> list[tuple[np.ndarray, int]]:
+        """Return the arguments of `read` for each batch of an evaluation: (starts, length).
+
+        The windows lie end to end: every token but the first is a target exactly once, and a last window of
+        fewer than `block_size` targets is a batch of its own. If `max_windows` is less than the number of
+        these windows, the batches have `max_windows` evenly spaced whole windows instead.
+        """
+        whole, rest = divmod(len(self.tokens) - 1, self.block_size)
+        count = whole if max_windows is None else min(max_windows, whole)
+        starts = np.arange(count) * whole // count * self.block_size
+        batches = [
+            (starts[first : first + batch_size], self.block_size + 1) for first in range(0, count, batch_size)
+        ]
+        if rest and (max_windows is None or max_windows > whole):
+            batches.append((np.array([whole * self.block_size]), rest + 1))
+        return batches
+
+
+CharDataset = WindowDataset  # its name elsewhere, from the time when tokens were characters
 
 
 def to_device(batch: tuple[Tensor, Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
@@ -120,37 +128,6 @@ def to_device(batch: tuple[Tensor, Tensor], device: torch.device | str) -> tuple
         return tuple(part.to(device) for part in batch)
     # The allocator of pinned memory gives the pages to nobody else until the copy has ended.
     return torch.stack(batch).pin_memory().to(device, non_blocking=True).unbind()
-
-
-class EvalBatches(Sequence[tuple[Tensor, Tensor]]):
-    """Batches of inputs and targets, each (<= batch_size, block_size) int64, read on access.
-
-    The windows lie end to end: every token but the first is a target exactly once, and a last window of fewer
-    than `block_size` targets is a batch of its own. If `max_windows` is less than the number of these
-    windows, the batches have `max_windows` evenly spaced whole windows instead.
-    """
-
-    def __init__(self, dataset: CharDataset, batch_size: int, max_windows: int | None) -> None:
-        self.dataset, self.batch_size = dataset, batch_size
-        self.whole, rest = divmod(len(dataset.tokens) - 1, dataset.block_size)
-        is_subset = max_windows is not None and max_windows < self.whole + (rest > 0)
-        self.windows = max_windows if max_windows is not None and is_subset else self.whole
-        self.has_last = rest > 0 and not is_subset
-
-    def __len__(self) -> int:
-        return math.ceil(self.windows / self.batch_size) + self.has_last
-
-    def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        block_size = self.dataset.block_size
-        first = number * self.batch_size
-        if first >= self.windows:
-            start = self.whole * block_size
-            last = self.dataset.read([start], len(self.dataset.tokens) - start)
-            return last[:, :-1], last[:, 1:]
-        numbers = range(first, min(first + self.batch_size, self.windows))
-        return self.dataset.__getitems__([one * self.whole // self.windows * block_size for one in numbers])
 
 
 def mix(*numbers: int) -> int:
@@ -202,7 +179,7 @@ class ElasticSampler(DistributedSampler[int]):
 
     def __init__(
         self,
-        dataset: CharDataset,
+        dataset: WindowDataset,
         *,
         batch_size: int,
         micro_batch_size: int,
@@ -264,120 +241,3 @@ class ElasticSampler(DistributedSampler[int]):
     def __len__(self) -> int:
         """The number of windows in an epoch, of all workers together."""
         return self.windows_per_epoch
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The data of a run: windows for training and evaluation, and their tokenizer."""
-
-    train: CharDataset
-    val: CharDataset
-    tokenizer: Tokenizer | None
-    vocab_size: int  # rows of the embedding; at least the tokenizer's size
-    fingerprint: str  # of the data, 64 hexadecimal digits
-    files: Mapping[str, str] = field(default_factory=dict)  # {shard's name: fingerprint}; empty for a text
-    val_bytes: int | None = None  # of the validation text in UTF-8, after its first token; None: unknown
-    entropy_floor: float | None = None  # nats per token of the validation part, if known
-
-
-class TextData:
-    """A text, not yet split. Raises UserError if it is empty, not UTF-8, or named *.jsonl or *.ndjson."""
-
-    def __init__(self, content: bytes, config: DataConfig) -> None:
-        if config.path.endswith((".jsonl", ".ndjson")):
-            raise UserError(f"data.path {config.path} is no text{hint_to_prepare(config.path)}")
-        try:
-            self.text = decode_text(content)
-        except ValueError as error:
-            raise UserError(f"data.path {config.path} is {error}{hint_to_prepare(config.path)}") from None
-        if not self.text:
-            raise UserError(f"data.path {config.path} is empty")
-        self.files: Mapping[str, str] = {}
-        # Without a byte order mark, so that a run that has trained on one does not go on with other windows.
-        self.fingerprint = hashlib.sha256(content.removeprefix(codecs.BOM_UTF8)).hexdigest()
-
-
-Data = TextData | ShardData
-
-
-def open_data(config: DataConfig) -> Data:
-    """Read the text, or open the token shards, of data.path on this machine. Raises UserError if unusable."""
-    if is_shards(config.path):
-        return open_shards(config.path, config.val_fraction)
-    return TextData(read_bytes(config), config)
-
-
-def make_corpus(content: bytes, config: DataConfig) -> Corpus:
-    """Return the Corpus of a text, `content`, encoded by the tokenizer that `train_tokenizer` makes of it.
-
-    Raises UserError for an unusable text, KeyError if data.tokenizer is neither auto nor in TOKENIZERS.
-    """
-    data = TextData(content, config)
-    return tokenize(data, config, train_tokenizer(data, config))
-
-
-def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: int | None = None) -> Corpus:
-    """Return the Corpus of `data`. `tokenizer`, which a text needs, encodes it; shards are tokens already.
-
-    The last `data.val_fraction` of a text is for validation. `rows`, the number of embedding rows of a model
-    to continue, becomes `vocab_size` without a comparison with the tokenizer. Raises UserError if the
-    training or validation part is shorter than a window, if the tokenizer cannot encode the text or, without
-    `rows`, if it has more tokens than data.vocab_size.
-    """
-    meta = data.meta if isinstance(data, ShardData) else None
-    vocab_size = rows or vocabulary_size(config, tokenizer, meta)
-    if isinstance(data, ShardData):
-        val_bytes = meta["val_bytes"] if meta else None
-        known = vocab_size if tokenizer is None else len(tokenizer)
-        parts = [CharDataset(part, config.block_size, known) for part in (data.train, data.val)]
-    else:
-        assert tokenizer is not None, "a text needs a tokenizer"
-        n_train = int(len(data.text) * (1 - config.val_fraction))
-        val_text = data.text[n_train:]
-        tokens = [tokenizer.encode(text) for text in (data.text[:n_train], val_text)]
-        val_bytes = len(val_text.encode()) - sum(bytes_of_token(tokenizer, int(one)) for one in tokens[1][:1])
-        if tokenizer.loses(val_text):
-            val_bytes = None
-        parts = [CharDataset(part, config.block_size) for part in tokens]
-    for part, dataset in zip(("training", "validation"), parts, strict=True):
-        if len(dataset.tokens) < config.block_size + 1:
-            raise UserError(
-                f"the {part} part of {config.path} has {len(dataset.tokens):,} tokens, fewer than one window "
-                f"of data.block_size + 1 = {config.block_size + 1}: use a longer text, a smaller "
-                "data.block_size or another data.val_fraction"
-            )
-    floor = entropy_floor(config, data.fingerprint) if isinstance(tokenizer, CharTokenizer) else None
-    train, val = parts
-    return Corpus(train, val, tokenizer, vocab_size, data.fingerprint, data.files, val_bytes, floor)
-
-
-def train_tokenizer(data: TextData, config: DataConfig) -> Tokenizer:
-    """Make a tokenizer of a text, of the kind that data.tokenizer names; auto means char.
-
-    Raises KeyError if TOKENIZERS lacks the kind, UserError if tokenizers of this kind are not made of a text.
-    """
-    return TOKENIZERS["char" if config.tokenizer == "auto" else config.tokenizer].train(data.text)
-
-
-def vocabulary_size(config: DataConfig, tokenizer: Tokenizer | None, meta: dict[str, Any] | None) -> int:
-    """Return the number of rows of a new model's embedding: data.vocab_size, else the tokenizer's size.
-
-    Without both, it is the size in `meta`, the content of the shards' meta.json, else GPT-2's. Raises
-    UserError if data.vocab_size is less than the tokenizer's size.
-    """
-    size = meta["tokenizer"]["vocab_size"] if meta else GPT2_VOCABULARY
-    size = size if tokenizer is None else len(tokenizer)
-    if tokenizer is not None and config.vocab_size is not None and config.vocab_size < size:
-        raise UserError(f"data.vocab_size is {config.vocab_size}, and the tokenizer has {size} tokens")
-    return config.vocab_size or size
-
-
-def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
-    """Return the nats per character that a .json beside the text gives for this text and split, else None."""
-    beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
-    try:
-        about = read_json(beside)
-        matches = about["sha256"] == fingerprint and about["val_fraction"] == config.val_fraction
-        return float(about["val_nats_per_character"]) if matches else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # there is no such file, or it has another purpose

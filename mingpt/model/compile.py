@@ -153,7 +153,7 @@ def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dt
         block = Block(model.config).to(x.device, dtype)
         x = x.to(dtype).requires_grad_()
         with autocast():
-            y = torch.compile(block.compute, dynamic=False)(x, 0, model.positions)
+            y = torch.compile(block.compute, dynamic=False)(x, model.positions)
         y.sum().backward()
     except Exception as error:  # any stage of the compiler may fail; training does without it
         log.warning(f"torch.compile failed ({reason_of(error)}); going on without it")

@@ -19,31 +19,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from mingpt.config import ModelConfig
-from mingpt.model import cpu_ops, loss
-from mingpt.model.layers import (
-    Dropout,
-    Embedding,
-    Linear,
-    Positions,
-    RMSNorm,
-    Rotary,
-    compiled_dropout,
-    compiling_for_cpu,
-    gelu,
-    rms_norm,
-    squared_relu,
-    use_torch_ops,
-)
+from mingpt.model.operations import KeyValues, Positions, head_logits, head_loss, ops_for, rms_norm
 
 Shape = tuple[int, ...]
-# Up to this number of tokens plain products are faster than the CPU's flash-attention kernel, whose backward
-# pass is slow.
-MAX_MATH_ATTENTION = 512
 
 
 def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -> dict[str, Shape]:
@@ -105,6 +87,30 @@ def draw_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed: in
     return weight.normal_(std=std, generator=generator)
 
 
+class Linear(nn.Linear):
+    """nn.Linear without initial weights: `draw_weight` draws them."""
+
+    def reset_parameters(self) -> None:
+        """Draw nothing: on the meta device nn.Linear would import torch._dynamo for it."""
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding without initial weights: `draw_weight` draws them."""
+
+    def reset_parameters(self) -> None:
+        """Draw nothing, as in Linear above."""
+
+
+class Dropout(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return ops_for(x).dropout(x, self.p if self.training else 0.0)
+
+
+class RMSNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return ops_for(x).rms_norm(x)
+
+
 class CausalSelfAttention(nn.Module):
     """Attention of each position to itself and to the positions before it."""
 
@@ -116,51 +122,25 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=bias)
         self.resid_dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, block: int, positions: Positions, cache: "Cache | None" = None) -> Tensor:
-        """Map (B, T, C) to (B, T, C); `block` is this block's number in the cache."""
-        batch, length, width = x.shape
+    def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
+        """Map (B, T, C) to (B, T, C), as TorchOps.attention says."""
         qkv = self.c_attn(x)  # (B, T, 3 C)
-        if cache or use_torch_ops(x) or length > MAX_MATH_ATTENTION:
-            heads = qkv.view(batch, length, 3, self.n_head, -1)
-            y = self.attend(heads, block, positions, cache).reshape(batch, length, width)
-        else:
-            rotary = positions.rotary
-            cos, sin = (rotary.cos, rotary.sin) if rotary else (None, None)
-            dropout = self.dropout if self.training else 0.0
-            y = cpu_ops.attention(qkv, self.n_head, positions.mask, cos, sin, dropout)
-        return self.resid_dropout(self.c_proj(y))
-
-    def attend(self, qkv: Tensor, block: int, positions: Positions, cache: "Cache | None") -> Tensor:
-        """Map (B, T, 3, H, D) queries, keys and values to (B, T, H, D), and extend the cache, if given."""
-        start = cache.length if cache else 0
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
-        if positions.rotary:
-            query, key = (positions.rotary(rms_norm(part), start) for part in (query, key))
-        if cache:
-            key, value = cache.extend(block, key, value)
-        length = query.size(2)
         dropout = self.dropout if self.training else 0.0
-        if compiling_for_cpu(query) and length <= MAX_MATH_ATTENTION:
-            mask = positions.mask[:length, :length].to(query.dtype)
-            scores = (query / math.sqrt(query.size(3))) @ key.mT + mask
-            weights = compiled_dropout(F.softmax(scores, dim=-1).to(value.dtype), dropout)
-            return (weights @ value).transpose(1, 2)
-        # After a cached start there is one token, which attends to all positions.
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=not start, dropout_p=dropout)
-        return y.transpose(1, 2)
+        y = ops_for(x).attention(qkv, self.n_head, positions, dropout, cache)  # (B, T, C)
+        return self.resid_dropout(self.c_proj(y))
 
 
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        bias = config.arch == "gpt2"
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=bias)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=bias)
+        self.is_gpt2 = config.arch == "gpt2"
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=self.is_gpt2)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=self.is_gpt2)
         self.dropout = Dropout(config.dropout)
-        self.activation = gelu if config.arch == "gpt2" else squared_relu
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.activation(self.c_fc(x))  # (B, T, 4 C)
+        ops, x = ops_for(x), self.c_fc(x)  # (B, T, 4 C)
+        x = ops.gelu(x) if self.is_gpt2 else ops.squared_relu(x)
         return self.dropout(self.c_proj(x))
 
 
@@ -173,17 +153,17 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.recompute = False
 
-    def forward(self, x: Tensor, block: int, positions: Positions, cache: "Cache | None" = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
         """Map (B, T, C) to (B, T, C); with `recompute`, the backward pass computes all activations again."""
         if cache is not None:  # never compiled: each token would have another shape
-            return Block.compute(self, x, block, positions, cache)
+            return Block.compute(self, x, positions, cache)
         if not (self.recompute and self.training and torch.is_grad_enabled()):
-            return self.compute(x, block, positions)
-        y: Tensor = checkpoint.checkpoint(self.compute, x, block, positions, use_reentrant=False)
+            return self.compute(x, positions)
+        y: Tensor = checkpoint.checkpoint(self.compute, x, positions, use_reentrant=False)
         return y
 
-    def compute(self, x: Tensor, block: int, positions: Positions, cache: "Cache | None" = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), block, positions, cache)
+    def compute(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), positions, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -204,12 +184,10 @@ class GPT(nn.Module):
         self.wte = Embedding(vocab_size, config.n_embd)
         self.wpe = Embedding(block_size, config.n_embd) if config.arch == "gpt2" else None
         self.drop = Dropout(config.dropout)
-        rotary = Rotary(config.n_embd // config.n_head, block_size) if config.arch == "modern" else None
-        self.positions = Positions(rotary, block_size)
+        self.positions = Positions(block_size, 0 if self.wpe else config.n_embd // config.n_head)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = make_norm(config)
-        tied = config.arch == "gpt2"
-        self.lm_head = None if tied else Linear(config.n_embd, vocab_size, bias=False)
+        self.lm_head = None if self.wpe else Linear(config.n_embd, vocab_size, bias=False)
         if not self.wte.weight.is_meta:
             self.init_weights(int(torch.randint(2**63 - 1, (), device="cpu")))
 
@@ -230,30 +208,24 @@ class GPT(nn.Module):
         self.positions.init_buffers()
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, cache: "Cache | None" = None
+        self, tokens: Tensor, targets: Tensor | None = None, caches: Sequence[KeyValues] | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Map (B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
 
-        With targets, logits have no gradient; they are None if there are more than loss.MAX_LOGITS of them:
-        the loss is then computed in chunks. With a cache the input continues the cached positions: any number
-        of tokens if the cache is empty, else one. Raises ValueError past block_size.
+        With targets, logits have no gradient, and are None if `head_loss` computes them in chunks. With
+        caches, one per block, the input continues the cached positions: any number of tokens if they are
+        empty, else one. Raises ValueError past block_size.
         """
-        start = cache.length if cache else 0
-        if start + tokens.size(1) > self.block_size:
-            raise ValueError(f"{start + tokens.size(1)} tokens do not fit in block_size {self.block_size}")
+        start = caches[0].length if caches else 0
+        end = start + tokens.size(1)
+        if end > self.block_size:
+            raise ValueError(f"{end} tokens do not fit in block_size {self.block_size}")
         x = self.wte(tokens)  # (B, T, C)
-        x = x + self.wpe.weight[start : start + tokens.size(1)] if self.wpe else rms_norm(x)
-        x = self.drop(x)
+        x = self.drop(x + self.wpe.weight[start:end] if self.wpe else rms_norm(x))
         for number, block in enumerate(self.h):
-            x = block(x, number, self.positions, cache)
+            x = block(x, self.positions, caches[number] if caches else None)
         x, weight = self.ln_f(x), (self.lm_head or self.wte).weight
-        if targets is not None and loss.needs_chunking(x, weight):
-            return None, loss.chunked_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
-        logits = loss.logits(x, weight)  # (B, T, V)
-        if targets is None:
-            return logits, None
-        # FSDP2 puts a hook on each output with a gradient, and warns of a view such as the GPU's logits.
-        return logits.detach(), F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return (head_logits(x, weight), None) if targets is None else head_loss(x, weight, targets)
 
     def flops_per_token(self) -> float:
         """Return the FLOPs of a forward and backward pass per token."""
@@ -271,32 +243,6 @@ class LossModule(nn.Module):
         """Map (B, T) tokens and targets to the mean loss in nats per token."""
         loss: Tensor = self.model(tokens, targets)[1]
         return loss
-
-
-class Cache:
-    """Keys and values of all positions so far, per block, in buffers of the model's context length."""
-
-    def __init__(self, model: GPT, batch_size: int = 1) -> None:
-        config, weight = model.config, model.wte.weight
-        head_size = config.n_embd // config.n_head
-        shape = (2, config.n_layer, batch_size, config.n_head, model.block_size, head_size)
-        self.stored = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
-        self.last_block = config.n_layer - 1
-        self.length = 0
-
-    def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a block's (B, H, T, D) keys and values; return all keys and values of this block.
-
-        Each is (B, H, length + T, D). Call the method for the blocks in order: `length` grows at the last.
-        """
-        assert not self.length or key.size(2) == 1, "several tokens would see those after them"
-        end = self.length + key.size(2)
-        for stored, new in zip(self.stored[:, block], (key, value), strict=True):
-            stored[:, :, self.length : end] = new
-        if block == self.last_block:
-            self.length = end
-        keys, values = self.stored[:, block, :, :, :end]
-        return keys.to(key.dtype), values.to(key.dtype)
 
 
 def choose(
@@ -340,30 +286,28 @@ def generate_batch(
     same device. Each sample has a random stream of its own, so that more samples change no more than the
     rounding of its logits. At `block_size` positions the older half of the context is dropped.
     """
-    was_training = model.training
+    was_training, block_size = model.training, model.block_size
     model.eval()
-    device = model.wte.weight.device
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    contexts = [list(prompt)[-model.block_size :] for _ in seeds]
-    cache, unread = Cache(model, len(seeds)), contexts
+    context = torch.tensor([list(prompt)[-block_size:] for _ in seeds])  # (samples, T)
+    head_size = model.config.n_embd // model.config.n_head
+    shape = len(seeds), model.config.n_head, block_size, head_size
+    caches, unread = [KeyValues(model.wte.weight, *shape) for _ in model.h], context
     has_ended = [False for _ in seeds]
     try:
         for _ in range(count):
-            if cache.length + len(unread[0]) > model.block_size:
-                unread = [context[-max(1, model.block_size // 2) :] for context in contexts]
-                cache = Cache(model, len(seeds))
-            logits, _ = model(torch.tensor(unread, device=device), cache=cache)
-            rows = logits[:, -1, :vocab_size].cpu()
-            unread = [
-                [choose(row, temperature, top_k, generator, top_p)]
-                for row, generator in zip(rows, generators, strict=True)
-            ]
-            has_ended = [ended or token == end for ended, (token,) in zip(has_ended, unread, strict=True)]
+            if caches[0].length + unread.size(1) > block_size:
+                unread = context[:, -max(1, block_size // 2) :]
+                for cache in caches:
+                    cache.length = 0
+            logits, _ = model(unread.to(model.wte.weight.device), caches=caches)
+            rows = zip(logits[:, -1, :vocab_size].cpu(), generators, strict=True)
+            tokens = [choose(row, temperature, top_k, generator, top_p) for row, generator in rows]
+            has_ended = [ended or token == end for ended, token in zip(has_ended, tokens, strict=True)]
             if all(has_ended):
                 return
-            contexts = [
-                (context + new)[-model.block_size :] for context, new in zip(contexts, unread, strict=True)
-            ]
-            yield [None if ended else token for ended, (token,) in zip(has_ended, unread, strict=True)]
+            unread = torch.tensor(tokens).unsqueeze(1)
+            context = torch.cat((context, unread), dim=1)[:, -block_size:]
+            yield [None if ended else token for ended, token in zip(has_ended, tokens, strict=True)]
     finally:
         model.train(was_training)

@@ -7,7 +7,7 @@ the other way, which is the same as swapping the halves of every head's features
 Each direction is the exact inverse of the other, bit by bit. transformers is imported on first use.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mingpt.base.errors import UserError
 from mingpt.config import Config, ModelConfig, check
-from mingpt.model.cpu_ops import EPSILON
-from mingpt.model.layers import ROTARY_BASE
+from mingpt.model.operations import EPSILON, ROTARY_BASE
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old files of GPT-2 hold
@@ -134,16 +133,11 @@ def hf_names(name: str, arch: str) -> list[str]:
 
 def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return the parameters of GPT as transformers' tensors, contiguous, without gpt2's tied head."""
-    found = {}
+    found = dict[str, Tensor]()
     for name, tensor in tensors.items():
-        parts = [tensor]
-        if config.arch == "gpt2" and name.endswith(TRANSPOSED):
-            parts = [tensor.t()]
-        elif config.arch == "modern" and name.endswith("attn.c_attn.weight"):
-            query, key, value = tensor.chunk(3)  # (C, C) each
-            parts = [swap_halves(query, config.n_head), swap_halves(key, config.n_head), value]
-        for its, part in zip(hf_names(name, config.arch), parts, strict=True):
-            found[its] = part.contiguous()
+        names = hf_names(name, config.arch)
+        parts = convert(name, tensor.chunk(len(names)), config)
+        found |= {its: part.contiguous() for its, part in zip(names, parts, strict=True)}
     return found
 
 
@@ -155,16 +149,21 @@ def from_hf(theirs: dict[str, Tensor], config: ModelConfig, names: Iterable[str]
     """
     ours = {}
     for name in names:
-        tensor, *more = (theirs.pop(its) for its in hf_names(name, config.arch))
-        if more:
-            key, value = more
-            tensor = torch.cat([swap_halves(tensor, config.n_head), swap_halves(key, config.n_head), value])
-        elif config.arch == "gpt2" and name.endswith(TRANSPOSED):
-            tensor = tensor.t()
-        ours[name] = tensor
+        parts = convert(name, [theirs.pop(its) for its in hf_names(name, config.arch)], config)
+        ours[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
     return ours
 
 
-def swap_halves(weight: Tensor, n_head: int) -> Tensor:
-    """Swap the first and the second half of every head's D rows in a (H D, C) matrix; its own inverse."""
-    return weight.view(n_head, 2, -1, weight.shape[1]).flip(1).view_as(weight)
+def convert(name: str, parts: Sequence[Tensor], config: ModelConfig) -> list[Tensor]:
+    """Return the matrices of a parameter of GPT as transformers has them, or the reverse, which is the same.
+
+    Some of gpt2's are transposed. In modern's queries and keys, (H D, C), the first and the second half of
+    every head's D rows change places.
+    """
+    if config.arch == "gpt2" and name.endswith(TRANSPOSED):
+        return [part.t() for part in parts]
+    if len(parts) == 1:
+        return list(parts)
+    *turned, value = parts
+    heads = [part.view(config.n_head, 2, -1, part.shape[1]) for part in turned]
+    return [*(head.flip(1).flatten(0, 2) for head in heads), value]

@@ -5,11 +5,11 @@ Rank 0 reports. Where nodes share no disk, one worker of each node also reports 
 A metric is a function of a step's statistics. A sink is a place for the metrics' values, such as a plot.
 """
 
-from mingpt.report.files import read_records
 from mingpt.report.history import load_history, mark_ended, read_job_start
 from mingpt.report.log import open_log
 from mingpt.report.metrics import RunStart, StepStats
 from mingpt.report.run_logger import RunLogger, StepTimer, is_reported
+from mingpt.report.writing import read_records
 
 __all__ = [
     "RunLogger",

@@ -15,8 +15,8 @@ import pydantic
 
 from mingpt.base.files import BadJson, Count, RunId, Seconds, read_json, reason_of, write_atomic
 from mingpt.distributed.rendezvous import MAX_REPEATS, repeated_sentence
-from mingpt.report.files import MayWrite, ReportFile
 from mingpt.report.metrics import RunStart
+from mingpt.report.writing import MayWrite, ReportFile
 
 PHASES = ("start_s", "evaluation_s", "snapshot_wait_s")
 log = logging.getLogger(__name__)

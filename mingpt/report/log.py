@@ -10,8 +10,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mingpt.base.urls import RedactingFormatter
-from mingpt.report.files import MayWrite, ReportFile
 from mingpt.report.metrics import RunStart, Sink, Values
+from mingpt.report.writing import MayWrite, ReportFile
 
 MAX_WAITING_LINES = 1000  # kept in memory while a disk is full; the terminal shows all lines
 log = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
 from mingpt.base.files import BadJson, check_json, read_json, reason_of, write_atomic
 from mingpt.base.paths import typed_path
-from mingpt.report.files import ReportFile, read_lines
 from mingpt.report.history import PHASES, Generation, History, plural
 from mingpt.report.metrics import RunStart, Sink, Values
+from mingpt.report.writing import ReportFile, read_lines
 
 MAX_LOSS = 1e30  # larger losses are left out, as are those that are not finite
 UNSCALED = 0.1  # the losses of this first share of the steps fall fast, and do not set the y-axis's range

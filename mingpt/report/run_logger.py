@@ -15,14 +15,13 @@ import torch
 
 from mingpt.config import TrainerConfig, to_yaml
 from mingpt.data import CharDataset
-from mingpt.data.shards import TokenShards
 from mingpt.distributed.device import Environment, gpu_facts, usable_cores
-from mingpt.report.files import JsonlSink, ReportFile
 from mingpt.report.history import RunHistory, load_history, plural
 from mingpt.report.log import ConsoleSink
 from mingpt.report.metrics import RunStart, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
 from mingpt.report.tracker import InThread, TensorBoard, Tracker
+from mingpt.report.writing import JsonlSink, ReportFile
 
 T = TypeVar("T")
 SINKS: list[Callable[[RunStart], Sink]] = [  # the sinks beside metrics.jsonl
@@ -243,5 +242,5 @@ def describe_strategy(trainer: TrainerConfig) -> str:
 
 def describe_part(part: CharDataset) -> str:
     """Return the size of a part of the data as a phrase: "900 tokens", or "900 tokens in 2 files"."""
-    files = f" in {plural(part.tokens.file_count(), 'file')}" if isinstance(part.tokens, TokenShards) else ""
+    files = f" in {plural(part.file_count(), 'file')}" if part.file_count() else ""
     return f"{len(part.tokens):,} tokens{files}"

@@ -22,17 +22,15 @@ from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
 from mingpt.config import Config, check_workers
 from mingpt.config.cli import parse
-from mingpt.data import TOKENIZERS, load_named_tokenizer, tokenize, train_tokenizer
-from mingpt.data.windows import TextData, open_data
+from mingpt.data import TOKENIZERS, load_named_tokenizer, tokenize
+from mingpt.data.corpus import open_data, tokenizer_file
 from mingpt.distributed.device import resolve_dtype
 from mingpt.model import parameter_shapes
-from mingpt.model.gpt import MAX_MATH_ATTENTION
-from mingpt.model.loss import MAX_LOGITS
+from mingpt.model.operations import attention_bytes, logits_bytes
 from mingpt.optim import state_shapes
 from mingpt.parallel.ddp import BUCKET_BYTES, fits_one_bucket
 from mingpt.parallel.tree import cover
-from mingpt.training.evaluate import MIN_BATCH_TOKENS
-from mingpt.training.run_data import find_tokenizer_file
+from mingpt.training.evaluate import eval_batch_size
 
 # From the simplest strategy to the one that needs least memory.
 STRATEGIES = [
@@ -94,20 +92,18 @@ def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, elemen
 def activations(config: Config, vocab_size: int, on_cpu: bool, element: int) -> float:
     """Return the bytes that a micro-batch's forward pass keeps, with the logits and their gradients.
 
-    In place of the equation's 5 a s / h, attention on a CPU keeps the softmax, and a mask of dropout, for
-    earlier positions; FlashAttention keeps neither.
+    The model tells what attention keeps, in place of the equation's 5 a s / h.
     """
     model, length = config.model, config.data.block_size
     tokens = config.trainer.micro_batch_size * length
     stream = tokens * model.n_embd
     block = 34 * stream * element / 2
-    if on_cpu and length <= MAX_MATH_ATTENTION:
-        block += (1 if model.dropout else 0.5) * element * tokens * model.n_head * length
+    block += tokens * attention_bytes(model.n_head, length, model.dropout, element, on_cpu)
     kept = model.n_layer * block
     if config.trainer.recompute == "block":
         kept = model.n_layer * 4 * stream + block  # the blocks' inputs, and what is computed again
-    logits = vocab_size * max(tokens, MIN_BATCH_TOKENS)  # an evaluation has some, too
-    return kept * (FRAGMENTED if on_cpu else 1) + 12 * min(logits, MAX_LOGITS)
+    rows = length * eval_batch_size(config)  # an evaluation has at least as many logits as a micro-batch
+    return kept * (FRAGMENTED if on_cpu else 1) + logits_bytes(rows, vocab_size)
 
 
 def render(config: Config, vocab_size: int, workers: int, limit: float, on_cpu: bool) -> list[str]:
@@ -149,12 +145,10 @@ def find_vocab_size(config: Config) -> int:
     """Return the number of rows of the embedding, by the data and its tokenizer. Raises UserError."""
     if config.snapshot.init_from and config.data.tokenizer == "auto":
         raise UserError("with snapshot.init_from a plan needs the weights' vocabulary: set data.vocab_size=N")
-    data, name, tokenizer = open_data(config.data), config.data.tokenizer, None
-    path = find_tokenizer_file(config.data, data) if name == "auto" else name
-    if path and str(path) not in TOKENIZERS:
-        tokenizer = load_named_tokenizer(str(path))
-    elif isinstance(data, TextData):
-        tokenizer = train_tokenizer(data, config.data)
+    data, name = open_data(config.data), config.data.tokenizer
+    path = tokenizer_file(data) if name == "auto" else name
+    is_file = path is not None and path not in TOKENIZERS
+    tokenizer = load_named_tokenizer(str(path)) if is_file else data.train_tokenizer(name)
     return tokenize(data, config.data, tokenizer).vocab_size
 
 

@@ -42,14 +42,8 @@ from mingpt.base.errors import UserError
 from mingpt.base.files import decode_text, fsync_path, parse_json, reason_of, write_atomic
 from mingpt.base.paths import refuse_pipe, typed_path
 from mingpt.data import CharTokenizer, JsonTokenizer, Tokenizer, load_named_tokenizer
-from mingpt.data.json_tokenizer import (
-    LOSS_CHARACTERS,
-    PIECE_CHARACTERS,
-    byte_level_bpe,
-    import_tokenizers,
-    split_text,
-)
-from mingpt.data.shard_files import FORMATS, HEADER_BYTES, UINT16, UINT32, read_meta
+from mingpt.data.json_tokenizer import PIECE_CHARACTERS, byte_level_bpe, import_tokenizers, split_text
+from mingpt.data.shards import FORMATS, HEADER_BYTES, UINT16, UINT32, read_meta
 from mingpt.data.source import KINDS, readable, suffix_of
 from mingpt.data.tokenizers import bytes_of_token
 
@@ -179,11 +173,16 @@ def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
     return content.encode()
 
 
+def pieces(texts: Iterable[str]) -> Iterator[str]:
+    """Yield parts of the texts, of at least PIECE_CHARACTERS unless a text is shorter."""
+    return chain.from_iterable(split_text(text, PIECE_CHARACTERS) for text in texts)
+
+
 def sample(texts: Iterable[str]) -> Iterator[str]:
     """Yield pieces of the texts, until SAMPLE_BYTES, or SAMPLE_WORD_BYTES of distinct words."""
     words = set[str]()
     size = word_bytes = 0
-    for piece in chain.from_iterable(split_text(text, PIECE_CHARACTERS) for text in texts):
+    for piece in pieces(texts):
         yield piece
         new = set(piece.split()) - words
         words |= new
@@ -245,16 +244,6 @@ def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_token
     return done
 
 
-def cut_short(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts until they have LOSS_CHARACTERS."""
-    left = LOSS_CHARACTERS
-    for text in texts:
-        yield text[:left]
-        left -= len(text)
-        if left <= 0:
-            return
-
-
 def finish_shard(path: Path, dtype: np.dtype[Any]) -> dict[str, Any]:
     """Write a shard's header, make the shard durable, and return its entry in meta.json."""
     size = path.stat().st_size
@@ -299,15 +288,15 @@ def prepare(options: Namespace, out: Path) -> str:
             arrays = encode_all(read_batches(texts, tokenizer, bar), tokenizer, after, dtype)
             tokens += write_tokens(out, part, arrays, options.shard_tokens)
     first = int(np.fromfile(out / "val_00000.bin", dtype, 1, offset=HEADER_BYTES)[0])
-    texts_again = islice(chain.from_iterable(map(read, files)), 100)
-    loses_text = tokenizer.token_bytes() is None and tokenizer.loses("".join(cut_short(texts_again)))
+    val_bytes = bar.n - before - bytes_of_token(tokenizer, first)
+    beginning = "".join(islice(pieces(chain.from_iterable(map(read, files))), 100))
     content = tokenizer.to_tokenizer_json() or b""
     digest = hashlib.sha256(content).hexdigest()
     meta = {
         "format": 1,
         "complete": True,
         "tokenizer": {"sha256": digest, "vocab_size": len(tokenizer), "end_of_text": end},
-        "val_bytes": None if loses_text else bar.n - before - bytes_of_token(tokenizer, first),
+        "val_bytes": None if tokenizer.loses(beginning) else val_bytes,
         "files": [finish_shard(path, dtype) for path in sorted(out.glob("*.bin"))],
     }
     write_atomic(out / "tokenizer.json", content)

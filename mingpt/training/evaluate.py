@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mingpt.base import events
 from mingpt.base.errors import UserError
+from mingpt.config import Config
 from mingpt.data import to_device
 from mingpt.distributed.device import autocast
 from mingpt.model import generate_batch
@@ -16,6 +17,11 @@ from mingpt.training.run import Run
 
 log = logging.getLogger(__name__)
 MIN_BATCH_TOKENS = 4096  # without a backward pass there is memory for so many; small batches are slow
+
+
+def eval_batch_size(config: Config) -> int:
+    """Return the number of windows that an evaluation computes at once."""
+    return max(config.trainer.micro_batch_size, MIN_BATCH_TOKENS // config.data.block_size)
 
 
 class Evaluator:
@@ -53,9 +59,7 @@ class Evaluator:
         A request to stop ends it early. Raises UserError for data that cannot be used, on this rank alone.
         Collective if weights are sharded.
         """
-        trainer, block_size = self.config.trainer, self.config.data.block_size
-        batch_size = max(trainer.micro_batch_size, MIN_BATCH_TOKENS // block_size)
-        batches = self.corpus.val.eval_batches(batch_size, trainer.eval_windows)
+        batches = self.corpus.val.eval_batches(eval_batch_size(self.config), self.config.trainer.eval_windows)
         sums = torch.zeros(3, len(batches), dtype=torch.float64)
         error: UserError | None = None
         self.model.eval()
@@ -66,21 +70,21 @@ class Evaluator:
                 break
             if number < len(batches):
                 try:
-                    sums[:, number] = self.evaluate_batch(*batches[number])
+                    sums[:, number] = self.evaluate_batch(self.corpus.val.read(*batches[number]))
                     continue
                 except UserError as data_error:
                     error = data_error
             if self.strategy.weights_are_sharded:  # the others' forward passes need this rank's weights
-                self.evaluate_batch(*torch.zeros(2, 1, 1, dtype=torch.long))
+                self.evaluate_batch(torch.zeros(1, 2, dtype=torch.long))
         self.model.train()
         if error is not None:
             raise error
         return sums
 
     @torch.no_grad()
-    def evaluate_batch(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return sums over a (B, T) batch, (3,) on the CPU: nats, bytes of text (0: unknown), targets."""
-        device = self.context.device
+    def evaluate_batch(self, windows: Tensor) -> Tensor:
+        """Return sums over (B, T + 1) windows, (3,) on the CPU: nats, bytes of text (0: unknown), targets."""
+        device, inputs, targets = self.context.device, windows[:, :-1], windows[:, 1:]
         with autocast(device, self.context.dtype):
             _, loss = self.model(*to_device((inputs, targets), device))
         text_bytes = 0 if self.token_bytes is None else int(self.token_bytes[targets.numpy()].sum())

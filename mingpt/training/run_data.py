@@ -1,6 +1,5 @@
 """The data of a run, the same on all ranks, and the tokenizer that goes with it."""
 
-import hashlib
 import logging
 import platform
 from collections.abc import Callable, Mapping
@@ -18,14 +17,13 @@ from mingpt.data import (
     is_shards,
     kind_of,
     load_tokenizer,
-    local_path,
     open_shards,
     read_bytes,
     read_named_tokenizer,
     tokenize,
-    train_tokenizer,
 )
-from mingpt.data.source import parse_named_tokenizer
+from mingpt.data.corpus import tokenizer_file
+from mingpt.data.json_tokenizer import parse_named_tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import StoredState
 from mingpt.snapshot.contents import make_tokenizer
@@ -40,8 +38,7 @@ def load_data(config: Config, context: DistributedContext) -> Data:
 
     All ranks raise UserError if the data cannot be used, or if token shards differ between nodes.
     """
-    any_shards = any(context.all_gather_object(is_shards(config.data.path)))
-    if any_shards:
+    if any(context.all_gather_object(is_shards(config.data.path))):
         return load_shards(config.data, context)
     content = read_on_first_node(context, lambda: read_bytes(config.data), "the text")
     return context.on_all(lambda: TextData(content, config.data))
@@ -107,7 +104,7 @@ def load_corpus(
     """
     if snapshot is None:
         tokenizer = choose_tokenizer(config.data, context, data, initial)
-        check_prepared_with(config.data, data, tokenizer)
+        data.check_tokenizer(tokenizer, config.data.tokenizer)
         rows = initial_rows(config.data, context, tokenizer, initial)
     else:
         keeps_tokenizer = config.data.tokenizer == "auto" or is_restart
@@ -137,12 +134,12 @@ def snapshot_tokenizer(
     if keeps_it:
         return carried
     try:
-        named = read_named(config, context, data)
+        named = choose_tokenizer(config, context, data, None)
     except UserError as error:
         if context.rank == 0:
             log.warning(f"{error}; the snapshot's tokenizer is used")
         return carried
-    if carried is None or named.fingerprint() != carried.fingerprint():
+    if named is None or carried is None or named.fingerprint() != carried.fingerprint():
         raise UserError(
             f"data.tokenizer={config.tokenizer} is another tokenizer than that of the snapshots of this run: "
             "leave it out, or choose another run_dir, with snapshot.init_from to keep the weights"
@@ -153,37 +150,23 @@ def snapshot_tokenizer(
 def choose_tokenizer(
     config: DataConfig, context: DistributedContext, data: Data, initial: InitialWeights | None
 ) -> Tokenizer | None:
-    """Return the tokenizer of a fresh run, as data.tokenizer says. Raises UserError. Collective.
+    """Return the tokenizer that data.tokenizer names: read, or made of a text. Raises UserError. Collective.
 
     For auto: tokenizer.json beside the data, else the one of `initial`, the weights to start with; else
     characters, or None for shards.
     """
-    if config.tokenizer != "auto":
-        return read_named(config, context, data)
-    path = find_tokenizer_file(config, data)
-    found = context.all_gather_object(path is not None)
-    if any(found):
+    name = config.tokenizer
+    if name in TOKENIZERS:
+        return context.on_all(lambda: data.train_tokenizer(name))
+    if name != "auto":
+        return read_tokenizer(context, name, name)
+    path = tokenizer_file(data)
+    if any(context.all_gather_object(path is not None)):
         return read_tokenizer(context, path, config.path)
     tokenizer = broadcast_tokenizer(context, initial, data)
-    if tokenizer is None and isinstance(data, TextData):
-        tokenizer = context.on_all(lambda: train_tokenizer(data, config))
+    if tokenizer is None:
+        tokenizer = context.on_all(lambda: data.train_tokenizer(name))
     return tokenizer
-
-
-def read_named(config: DataConfig, context: DistributedContext, data: Data) -> Tokenizer:
-    """Return the tokenizer that data.tokenizer, which is not auto, names: read, or made from the text `data`.
-
-    Raises UserError, also if it is made from a text and `data` is token shards. Collective.
-    """
-    name = config.tokenizer
-    if name not in TOKENIZERS:
-        return read_tokenizer(context, name, name)
-    if isinstance(data, TextData):
-        return context.on_all(lambda: train_tokenizer(data, config))
-    raise UserError(
-        f"data.tokenizer={name} is made from a text, and data.path {config.path} holds token shards: give "
-        "the tokenizer.json that they were made with"
-    )
 
 
 def read_tokenizer(context: DistributedContext, path: Path | str | None, place: str) -> Tokenizer:
@@ -202,60 +185,28 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
     return context.on_all(lambda: parse_named_tokenizer(content, name, "data.tokenizer"))
 
 
-def find_tokenizer_file(config: DataConfig, data: Data) -> Path | None:
-    """Return the tokenizer.json in the folder of the data, if this node has one; None for a URL."""
-    text = local_path(config.resolved_path)
-    if text is None:
-        return None
-    folder = data.folder if isinstance(data, ShardData) else Path(text).parent
-    path = folder / "tokenizer.json"
-    return path if path.is_file() else None
-
-
 def broadcast_tokenizer(
     context: DistributedContext, initial: InitialWeights | None, data: Data
 ) -> Tokenizer | None:
     """Return the tokenizer of the weights to start with, from rank 0, on all ranks. Collective.
 
-    None without such weights, for shards if the weights have no tokenizer, and for a text if they have one of
-    characters, since the text makes its own. Raises UserError if the data is a text and the weights have no
-    tokenizer: characters would take over none of their rows.
+    None without such weights, or if the data do not take it. Raises UserError if they need one.
     """
     content = b""
 
     def choose() -> str | None:
         nonlocal content
-        if initial is None or (initial.tokenizer is None and isinstance(data, ShardData)):
+        tokenizer = data.take_tokenizer(initial.tokenizer, initial.where) if initial else None
+        if tokenizer is None:
             return None
-        if initial.tokenizer is None:
-            raise UserError(
-                f"snapshot.init_from={initial.where} has no tokenizer that can be read: name it by "
-                "data.tokenizer, as a tokenizer.json or gpt2; data.tokenizer=char begins with characters"
-            )
-        kind = kind_of(initial.tokenizer)
-        if kind != "json" and isinstance(data, TextData):
-            return None
-        content = initial.tokenizer.to_bytes()
-        return kind
+        content = tokenizer.to_bytes()
+        return kind_of(tokenizer)
 
     kind = context.on_rank(0, choose)
     if kind is None:
         return None
     received = read_on(0, context, lambda: content)
     return context.on_all(lambda: load_tokenizer(kind, received))
-
-
-def check_prepared_with(config: DataConfig, data: Data, tokenizer: Tokenizer | None) -> None:
-    """Raise UserError if meta.json beside the shards names another tokenizer than `tokenizer`."""
-    meta = data.meta if isinstance(data, ShardData) else None
-    content = tokenizer.to_tokenizer_json() if tokenizer else None
-    if meta is None or content is None or meta["tokenizer"]["sha256"] is None:
-        return
-    if hashlib.sha256(content).hexdigest() != meta["tokenizer"]["sha256"]:
-        raise UserError(
-            f"the token shards in {config.path} were prepared with another tokenizer than "
-            f"data.tokenizer={config.tokenizer}: leave that at auto, with their tokenizer.json beside them"
-        )
 
 
 def initial_rows(

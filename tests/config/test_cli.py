@@ -7,7 +7,7 @@ from conftest import ROOT
 from mingpt.base.errors import UserError
 from mingpt.config import Config, settings
 from mingpt.config.cli import parse
-from mingpt.data import TextData, read_bytes, tokenize, train_tokenizer
+from mingpt.data import make_corpus, read_bytes
 
 
 def test_the_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
@@ -140,8 +140,7 @@ def test_the_default_file_and_text_are_those_beside_train_py_wherever_it_is_star
     config = parse([])
     assert config == Config(), "what is recorded is the same everywhere"
     assert read_bytes(config.data) == (ROOT / "data/input.txt").read_bytes()
-    text = TextData(read_bytes(config.data), config.data)
-    assert tokenize(text, config.data, train_tokenizer(text, config.data)).entropy_floor
+    assert make_corpus(read_bytes(config.data), config.data).entropy_floor
     (tmp_path / "data").mkdir()
     (tmp_path / "data/input.txt").write_text("the text of the working directory\n")
     assert read_bytes(config.data).startswith(b"the text of the working directory")

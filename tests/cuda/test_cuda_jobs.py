@@ -135,7 +135,7 @@ def test_fast_reduction_learns_the_same(
 
 def test_gpt2_learns_on_a_card_without_bfloat16_with_its_loss_in_chunks(begin: Begin, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"model__arch": "gpt2", "optimizer__name": "adamw", "model__dropout": 0.1}
-    program = changed_program(tmp_path, "import mingpt.model.loss\nmingpt.model.loss.MAX_LOGITS = 64")
+    program = changed_program(tmp_path, "import mingpt.model.operations as it\nit.MAX_LOGITS = 64")
     settings |= {"program": program, "trainer__workers": 2}
     finished(begin(env={"STANDIN_CAPABILITY": "7.5"}, **settings), tmp_path)
     losses = list(read_metric(tmp_path / "run").values())

@@ -15,8 +15,10 @@ from support.needs import need_proc
 from support.shards import llmc_header, write_llmc, write_nanogpt
 
 from mingpt.base.errors import UserError
-from mingpt.data.shard_files import is_validation
-from mingpt.data.shards import TokenShards, is_shards, open_shards
+from mingpt.config import DataConfig
+from mingpt.data import tokenize
+from mingpt.data.corpus import open_data
+from mingpt.data.shards import TokenShards, is_shards, is_validation, open_shards
 
 RNG = np.random.default_rng(0)
 
@@ -274,10 +276,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (lambda folder: os.mkfifo(folder / "a.bin"), r"/a\.bin .*is no regular file"),
     "a device": (lambda folder: (folder / "a.bin").symlink_to("/dev/zero"), r"/a\.bin .*is no regular file"),
     "a broken link": (lambda folder: (folder / "a.bin").symlink_to("gone"), r"/a\.bin does not exist"),
-    "one token of validation": (
-        lambda folder: write_llmc(folder / "val_0.bin", [1]),
-        r"the validation part of .* has 1 of at least 2 tokens",
-    ),
 }
 
 
@@ -351,8 +349,9 @@ def test_a_path_without_shards_is_told_in_a_sentence(path: str, sentence: str, t
 def test_a_split_that_leaves_a_part_without_tokens_is_refused(tmp_path: Path) -> None:
     write_llmc(tmp_path / "a.bin", range(10))
     for val_fraction, part in ((0.01, "validation"), (0.95, "training")):
-        with pytest.raises(UserError, match=f"the {part} part .* at least 2.* data.val_fraction"):
-            open_shards(str(tmp_path), val_fraction)
+        config = DataConfig(path=str(tmp_path), block_size=1, val_fraction=val_fraction)
+        with pytest.raises(UserError, match=f"the {part} part .* fewer than one window .* data.val_fraction"):
+            tokenize(open_data(config), config, None)
 
 
 def change_meta(**changes: Any) -> Callable[[Path], object]:

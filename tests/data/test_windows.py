@@ -21,10 +21,11 @@ def test_a_window_is_an_input_and_its_targets_one_to_the_right() -> None:
 
 @pytest.mark.parametrize("length", [9, 10, 16, 17, 18, 50])
 def test_validation_predicts_every_token_but_the_first_exactly_once(length: int) -> None:
-    batches = list(CharDataset(np.arange(length, dtype=np.uint8), 8).eval_batches(3))
-    predicted = [token for _, targets in batches for token in targets.flatten().tolist()]
+    dataset = CharDataset(np.arange(length, dtype=np.uint8), 8)
+    batches = [dataset.read(*batch) for batch in dataset.eval_batches(3)]
+    predicted = [token for windows in batches for token in windows[:, 1:].flatten().tolist()]
     assert predicted == list(range(1, length))
-    assert all(torch.equal(inputs + 1, targets) and len(inputs) <= 3 for inputs, targets in batches)
+    assert all(1 <= len(windows) <= 3 and windows.size(1) <= 9 for windows in batches)
 
 
 @pytest.mark.parametrize("length", [9, 17, 18, 50, 333])
@@ -33,8 +34,15 @@ def test_a_subset_of_windows_is_evenly_spaced_and_does_not_depend_on_the_batch_s
     length: int, max_windows: int
 ) -> None:
     dataset = CharDataset(np.arange(length, dtype=np.uint16), 8)
-    few = [row for inputs, _ in dataset.eval_batches(2, max_windows) for row in inputs.tolist()]
-    assert few == [row for inputs, _ in dataset.eval_batches(3, max_windows) for row in inputs.tolist()]
+    few, same = (
+        [
+            row[:-1]
+            for batch in dataset.eval_batches(size, max_windows)
+            for row in dataset.read(*batch).tolist()
+        ]
+        for size in (2, 3)
+    )
+    assert few == same
     starts = [row[0] for row in few]
     whole, rest = divmod(length - 1, 8)
     if max_windows >= whole + (rest > 0):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mingpt.config import ModelConfig
-from mingpt.model import GPT, loss
+from mingpt.model import GPT, operations
 
 VOCAB_SIZE, WIDTH, ROWS = 1000, 24, 300
 
@@ -46,16 +46,16 @@ class LargestResult(TorchDispatchMode):
 def test_chunks_have_the_loss_and_the_gradient_of_the_whole(
     padded: int, max_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss, "MAX_LOGITS", max_logits)
-    monkeypatch.setattr(loss, "padding", lambda _: padded)
+    monkeypatch.setattr(operations, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(operations, "padding", lambda _: padded)
     x, weight, targets = features()
-    torch.testing.assert_close(loss.logits(x, weight), x @ weight.T)
+    torch.testing.assert_close(operations.head_logits(x, weight), x @ weight.T)
     expected = F.cross_entropy(x @ weight.T, targets)
-    value = loss.chunked_cross_entropy(x, weight, targets)
+    value = operations.chunked_cross_entropy(x, weight, targets)
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close(gradients(value, x, weight), gradients(expected, x, weight))
     with torch.no_grad():
-        torch.testing.assert_close(loss.chunked_cross_entropy(x, weight, targets), expected)
+        torch.testing.assert_close(operations.chunked_cross_entropy(x, weight, targets), expected)
 
 
 def test_under_autocast_the_gradient_is_as_exact_as_that_of_torch() -> None:
@@ -63,7 +63,7 @@ def test_under_autocast_the_gradient_is_as_exact_as_that_of_torch() -> None:
     exact = gradients(F.cross_entropy(x @ weight.T, targets), x, weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = gradients(F.cross_entropy(F.linear(x, weight).float(), targets), x, weight)
-        ours = gradients(loss.chunked_cross_entropy(x, weight, targets), x, weight)
+        ours = gradients(operations.chunked_cross_entropy(x, weight, targets), x, weight)
     for right, one, other in zip(exact, plain, ours, strict=True):
         assert (other - right).norm() < 1.2 * (one - right).norm()
         assert other.dtype == right.dtype
@@ -84,7 +84,7 @@ def test_a_large_vocabulary_never_has_all_its_logits(training: bool, monkeypatch
 
     whole, all_logits = run()
     assert all_logits == tokens.numel() * 2000
-    monkeypatch.setattr(loss, "MAX_LOGITS", 128 * 2000)
+    monkeypatch.setattr(operations, "MAX_LOGITS", 128 * 2000)
     value, elements = run()
     assert elements == 128 * 2000
     torch.testing.assert_close(value, whole)
@@ -94,11 +94,11 @@ def test_a_large_vocabulary_never_has_all_its_logits(training: bool, monkeypatch
 
 def test_chunks_keep_small_gradients_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divided by 20,000 rows, the gradients of most logits would be zero in float16."""
-    monkeypatch.setattr(loss, "MAX_LOGITS", 1)
+    monkeypatch.setattr(operations, "MAX_LOGITS", 1)
     torch.manual_seed(0)
     x, weight = torch.randn(20_000, 4, requires_grad=True), torch.randn(500, 4, requires_grad=True)
     targets = torch.randint(0, 250, (20_000,))
     expected = gradients(F.cross_entropy(x @ weight.T, targets), weight)[0]
     with torch.autocast("cpu", dtype=torch.float16):
-        value = loss.chunked_cross_entropy(x, weight, targets)
+        value = operations.chunked_cross_entropy(x, weight, targets)
     torch.testing.assert_close(gradients(value, weight)[0], expected, rtol=0.02, atol=1e-5)

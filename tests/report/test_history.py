@@ -85,7 +85,7 @@ def test_no_step_waits_for_a_slow_disk_and_the_latest_content_is_written(
         written.append(content)
 
     begin(history)
-    monkeypatch.setattr("mingpt.report.files.write_atomic", slow_write)
+    monkeypatch.setattr("mingpt.report.writing.write_atomic", slow_write)
     for step in range(1, 100):
         history.note_step(step, 0.5)
     go_on.set()

@@ -11,7 +11,7 @@ from mingpt.base.command import run_command
 from mingpt.config import Config
 from mingpt.config.cli import build
 from mingpt.model import GPT, LossModule
-from mingpt.model.cpu_ops import gelu_tables
+from mingpt.model.operations import gelu_tables
 from mingpt.tools.plan import FRAGMENTED, activations, estimate, main
 
 TINY = ["model.n_layer=1", "model.n_embd=16", "data.block_size=32"]

@@ -7,7 +7,7 @@ from support.faults import FaultyDisk
 from support.runs import make_run
 
 from mingpt.base.files import write_atomic
-from mingpt.report.files import JsonlSink, ReportFile, read_records
+from mingpt.report.writing import JsonlSink, ReportFile, read_records
 
 
 def test_a_file_whose_folder_changed_hands_during_the_write_is_left_alone(tmp_path: Path) -> None:

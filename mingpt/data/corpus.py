@@ -1,0 +1,161 @@
+"""The data of a run: a text or token shards, split for training and validation, as windows of tokens.
+
+The data are split first, and the model never trains on the validation part; only a tokenizer may be made from
+all of a text. `TextData` and `ShardData` have the same methods, so that only `is_shards`, asked where
+data.path is opened, tells one from the other.
+"""
+
+import codecs
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mingpt.base.errors import UserError
+from mingpt.base.files import decode_text, read_json
+from mingpt.config import DataConfig
+from mingpt.data.shards import ShardData, is_shards, local_path, open_shards
+from mingpt.data.source import hint_to_prepare, read_bytes
+from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer, bytes_of_token, kind_of
+from mingpt.data.windows import WindowDataset
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The data of a run: windows for training and evaluation, and their tokenizer."""
+
+    train: WindowDataset
+    val: WindowDataset
+    tokenizer: Tokenizer | None
+    vocab_size: int  # rows of the embedding; at least the tokenizer's size
+    fingerprint: str  # of the data, 64 hexadecimal digits
+    files: Mapping[str, str] = field(default_factory=dict)  # {shard's name: fingerprint}; empty for a text
+    val_bytes: int | None = None  # of the validation text in UTF-8, after its first token; None: unknown
+    entropy_floor: float | None = None  # nats per token of the validation part, if known
+
+
+class TextData:
+    """A text, not yet split. Raises UserError if it is empty, not UTF-8, or named *.jsonl or *.ndjson."""
+
+    def __init__(self, content: bytes, config: DataConfig) -> None:
+        if config.path.endswith((".jsonl", ".ndjson")):
+            raise UserError(f"data.path {config.path} is no text{hint_to_prepare(config.path)}")
+        try:
+            self.text = decode_text(content)
+        except ValueError as error:
+            raise UserError(f"data.path {config.path} is {error}{hint_to_prepare(config.path)}") from None
+        if not self.text:
+            raise UserError(f"data.path {config.path} is empty")
+        self.files: Mapping[str, str] = {}
+        local = local_path(config.resolved_path)
+        self.folder = None if local is None else Path(local).parent
+        self.val_fraction = config.val_fraction
+        # Without a byte order mark, so that a run that has trained on one does not go on with other windows.
+        self.fingerprint = hashlib.sha256(content.removeprefix(codecs.BOM_UTF8)).hexdigest()
+
+    def train_tokenizer(self, name: str) -> Tokenizer:
+        """Make a tokenizer of the text, of the kind that data.tokenizer names; auto means char.
+
+        Raises KeyError if TOKENIZERS lacks the kind, UserError if its tokenizers are not made of a text.
+        """
+        return TOKENIZERS["char" if name == "auto" else name].train(self.text)
+
+    def take_tokenizer(self, tokenizer: Tokenizer | None, where: str) -> Tokenizer | None:
+        """Return the tokenizer of the weights to start with, which are from `where`.
+
+        Return None for one of characters, since a text makes its own. Raises UserError if they have none:
+        characters would take over none of their rows.
+        """
+        if tokenizer is None:
+            raise UserError(
+                f"snapshot.init_from={where} has no tokenizer that can be read: name it by "
+                "data.tokenizer, as a tokenizer.json or gpt2; data.tokenizer=char begins with characters"
+            )
+        return tokenizer if kind_of(tokenizer) == "json" else None
+
+    def check_tokenizer(self, _tokenizer: Tokenizer | None, _name: str) -> None:
+        """Do nothing, as any tokenizer goes with a text."""
+
+    def encode(self, tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray, int, int | None]:
+        """Return the tokens of the two parts, the vocabulary's size, and the bytes of the validation text.
+
+        Its first token is not counted; None if the tokenizer loses text. Raises UserError if the tokenizer
+        cannot encode the text.
+        """
+        assert tokenizer is not None, "a text needs a tokenizer"
+        n_train = int(len(self.text) * (1 - self.val_fraction))
+        val_text = self.text[n_train:]
+        train, val = (tokenizer.encode(text) for text in (self.text[:n_train], val_text))
+        first = sum(bytes_of_token(tokenizer, int(token)) for token in val[:1])
+        val_bytes = None if tokenizer.loses(val_text) else len(val_text.encode()) - first
+        return train, val, len(tokenizer), val_bytes
+
+
+Data = TextData | ShardData
+
+
+def open_data(config: DataConfig) -> Data:
+    """Read the text, or open the token shards, of data.path on this machine. Raises UserError if unusable."""
+    if is_shards(config.path):
+        return open_shards(config.path, config.val_fraction)
+    return TextData(read_bytes(config), config)
+
+
+def tokenizer_file(data: Data) -> Path | None:
+    """Return the tokenizer.json in the folder of the data, if this machine has one; None for a URL."""
+    path = data.folder / "tokenizer.json" if data.folder else None
+    return path if path and path.is_file() else None
+
+
+def make_corpus(content: bytes, config: DataConfig) -> Corpus:
+    """Return the Corpus of a text, `content`, encoded by the tokenizer that is made of it.
+
+    Raises UserError for an unusable text, KeyError if data.tokenizer is neither auto nor in TOKENIZERS.
+    """
+    data = TextData(content, config)
+    return tokenize(data, config, data.train_tokenizer(config.tokenizer))
+
+
+def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: int | None = None) -> Corpus:
+    """Return the Corpus of `data`. `tokenizer`, which a text needs, encodes it; shards are tokens already.
+
+    The last `data.val_fraction` of a text is for validation. `vocab_size` is data.vocab_size, else the
+    vocabulary's size; or `rows`, the number of embedding rows of a model to continue, without a comparison
+    with the tokenizer. Raises UserError if the training or validation part is shorter than a window, if the
+    tokenizer cannot encode the text or, without `rows`, if it has more tokens than data.vocab_size.
+    """
+    train, val, size, val_bytes = data.encode(tokenizer)
+    vocab_size = rows or config.vocab_size or size
+    if rows is None and tokenizer is not None and vocab_size < size:
+        raise UserError(f"data.vocab_size is {vocab_size}, and the tokenizer has {size} tokens")
+    for part, tokens in (("training", train), ("validation", val)):
+        if len(tokens) < config.block_size + 1:
+            raise UserError(
+                f"the {part} part of {config.path} has {len(tokens):,} tokens, fewer than one window "
+                f"of data.block_size + 1 = {config.block_size + 1}: use a longer text, a smaller "
+                "data.block_size or another data.val_fraction"
+            )
+    known = vocab_size if tokenizer is None else size
+    return Corpus(
+        WindowDataset(train, config.block_size, known),
+        WindowDataset(val, config.block_size, known),
+        tokenizer,
+        vocab_size,
+        data.fingerprint,
+        data.files,
+        val_bytes,
+        entropy_floor(config, data.fingerprint) if isinstance(tokenizer, CharTokenizer) else None,
+    )
+
+
+def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
+    """Return the nats per character that a .json beside the text gives for this text and split, else None."""
+    beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
+    try:
+        about = read_json(beside)
+        matches = about["sha256"] == fingerprint and about["val_fraction"] == config.val_fraction
+        return float(about["val_nats_per_character"]) if matches else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # there is no such file, or it has another purpose
