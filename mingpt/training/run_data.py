@@ -103,9 +103,10 @@ def load_corpus(
     tokenizer suits, or the data cannot be used.
     """
     if snapshot is None:
-        tokenizer = choose_tokenizer(config.data, context, data, initial)
+        has_initial = config.snapshot.init_from is not None
+        tokenizer = choose_tokenizer(config.data, context, data, initial, has_initial)
         data.check_tokenizer(tokenizer, config.data.tokenizer)
-        rows = initial_rows(config.data, context, tokenizer, initial)
+        rows = initial_rows(config.data, context, tokenizer, initial) if has_initial else None
     else:
         keeps_tokenizer = config.data.tokenizer == "auto" or is_restart
         tokenizer = snapshot_tokenizer(config.data, context, data, snapshot, keeps_tokenizer)
@@ -134,7 +135,7 @@ def snapshot_tokenizer(
     if keeps_it:
         return carried
     try:
-        named = choose_tokenizer(config, context, data, None)
+        named = choose_tokenizer(config, context, data)
     except UserError as error:
         if context.rank == 0:
             log.warning(f"{error}; the snapshot's tokenizer is used")
@@ -148,12 +149,16 @@ def snapshot_tokenizer(
 
 
 def choose_tokenizer(
-    config: DataConfig, context: DistributedContext, data: Data, initial: InitialWeights | None
+    config: DataConfig,
+    context: DistributedContext,
+    data: Data,
+    initial: InitialWeights | None = None,
+    has_initial: bool = False,
 ) -> Tokenizer | None:
     """Return the tokenizer that data.tokenizer names: read, or made of a text. Raises UserError. Collective.
 
-    For auto: tokenizer.json beside the data, else the one of `initial`, the weights to start with; else
-    characters, or None for shards.
+    For auto: tokenizer.json beside the data, else the one of the weights to start with, if rank 0
+    `has_initial` weights; else characters, or None for shards.
     """
     name = config.tokenizer
     if name in TOKENIZERS:
@@ -163,7 +168,7 @@ def choose_tokenizer(
     path = tokenizer_file(data)
     if any(context.all_gather_object(path is not None)):
         return read_tokenizer(context, path, config.path)
-    tokenizer = broadcast_tokenizer(context, initial, data)
+    tokenizer = broadcast_tokenizer(context, initial, data) if has_initial else None
     if tokenizer is None:
         tokenizer = context.on_all(lambda: data.train_tokenizer(name))
     return tokenizer

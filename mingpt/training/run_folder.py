@@ -366,8 +366,14 @@ def read_on(source: int, context: DistributedContext, read: Callable[[], bytes])
 
     All ranks raise a UserError of `read`.
     """
-    content = context.on_all(lambda: read() if context.rank == source else b"")
-    buffer = torch.empty(sum(context.all_gather_object(len(content))), dtype=torch.uint8)
+    content = b""
+
+    def read_here() -> int:
+        nonlocal content
+        content = read() if context.rank == source else b""
+        return len(content)
+
+    buffer = torch.empty(sum(context.gather_on_all(read_here)), dtype=torch.uint8)
     memory_of(buffer)[: len(content)] = content
     context.broadcast(buffer, source)
     return content or buffer.numpy().tobytes()

@@ -11,7 +11,7 @@ from support.vocabularies import words_of
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UserError
-from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, to_dict
+from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, SnapshotConfig, to_dict
 from mingpt.data import CharTokenizer, Corpus
 from mingpt.snapshot import Manifest
 from mingpt.snapshot.contents import check_model, describe_tokenizer, make_tokenizer, snapshot_tokenizer
@@ -172,7 +172,10 @@ def test_weights_to_start_with_are_fitted_and_new_rows_are_drawn() -> None:
 
 
 def load(path: Path, initial: InitialWeights | None = None, tokenizer: str = "auto") -> Corpus:
-    config = Config(data=DataConfig(path=str(path), block_size=4, tokenizer=tokenizer))
+    config = Config(
+        data=DataConfig(path=str(path), block_size=4, tokenizer=tokenizer),
+        snapshot=SnapshotConfig(init_from=initial.where if initial else None),
+    )
     return load_corpus(config, ONE, load_data(config, ONE), None, False, initial)
 
 
