@@ -15,7 +15,7 @@ import pydantic
 
 from mingpt.base.files import BadJson, Count, RunId, read_json, reason_of, write_atomic
 from mingpt.distributed import GenerationEnd
-from mingpt.distributed.rendezvous import MAX_REPEATS, repeated_sentence
+from mingpt.distributed.ends import MAX_REPEATS, repeated_sentence
 from mingpt.report.files import MayWrite, ReportFile
 
 Seconds = Annotated[float, pydantic.Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]

@@ -77,7 +77,6 @@ def build_run(
         load_state(state, start.snapshot, context)
     else:
         init_weights(state, config, context, start)
-    context.exit.step = start.step
     if start.step >= trainer.max_steps or trainer.eval_only:
         strategy.prepare(LossModule(model))
         return state, sampler, environment, ""

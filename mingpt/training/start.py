@@ -106,8 +106,6 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     folder = open_run_folder(config, context)
     claim = claim_run_folder(context, folder)
     open_log(context.rank, folder.path if folder.is_kept else None, claim.may_write)
-    if context.rendezvous and context.rendezvous.missing_workers:
-        log.warning(context.rendezvous.missing_workers)
     data = load_data(config, context)
     found = find_snapshot(config, context, folder, claim, data)
     initial, weights = None, config.snapshot.init_from

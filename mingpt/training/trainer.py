@@ -14,6 +14,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ class Trainer:
         hosts = {(place.node_rank, place.host) for place in context.places}
         if not start.folder.is_kept or self.nothing_left:
             return None
-        logger = RunLogger(
+        return RunLogger(
             self.config,
             start.corpus,
             GenerationStart(
@@ -106,8 +107,6 @@ class Trainer:
             is_main=context.rank == 0,
             parameters=sum(map(math.prod, self.strategy.shapes.values())),
         )
-        context.exit.on_failure(lambda why: logger.failed(self.state.step, why))
-        return logger
 
     def run(self) -> str | None:
         """Train up to max_steps, or until a request to stop; then save, and wait until that is on disk.
@@ -117,7 +116,7 @@ class Trainer:
         failure that repeats or a last snapshot that cannot be written. One rank alone may raise ExpectedError
         for too little memory, or ClaimLost. Otherwise raises as `Replay.check` does. Collective.
         """
-        with self.failure_recorded():
+        with self.memory_freed():
             if not self.begin_run():
                 return None
             context, max_steps = self.context, self.config.trainer.max_steps
@@ -171,7 +170,6 @@ class Trainer:
         self.audit.end_step()
         state.step += 1
         state.windows_seen += config.trainer.batch_size
-        self.context.exit.step = state.step
         events.emit("step_end", step=state.step)
         return grad_norm
 
@@ -235,7 +233,8 @@ class Trainer:
                 assignment,
                 self.saving.store.url,
             )
-        self.context.exit.open_stacks(self.config.run_dir, bool(self.run_logger))
+        note = (lambda why: logger.failed(state.step, why)) if logger else None
+        self.context.exit.start_run(Path(self.config.run_dir), lambda: state.step, note)
         self.saving.allocate()
         events.emit("run_start", state=state, strategy=self.strategy)
         return True
@@ -343,22 +342,13 @@ class Trainer:
         self.saving.evaluated_step, self.evaluation_missing = self.state.step, False
 
     @contextlib.contextmanager
-    def failure_recorded(self) -> Iterator[None]:
-        """Record in run.json an error in this block that ends the job; every error is raised again.
-
-        A NonRetryableError is not recorded here: whoever raises it does that.
-        """
+    def memory_freed(self) -> Iterator[None]:
+        """Remove the snapshots in memory if this block raises UserError, which ends the job."""
         try:
             yield
-        except UserError as error:
+        except UserError:
             self.saving.saver.wait()
-            self.context.exit.note_end_of_job(str(error))
             self.saving.remove_memory_snapshots()
-            raise
-        except Exception as error:
-            is_noted = isinstance(error, NonRetryableError) or self.context.launch.has_restarts_left()
-            if not is_noted:
-                self.context.exit.note_end_of_job(f"{type(error).__name__}: {error}".splitlines()[0])
             raise
 
 

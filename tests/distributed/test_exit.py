@@ -1,4 +1,5 @@
 import os
+import signal
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistBackendError, DistNetworkError
 
-from mingpt.distributed.exit import MAX_STACK_FILES, ProcessExit, is_lost_peer
+from mingpt.base.errors import (
+    ExpectedError,
+    NodeRefused,
+    NonRetryableError,
+    PeersMissing,
+    StopRequested,
+    UserError,
+)
+from mingpt.distributed.exit import (
+    MAX_STACK_FILES,
+    ExitPlan,
+    PeerLost,
+    ProcessExit,
+    SignalReceived,
+    StartFails,
+    how_to_exit,
+    is_lost_peer,
+)
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.rendezvous import LOST_PEER, stuck_place
+
+Facts = dict[str, Any]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +78,10 @@ def test_stacks_of_the_present_generation_are_never_removed(tmp_path: Path) -> N
         for generation in ("earlier1", "earlier2"):
             (folder / f"worker-{rank}-{generation}.txt").write_text("stacks" if rank < 5 else "")
     os.utime(folder / "worker-0-earlier1.txt", (0, 0))
-    rendezvous: Any = SimpleNamespace(generation="present1-and-more", local_peer_pidfds={})
+    rendezvous: Any = SimpleNamespace(generation="present1-and-more")
     process_exit = ProcessExit(Launch(rank=3, world_size=MAX_STACK_FILES + 5))
     process_exit.join(rendezvous, timeout_s=60.0)
-    process_exit.open_stacks(str(tmp_path), is_kept=True)
+    process_exit.start_run(tmp_path, lambda: 0, lambda why: None)
     left = sorted(path.name for path in folder.iterdir())
     assert len([name for name in left if "present1" in name]) == MAX_STACK_FILES + 5
     assert "worker-0-earlier1.txt" not in left and not any("-19-earlier" in name for name in left)
@@ -70,29 +89,70 @@ def test_stacks_of_the_present_generation_are_never_removed(tmp_path: Path) -> N
     process_exit.stacks.close()
 
 
-def test_the_place_where_a_worker_is_stuck_is_not_taken_from_stacks_that_a_user_asked_for(
-    tmp_path: Path,
-) -> None:
-    thread = 'hread 0x00007f (most recent call first):\n  File "/home/me/{}.py", line 7 in step\n'
-    path = tmp_path / "worker-1-present1.txt"
-    path.write_text("Current t" + thread.format("asked"))
-    assert stuck_place(path) == "it wrote no stacks (stopped, or its machine is lost)"
-    path.write_text(path.read_text() + "Timeout (0:00:06)!\nT" + thread.format("trainer"))
-    assert stuck_place(path).startswith("trainer.py:7 in step")
+ORDERLY: Facts = {"is_orderly": True}
+ENDED = ORDERLY | {"releases_claims": True}
+TOLD = ORDERLY | {"reason": "told to stop by SIGTERM"}
+BEFORE = "stopped by SIGTERM before the first step\n"
+ALONE: Facts = {"agent_pid": None, "world_size": 1, "local_world_size": 1}
+LAST: Facts = {"restart_count": 1}
+SECOND: Facts = {"rank": 1, "local_rank": 1}
+PLAIN: Facts = {"status_file": Path("/tmp/mingpt-x/status")}
+GONE: Facts = {"reason": "lost a peer (worker 1 vanished)"}
+NOTED: Facts = {"failure": "worker 1 vanished"}
+VANISHED = PeerLost("worker 1 vanished")
+LINE = (
+    "worker 0 lost a peer after step 7, and no restart is left (torchrun --max-restarts): worker 1 vanished\n"
+)
+WRONG, NAN = UserError("no such file"), NonRetryableError("not finite")
+ABORTS = ORDERLY | {"reason": "ended the job (UserError: no such file)", "failure": "no such file"}
+ENDS: Facts = {"ends_agent": True, "releases_claims": True}
+NAN_REASON = "ended the job (NonRetryableError: not finite)"
+NO_GPU = NodeRefused("no GPU here")
+REFUSED = ORDERLY | {"reason": "ended the job (NodeRefused: no GPU here)", "failure": "no GPU here"}
+AGAIN = StartFails("again")
+REPEATED = ORDERLY | {"reason": "ended the job (StartFails: again)"}
+FULL = ExpectedError("out of memory")
+FAILS: Facts = {"reason": "failed (ExpectedError: out of memory)"}
+SAYS: Facts = {"text": "error: worker 0: out of memory\n"}
+LATE, LATE_PEERS = "timed out waiting for a peer after 60 s", range(2)
+MISSING = PeersMissing("worker 1 did not reach the rendezvous", [1])
+AGENT_LOST = "error: the agent (process 9) was lost after step 7\n"
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
-    [({"why": f"{LOST_PEER} (refused)"}, True), ({"why": "failed (OSError)"}, False), (None, False)],
-)
-def test_workers_that_all_lost_a_peer_say_what_the_backend_said_once(
-    other: dict[str, str] | None, says: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ("error", "launch", "known", "code", "expected"),
+    [
+        (None, {}, {}, 0, ENDED | {"status": "0 ", "reason": "finished"}),
+        (StopRequested("STOP"), SECOND, {}, 0, ENDED | {"reason": "stopped by STOP"}),
+        (StopRequested("SIGTERM"), {}, {}, 143, TOLD | {"status": "0 "}),
+        (StopRequested("SIGTERM"), ALONE, {}, 0, ENDED | {"status": "0 ", "reason": "stopped by SIGTERM"}),
+        (SignalReceived(signal.SIGTERM, True), {}, {}, 143, TOLD | {"status": f"0 {BEFORE}"}),
+        (SignalReceived(signal.SIGTERM, True), ALONE, {}, 0, TOLD | {"text": BEFORE}),
+        (SignalReceived(signal.SIGTERM, True), SECOND, {}, 143, TOLD),
+        (SignalReceived(signal.SIGTERM, False), ALONE, {}, 143, TOLD),
+        (WRONG, {}, {}, 2, ABORTS | ENDS | {"status": "2 ", "text": "error: no such file\n"}),
+        (WRONG, SECOND, {}, 2, ABORTS | {"awaits_agent": True}),
+        (WRONG, {"rank": 2}, {}, 2, ABORTS | ENDS | {"status": "2 "}),
+        (NO_GPU, {"rank": 2}, {}, 2, REFUSED | ENDS | {"status": "2 ", "text": "error: no GPU here\n"}),
+        (AGAIN, SECOND, {"has_met": False}, 1, REPEATED | ENDS | {"status": "1 ", "text": "error: again\n"}),
+        (NAN, SECOND, {}, 1, ORDERLY | {"reason": NAN_REASON, "awaits_agent": True}),
+        (MISSING, {}, {"has_met": False}, 1, {"text": f"{MISSING}\n", "kills": [1]}),
+        (MISSING, {"rank": 2}, {"has_met": False}, 1, {"kills": [1]}),
+        (FULL, {}, {}, 1, FAILS | SAYS),
+        (FULL, LAST, {}, 1, FAILS | SAYS | {"failure": "ExpectedError: out of memory"}),
+        (KeyError("a"), {}, {}, 1, {"reason": "failed (KeyError: 'a')", "text": "KeyError: 'a'\n"}),
+        (VANISHED, {}, {}, 1, GONE),
+        (VANISHED, LAST, {}, 1, GONE | NOTED | {"text": LINE}),
+        (VANISHED, LAST | PLAIN, {}, 1, GONE | NOTED),
+        (VANISHED, {}, {"timed_out": LATE}, 1, {"reason": LATE, "kills": LATE_PEERS}),
+        (PeerLost(LATE), {}, {}, 1, {"reason": LATE, "kills": LATE_PEERS}),
+        (FULL, PLAIN, {"is_orphan": True}, 1, {"text": AGENT_LOST, "removes": Path("/tmp/mingpt-x")}),
+        (None, SECOND, {"is_orphan": True}, 1, {}),
+    ],
+)  # fmt: skip
+def test_how_a_worker_exits(
+    error: Exception | None, launch: Facts, known: Facts, code: int, expected: Facts
 ) -> None:
-    """Under plain python: of a killed worker the agent tells, and a worker that failed has told it."""
-    rendezvous: Any = SimpleNamespace(local_peer_pidfds={}, read_exit_reason=lambda rank: (True, other))
-    for rank in (0, 1):
-        process_exit = ProcessExit(Launch(rank=rank, world_size=2, status_file=tmp_path / "status"))
-        process_exit.join(rendezvous, timeout_s=60.0)
-        process_exit.report_lost_peer("the backend's words")
-    what = "worker 0 lost a peer after step 0, and no restart is left (trainer.max_restarts)"
-    assert capsys.readouterr().err == f"{what}: the backend's words\n" * says
+    """The worker is rank 0 of two under torchrun with a restart left, unless `launch` says otherwise."""
+    usual: Facts = {"world_size": 2, "local_world_size": 2, "agent_pid": 9, "max_restarts": 1}
+    assert how_to_exit(error, Launch(**usual | launch), 7, **known) == ExitPlan(code, **expected)
