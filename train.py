@@ -17,10 +17,12 @@ def main() -> None:
         # Plain `python`, several workers: this process becomes their agent and exits here, as they do.
         worker.start_workers(config, sys.argv)
 
+        from mingpt.training.run import build_run
+        from mingpt.training.start import find_start
         from mingpt.training.trainer import Trainer
 
         context = worker.connect(config)
-        trainer = Trainer(config, context)
+        trainer = Trainer(build_run(config, context, find_start(config, context)))
         worker.stopped_by = trainer.run()
 
 

@@ -55,7 +55,7 @@ PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
     PROGRAM: Size(statements=11_440 + ROOM["statements"], nodes=85_220 + ROOM["nodes"]),
     ("tests",): Size(statements=11_600),
-    ("benchmarks",): Size(lines=4_830),
+    ("benchmarks",): Size(lines=4_980),
 }
 
 

@@ -53,6 +53,8 @@ def train_forked(settings: Settings, workers: int) -> None:
 def run_worker(settings: Settings, workers: int, rank: int, port: int) -> None:
     """Run a forked worker, to the end of its process."""
     from mingpt.launch.worker import Worker
+    from mingpt.training.run import build_run
+    from mingpt.training.start import find_start
     from mingpt.training.trainer import Trainer
 
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
@@ -62,7 +64,8 @@ def run_worker(settings: Settings, workers: int, rank: int, port: int) -> None:
     try:
         with Worker() as worker:
             config = build(dict(settings))
-            worker.stopped_by = Trainer(config, worker.connect(config)).run()
+            context = worker.connect(config)
+            worker.stopped_by = Trainer(build_run(config, context, find_start(config, context))).run()
     except SystemExit as end:
         os._exit(end.code if isinstance(end.code, int) else 1)
     except BaseException:

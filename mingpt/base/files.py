@@ -31,6 +31,7 @@ MAX_JSON_BYTES = 64 << 20  # per file; a JSON file of a run or a data set has a 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's contain them, and NULs
 # Types of values in JSON, for several packages.
 Count = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**63)]
+Seconds = Annotated[float, pydantic.Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
 Sha256 = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{64}$")]
 RunId = Annotated[str, pydantic.Field(pattern="^[0-9A-Za-z]{1,64}$")]
 Sync = Literal["nothing", "file", "folder"]

@@ -1,10 +1,12 @@
 """Rows by rank: which rank holds which rows of which tensor, for all that save, load, sum or update them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 
 def split_rows(rows: int, workers: int) -> list[range]:
@@ -42,3 +44,16 @@ class RowMap:
         """Return the number of elements of a tensor that each rank holds, by rank."""
         columns = math.prod(self.shapes[name][1:])
         return [len(self.of(name, rank)) * columns for rank in range(self.workers)]
+
+
+def in_batches(items: Iterable[T], size_of: Callable[[T], int], largest: int) -> Iterator[list[T]]:
+    """Yield the items in order, in lists of at most `largest` in all, or of one item."""
+    batch, size = list[T](), 0
+    for item in items:
+        size += size_of(item)
+        if batch and size > largest:
+            yield batch
+            batch, size = [], size_of(item)
+        batch.append(item)
+    if batch:
+        yield batch

@@ -6,14 +6,14 @@ A metric is a function of a step's statistics. A sink is a place for the metrics
 """
 
 from mingpt.report.files import read_records
-from mingpt.report.history import GenerationStart, load_history, mark_ended, read_job_start
+from mingpt.report.history import load_history, mark_ended, read_job_start
 from mingpt.report.log import open_log
-from mingpt.report.metrics import StepStats
+from mingpt.report.metrics import RunStart, StepStats
 from mingpt.report.run_logger import RunLogger, StepTimer, is_reported
 
 __all__ = [
-    "GenerationStart",
     "RunLogger",
+    "RunStart",
     "StepStats",
     "StepTimer",
     "is_reported",

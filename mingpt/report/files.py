@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt.base.files import parse_json, reason_of, write_all, write_atomic
-from mingpt.report.metrics import RunInfo, Sink, Values
+from mingpt.report.metrics import RunStart, Sink, Values
 
 # Called before a file is touched. False: another job or a later generation has the folder; write nothing.
 MayWrite = Callable[[], bool]
@@ -118,9 +118,9 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 class JsonlSink(Sink):
     """Appends each record to metrics.jsonl. Constructing it drops the records of steps to be done again."""
 
-    def __init__(self, run: RunInfo) -> None:
+    def __init__(self, run: RunStart) -> None:
         self.run, self.last = run, dict[str, dict[str, Any]]()  # the last record of each kind, by kind
-        self.first_waiting = run.first_step + 1  # step of the first record that waits, if any does
+        self.first_waiting = run.step + 1  # step of the first record that waits, if any does
         self.file = ReportFile(run.run_dir / "metrics.jsonl", run.may_write)
         self.file.put(self.drop_records)
 
@@ -130,7 +130,7 @@ class JsonlSink(Sink):
         If this is step 0, its records are dropped, too, since they come again. So is a last line that a crash
         has cut short. This needs no room on the disk. Raises OSError.
         """
-        kept_bytes, step = 0, self.run.first_step
+        kept_bytes, step = 0, self.run.step
         for line, record in read_lines(self.file.path):
             is_past = record is not None and (record["step"] > step or step == 0)
             if is_past or not line.endswith(b"\n"):

@@ -6,19 +6,17 @@ import logging
 import platform
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pydantic
 
-from mingpt.base.files import BadJson, Count, RunId, read_json, reason_of, write_atomic
-from mingpt.distributed import GenerationEnd
+from mingpt.base.files import BadJson, Count, RunId, Seconds, read_json, reason_of, write_atomic
 from mingpt.distributed.ends import MAX_REPEATS, repeated_sentence
 from mingpt.report.files import MayWrite, ReportFile
+from mingpt.report.metrics import RunStart
 
-Seconds = Annotated[float, pydantic.Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
 PHASES = ("start_s", "evaluation_s", "snapshot_wait_s")
 log = logging.getLogger(__name__)
 
@@ -91,23 +89,6 @@ def mark_ended(run_dir: Path, status: str) -> None:
         return  # there is no run yet, or its history is damaged, or cannot be written: the log says why
 
 
-@dataclass(frozen=True)
-class GenerationStart:
-    """The facts with which a generation begins."""
-
-    run_id: str
-    step: int  # from which the run goes on; 0 in a fresh run
-    workers: int
-    is_restart: bool  # false in a job's first generation
-    hosts: list[str] = field(default_factory=list)  # host names of the nodes, by their rank
-    previous: GenerationEnd | None = None  # how the generation before ended; None: not known
-    durable_step: int = 0  # of the newest snapshot on disk; 0: none
-    changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
-    logged_step: int = 0  # the newest step whose metrics must be on record
-    start_s: float = 0.0  # seconds since this process, whose rank keeps the run folder, began
-    job: str = ""  # a token, the same in all generations of a job
-
-
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
@@ -159,7 +140,7 @@ class RunHistory:
         self.content["versions"] = versions | {"python": platform.python_version()}
         self.generations: list[dict[str, Any]] = self.content["generations"]
 
-    def start_generation(self, start: GenerationStart) -> str | None:
+    def start_generation(self, start: RunStart) -> str | None:
         """Add this generation's entry to run.json. Call it before any other method.
 
         Returns one line on how the generation before ended, if it could not record this or if it was stopped
@@ -180,7 +161,7 @@ class RunHistory:
             "began": now,
             "seen": now,
             "seconds": 0.0,
-            "phases": dict.fromkeys(PHASES, 0.0) | {"start_s": round(start.start_s, 3)},
+            "phases": dict.fromkeys(PHASES, 0.0) | {"start_s": round(self.began_at - start.process_began, 3)},
             "end": "running",
         }
         self.generations.append(entry)
@@ -191,7 +172,7 @@ class RunHistory:
         self.write()
         return sentence
 
-    def close_generation(self, last: dict[str, Any], start: GenerationStart) -> str | None:
+    def close_generation(self, last: dict[str, Any], start: RunStart) -> str | None:
         """Count the steps that are done again, and record how generation `last` ended if it could not.
 
         Returns one line on the end if it is recorded here or if a node joined then; else None.

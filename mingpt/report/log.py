@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from mingpt.base.urls import RedactingFormatter
 from mingpt.report.files import MayWrite, ReportFile
-from mingpt.report.metrics import RunInfo, Sink, Values
+from mingpt.report.metrics import RunStart, Sink, Values
 
 MAX_WAITING_LINES = 1000  # kept in memory while a disk is full; the terminal shows all lines
 log = logging.getLogger(__name__)
@@ -59,12 +59,12 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True
 class ConsoleSink(Sink):
     """Shows training as a progress bar if rank 0 has a terminal, else as log lines; evaluations as lines."""
 
-    def __init__(self, run: RunInfo) -> None:
-        self.max_steps = run.max_steps
+    def __init__(self, run: RunStart) -> None:
+        self.max_steps = run.config.trainer.max_steps
         self.bar = None
         if sys.stderr.isatty() and run.is_main:
             self.bar = tqdm(
-                total=run.max_steps, initial=run.first_step, unit="step", file=sys.stderr, dynamic_ncols=True
+                total=self.max_steps, initial=run.step, unit="step", file=sys.stderr, dynamic_ncols=True
             )
 
     def log(self, step: int, values: Values) -> None:

@@ -5,10 +5,16 @@ TensorBoard or a tracker.
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+
+from mingpt.config import Config
+from mingpt.data import Corpus
+from mingpt.distributed import GenerationEnd
+from mingpt.model import parameter_shapes
 
 # Dense bfloat16 peak in FLOP/s (float16 on T4 and V100, which have no bfloat16) by the first of these parts
 # of the device's name. From NVIDIA's data sheets; those of H100 and later give twice this, for sparse ones.
@@ -80,21 +86,39 @@ def training_values(stats: StepStats) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
-@dataclass(frozen=True)
-class RunInfo:
-    """The facts on the run and on this generation from which a Sink, a place for metrics, is built."""
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """The facts with which a generation (the workers between two restarts) of a run begins."""
 
-    run_dir: Path
-    max_steps: int
-    first_step: int  # the step that this generation starts from
-    restarts: list[int]  # steps from which generations after the first went on
-    entropy_floor: float | None  # entropy of the validation part in nats per token, if it is known
-    may_write: Callable[[], bool] = lambda: True  # false once another job or generation has the folder
+    config: Config
+    corpus: Corpus
+    run_id: str
+    step: int  # from which the run goes on; 0 in a fresh run
+    is_restart: bool = False  # false in a job's first generation
+    durable_step: int = 0  # of the newest snapshot on any disk without a known fault; 0 for none
+    changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
+    workers: int = 1
+    hosts: list[str] = field(default_factory=list)  # host names of the nodes, by their rank
+    previous: GenerationEnd | None = None  # how the generation before ended; None: not known
+    process_began: float = field(default_factory=time.monotonic)  # by the monotonic clock, in seconds
+    job: str = ""  # a token, the same in all generations of a job
     is_main: bool = True  # whether this is rank 0; false for another run folder, on another node's disk
-    run_id: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)  # the configuration; URLs without credentials
-    generation: int = 1  # its number in run.json
-    parameters: int = 0  # number of the model's parameters; 0 if not known
+    logged_step: int = 0  # the newest step, not past `step`, that must have a record of metrics; 0 for none
+    from_steps: list[int] = field(default_factory=list)  # of all generations; for sinks, which know run.json
+    # Raises ClaimLost, and returns False, once the run folder belongs to another job or a later generation.
+    check_claim: Callable[[], None] = lambda: None
+    may_write: Callable[[], bool] = lambda: True
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run_dir)
+
+    @cached_property
+    def parameters(self) -> int:
+        """The number of the model's parameters."""
+        model, block_size = self.config.model, self.config.data.block_size
+        shapes = parameter_shapes(model, vocab_size=self.corpus.vocab_size, block_size=block_size)
+        return sum(map(math.prod, shapes.values()))
 
 
 class Sink:

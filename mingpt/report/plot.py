@@ -23,7 +23,7 @@ from mingpt.base.files import BadJson, check_json, read_json, reason_of, write_a
 from mingpt.base.paths import typed_path
 from mingpt.report.files import ReportFile, read_lines
 from mingpt.report.history import PHASES, Generation, History, plural
-from mingpt.report.metrics import RunInfo, Sink, Values
+from mingpt.report.metrics import RunStart, Sink, Values
 
 MAX_LOSS = 1e30  # larger losses are left out, as are those that are not finite
 UNSCALED = 0.1  # the losses of this first share of the steps fall fast, and do not set the y-axis's range
@@ -61,7 +61,7 @@ class LossPlot(Sink):
     It draws at each evaluation, unless the last drawing is not finished yet; `close` draws and waits.
     """
 
-    def __init__(self, run: RunInfo) -> None:
+    def __init__(self, run: RunStart) -> None:
         self.run = run
         self.files = [ReportFile(run.run_dir / name, run.may_write) for name in ("loss.png", "timeline.png")]
         # One thread makes all drawings, since each thread's malloc keeps the memory that it has freed.
@@ -145,20 +145,21 @@ def smooth(losses: np.ndarray) -> np.ndarray:
     return (sums[end] - sums[first]) / (end - first)
 
 
-def draw_loss(figure: Any, run: RunInfo) -> None:
+def draw_loss(figure: Any, run: RunStart) -> None:
     """Draw a run's losses, also unsmoothed, its restarts, and the text's entropy. Raises OSError."""
-    curves, floor = read_curves(run.run_dir / "metrics.jsonl"), run.entropy_floor
+    curves, floor = read_curves(run.run_dir / "metrics.jsonl"), run.corpus.entropy_floor
     axes = draw_curves(figure, {"val/loss": curves}, floor)
     axes.plot(*curves.train, "C1", alpha=0.4, linewidth=1, zorder=1, label="train/loss, and smoothed")
     if floor is not None:
         axes.axhline(floor, color="gray", linestyle="--", label=f"entropy of the text, {floor:.3f}")
-    if run.restarts:
+    restarts = run.from_steps[1:]
+    if restarts:
         style = {"alpha": 0.5, "linewidth": 0.8, "zorder": 0.5, "transform": axes.get_xaxis_transform()}
-        axes.vlines(run.restarts, 0, 1, "tab:red", label=f"restarts: {len(run.restarts)}", **style)
+        axes.vlines(restarts, 0, 1, "tab:red", label=f"restarts: {len(restarts)}", **style)
     axes.legend(loc="upper right")
-    model = run.settings["model"]
-    size = f"{model['n_layer']} layers x {model['n_embd']}, {run.parameters:,} parameters"
-    axes.set_title(f"{run.run_dir.resolve().name}: {model['arch']}, {size}", parse_math=False)
+    model = run.config.model
+    size = f"{model.n_layer} layers x {model.n_embd}, {run.parameters:,} parameters"
+    axes.set_title(f"{run.run_dir.resolve().name}: {model.arch}, {size}", parse_math=False)
 
 
 def phase_seconds(one: Generation, after: Generation | None) -> list[float]:

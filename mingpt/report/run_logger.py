@@ -7,25 +7,25 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from mingpt.config import Config, TrainerConfig, to_dict, to_yaml
-from mingpt.data import CharDataset, Corpus
+from mingpt.config import TrainerConfig, to_yaml
+from mingpt.data import CharDataset
 from mingpt.data.shards import TokenShards
 from mingpt.distributed.device import Environment, gpu_facts, usable_cores
-from mingpt.report.files import JsonlSink, MayWrite, ReportFile
-from mingpt.report.history import GenerationStart, RunHistory, load_history, plural
+from mingpt.report.files import JsonlSink, ReportFile
+from mingpt.report.history import RunHistory, load_history, plural
 from mingpt.report.log import ConsoleSink
-from mingpt.report.metrics import RunInfo, Sink, StepStats, Values, training_values
+from mingpt.report.metrics import RunStart, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
 from mingpt.report.tracker import InThread, TensorBoard, Tracker
 
 T = TypeVar("T")
-SINKS: list[Callable[[RunInfo], Sink]] = [  # the sinks beside metrics.jsonl
+SINKS: list[Callable[[RunStart], Sink]] = [  # the sinks beside metrics.jsonl
     ConsoleSink,
     LossPlot,
 ]
@@ -68,30 +68,15 @@ class RunLogger:
     """Reports a run, on a rank that keeps a run folder, from the step `start.step` on.
 
     Constructing it writes config.yaml, begins a generation in run.json, and drops the records past that step
-    from metrics.jsonl. `check_claim` raises ClaimLost, and `may_write` returns False, once the folder belongs
-    to another job or a later generation. `is_main` is true on rank 0 alone, for reports that are made once
-    and not in every run folder. If a file cannot be written, one line says so, and the run goes on.
+    from metrics.jsonl. If a file cannot be written, one line says so, and the run goes on.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        corpus: Corpus,
-        start: GenerationStart,
-        environment: Environment,
-        check_claim: Callable[[], None] = lambda: None,
-        may_write: MayWrite = lambda: True,
-        is_main: bool = True,
-        parameters: int = 0,
-    ) -> None:
-        self.config, self.corpus, self.start, self.environment = config, corpus, start, environment
-        self.check_claim, self.is_main = check_claim, is_main
-        self.parameters = parameters
-        run_dir = Path(config.run_dir)
-        self.check_claim()
-        self.config_file = ReportFile(run_dir / "config.yaml", may_write)
+    def __init__(self, start: RunStart, environment: Environment) -> None:
+        self.start, self.environment, config, corpus = start, environment, start.config, start.corpus
+        start.check_claim()
+        self.config_file = ReportFile(start.run_dir / "config.yaml", start.may_write)
         self.config_file.replace(to_yaml(config))
-        self.history = RunHistory(run_dir, start.run_id, {"torch": environment.torch}, may_write)
+        self.history = RunHistory(start.run_dir, start.run_id, {"torch": environment.torch}, start.may_write)
         self.history.content["gpu"] = self.gpu = gpu_facts(torch.device(environment.device_type))
         self.history.content["inputs"] = {
             "data": corpus.fingerprint,
@@ -99,24 +84,12 @@ class RunLogger:
             "software": asdict(environment),
         }
         self.previous_end = self.history.start_generation(start)
-        run = RunInfo(
-            run_dir,
-            config.trainer.max_steps,
-            start.step,
-            restarts=[entry["from_step"] for entry in self.history.generations[1:]],
-            entropy_floor=corpus.entropy_floor,
-            may_write=may_write,
-            is_main=is_main,
-            run_id=start.run_id,
-            settings=to_dict(config),
-            generation=len(self.history.generations),
-            parameters=parameters,
-        )
+        run = replace(start, from_steps=[entry["from_step"] for entry in self.history.generations])
         self.records = JsonlSink(run)
         self.sinks = [self.records, *(make_sink(run) for make_sink in SINKS)]
-        if is_main and config.report.tensorboard:
+        if start.is_main and config.report.tensorboard:
             self.sinks.append(InThread(run, "report.tensorboard", TensorBoard))
-        if is_main and config.report.tracker:
+        if start.is_main and config.report.tracker:
             tracker = functools.partial(Tracker, package=config.report.tracker)
             self.sinks.append(InThread(run, f"report.tracker={config.report.tracker}", tracker))
         self.last = self.records.last  # for the manifest
@@ -145,19 +118,20 @@ class RunLogger:
         `snapshots` is the folder or URL of snapshots.
         """
         if self.previous_end:
-            log.log(logging.WARNING if self.is_main else logging.INFO, "%s", self.previous_end)
+            log.log(logging.WARNING if self.start.is_main else logging.INFO, "%s", self.previous_end)
         if self.start.is_restart:
             return
-        config, trainer, environment = self.config, self.config.trainer, self.environment
+        config, corpus, environment = self.start.config, self.start.corpus, self.environment
+        trainer = config.trainer
         workers, threads = plural(self.start.workers, "worker"), environment.threads
         log.info(
-            f"{config.model.arch} with {self.parameters:,} parameters, {environment.dtype}; "
+            f"{config.model.arch} with {self.start.parameters:,} parameters, {environment.dtype}; "
             f"{workers}{describe_strategy(trainer)} on {environment.device}, "
             f"{plural(threads, 'CPU thread')} each"
         )
         log.info(
-            f"{config.data.path}: {describe_part(self.corpus.train)} for training, "
-            f"{describe_part(self.corpus.val)} for validation, vocabulary of {self.corpus.vocab_size}; "
+            f"{config.data.path}: {describe_part(corpus.train)} for training, "
+            f"{describe_part(corpus.val)} for validation, vocabulary of {corpus.vocab_size}; "
             f"{trainer.batch_size * config.data.block_size:,} tokens per step, "
             f"{windows_per_epoch / trainer.batch_size:.1f} steps per epoch, {trainer.max_steps} steps"
         )
@@ -185,7 +159,7 @@ class RunLogger:
 
         Raises ClaimLost if another job or a later generation writes to the run folder by now.
         """
-        self.check_claim()
+        self.start.check_claim()
         for sink in self.sinks:
             sink.log(step, values)
 
@@ -221,7 +195,7 @@ class RunLogger:
 
         Closes the sinks: nothing can be reported after it. Raises ClaimLost, as `log_values` does.
         """
-        self.check_claim()
+        self.start.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
         self.history.content["durable_step"] = step
         self._end("stopped" if stopped_by else "finished", step, how, phases)
@@ -230,7 +204,7 @@ class RunLogger:
         if peak:
             what = f"tensors, of the GPU's {self.gpu['memory']}" if self.gpu else "memory"
             log.info(f"worker 0 took at most {peak / 1e6:,.0f} MB of {what}")
-        log.info(f"snapshot in {snapshots}, metrics, loss.png and timeline.png in {self.config.run_dir}")
+        log.info(f"snapshot in {snapshots}, metrics, loss.png and timeline.png in {self.start.run_dir}")
 
     def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
         """Record the end, and close the sinks. Metrics that cannot be written now are noted as lost."""

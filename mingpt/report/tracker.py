@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mingpt.base.files import reason_of
-from mingpt.report.metrics import RunInfo, Sink, Values
+from mingpt.config import to_dict
+from mingpt.report.metrics import RunStart, Sink, Values
 
 CLOSE_S = 5.0  # the end of a run waits at most so long
 log = logging.getLogger(__name__)
@@ -28,12 +29,12 @@ class TensorBoard(Sink):
     them (`purge_step`).
     """
 
-    def __init__(self, run: RunInfo) -> None:
+    def __init__(self, run: RunStart) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        first_step = run.first_step + 1 if run.first_step else 0  # the values of step 0 come again
+        first_step = run.step + 1 if run.step else 0  # the values of step 0 come again
         self.writer: Any = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=first_step)
-        self.writer.add_scalar("generation", run.generation, run.first_step)
+        self.writer.add_scalar("generation", len(run.from_steps), run.step)
 
     def log(self, step: int, values: Values) -> None:
         for name, value in values.items():
@@ -54,7 +55,7 @@ class Tracker(Sink):
     <PACKAGE>_PROJECT names the project, by default the name of the folder above the run folder.
     """
 
-    def __init__(self, run: RunInfo, package: str) -> None:
+    def __init__(self, run: RunStart, package: str) -> None:
         os.environ.setdefault("WANDB_CONSOLE", "off")  # wandb would capture what the run writes to stderr
         os.environ.setdefault("WANDB_DIR", str(run.run_dir))
         self.module = importlib.import_module(package)
@@ -63,11 +64,11 @@ class Tracker(Sink):
             project=project or re.sub(r"[^\w.-]+", "-", folder.parent.name).strip("-") or "mingpt",
             name=f"{folder.name}-{run.run_id[:8]}",  # trackio finds a run by its name
             resume="allow",
-            config=run.settings,
+            config=to_dict(run.config),
             **({"id": run.run_id} if package == "wandb" else {}),
         )
         self.first_step = getattr(tracked, "step", 0)  # wandb warns of values of steps before this one
-        self.generation = run.generation
+        self.generation = len(run.from_steps)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         if step >= self.first_step:
@@ -86,7 +87,7 @@ class InThread(Sink):
     If it fails, one line says so, it gets no more values, and the run goes on.
     """
 
-    def __init__(self, run: RunInfo, label: str, make_sink: Callable[[RunInfo], Sink]) -> None:
+    def __init__(self, run: RunStart, label: str, make_sink: Callable[[RunStart], Sink]) -> None:
         self.run, self.label, self.make_sink = run, label, make_sink
         self.calls: queue.SimpleQueue[Callable[[Sink], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self.work, name=label, daemon=True)

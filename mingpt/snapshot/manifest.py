@@ -127,7 +127,7 @@ class Manifest(Part):
     metrics: dict[str, dict[str, Number]] = {}  # the last record of each kind
     evaluated_step: Count | None = None  # the last step after which the run was evaluated
     replayed_step: Count | None = None  # the last step at which the workers were compared and agreed
-    discarded_after: list[Count] = []  # see is_suspect
+    discarded_after: list[Count] = []  # see is_discarded
     # Numbers of updates that were left out: in all, and in a row up to this step.
     skipped: Annotated[list[Count], pydantic.Field(min_length=2, max_length=2)] = [0, 0]
     loss_scale: LossScaleFields | None = None  # of a run in float16
@@ -156,11 +156,12 @@ class Manifest(Part):
         return self.model_copy(update=listed)
 
 
-def is_suspect(manifest: Manifest, discarded_after: Sequence[int]) -> bool:
+def is_discarded(manifest: Manifest, discarded_after: Sequence[int]) -> bool:
     """Return whether a snapshot may hold wrong results of a worker; `discarded_after` is the run's list.
 
-    Each time that workers compute differently, the last trusted step is added to the run's list. A manifest
-    holds the list as of its writing. A snapshot is suspect if it is past a step that was added later.
+    Each time that workers compute differently, the last step at which they agreed is added to the run's
+    list. A manifest holds the list as of its writing. A snapshot is discarded if it is past a step that was
+    added later.
     """
     return any(manifest.step > step for step in discarded_after[len(manifest.discarded_after) :])
 

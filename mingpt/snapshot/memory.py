@@ -22,7 +22,6 @@ import platform
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -118,7 +117,8 @@ class MemorySaver:
     """Saves a state to memory: each rank writes its part, and a rank on the next node keeps a copy of it.
 
     `rows` tells what each rank holds. A state that is not sharded is saved by the first worker of each node
-    alone. Constructing a saver is collective; of the methods, only `write` runs in a background thread.
+    alone. `generation` is a random word, the same on all ranks and another one in each generation. Of the
+    methods, only `write` runs in a background thread.
     """
 
     def __init__(
@@ -126,15 +126,16 @@ class MemorySaver:
         snapshots: MemorySnapshots,
         context: DistributedContext,
         rows: RowMap,
+        generation: str,
         tokenizer: bytes | None = None,
     ) -> None:
         self.snapshots, self.rows, self.launch = snapshots, rows, context.launch
+        self.generation = generation
         # The ranks that save together.
         self.peers = context if rows.sharded else BackgroundGroup(0, 1)
         self.rank = self.peers.rank
-        self.generation = context.broadcast_object(uuid.uuid4().hex, 0)
         # For each rank, the rank that keeps a copy of its part, or None.
-        self.keepers = plan_copies(self.peers.all_gather_object(self.launch.node_rank))
+        self.keepers = plan_copies([place.node_rank for place in context.places]) if rows.sharded else [None]
         # The saver of this rank's part, and those of the copies that it keeps, by the part's rank.
         self.own = self.make_saver(f"{context.rank}", tokenizer)
         self.savers = {self.rank: self.own}

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
 from mingpt.base.files import PIECE_BYTES
-from mingpt.base.rows import RowMap, Shape
+from mingpt.base.rows import RowMap, Shape, in_batches
 from mingpt.config import result_settings
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot.layout import steps_in
@@ -218,16 +218,10 @@ class StoredState:
 
     def batches(self, names: Iterable[str]) -> Iterator[list[Source]]:
         """Yield the sources of each message: of one rank, and of at most PIECE_BYTES if there are several."""
-        batch, size = list[Source](), 0
         sources = [source for name in names for source in self.sources[name]]
-        for source in sorted(sources, key=lambda source: source.rank):
-            size += 4 * source.numel
-            if batch and (source.rank != batch[0].rank or size > PIECE_BYTES):
-                yield batch
-                batch, size = [], 4 * source.numel
-            batch.append(source)
-        if batch:
-            yield batch
+        by_rank = itertools.groupby(sorted(sources, key=lambda one: one.rank), lambda one: one.rank)
+        for _, of_rank in by_rank:
+            yield from in_batches(of_rank, lambda one: 4 * one.numel, PIECE_BYTES)
 
 
 def read_all(batch: Sequence[Source]) -> Tensor:

@@ -175,7 +175,7 @@ def share(pair: Pair) -> float:
     return abs(pair[0] - pair[1]) / max(map(abs, pair))
 
 
-def judge(norms: Mapping[int, Pair], dtypes: set[Any]) -> str:
+def classify(norms: Mapping[int, Pair], dtypes: set[Any]) -> str:
     """Tell rounding from another computation by the first gradient norms that differ, {step: both}.
 
     Rounding begins in the last digits and grows from step to step; other samples or dropout masks change the
@@ -193,10 +193,10 @@ def judge(norms: Mapping[int, Pair], dtypes: set[Any]) -> str:
     return f"{ROUNDING} or {OTHER}"
 
 
-def explain(able: Sequence[str], facts: Sequence[Facts], verdict: str) -> str:
+def explain(able: Sequence[str], facts: Sequence[Facts], kind: str) -> str:
     """Return in words why two runs differ.
 
-    `able` has the facts that differ and can have acted; `verdict` is what `judge` says.
+    `able` has the facts that differ and can have acted; `kind` is what `classify` says.
     """
     is_fast = "fast" in [known.get("trainer.reduction") for known in facts]
     has_dropout = any(float(known.get("model.dropout", 0)) for known in facts)
@@ -206,10 +206,10 @@ def explain(able: Sequence[str], facts: Sequence[Facts], verdict: str) -> str:
     if causes:
         return f"{OTHER}: {', '.join(causes)}"
     if not all(facts):
-        return f"{verdict}: settings are not on record: give run folders"
-    if rounding and verdict != OTHER:
+        return f"{kind}: settings are not on record: give run folders"
+    if rounding and kind != OTHER:
         return f"{ROUNDING}: {', '.join(rounding)}"
-    return f"{verdict}: nothing on record explains it"
+    return f"{kind}: nothing on record explains it"
 
 
 def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[str]:
@@ -279,7 +279,7 @@ def compare(one: Run, other: Run) -> Comparison:
         able = [key for key in differing if can_act(key, runs, facts, moment)]
         norms = {step: pair for (step, name), pair in pairs.items() if name == "grad_norm"}
         dtypes = {found.get("software.dtype") for found in facts}
-        finding = explain(able, facts, OTHER if "lr" in first else judge(norms, dtypes))
+        finding = explain(able, facts, OTHER if "lr" in first else classify(norms, dtypes))
     return Comparison(lines, differences, not_compared, finding)
 
 

@@ -91,9 +91,12 @@ def run_worker(folder: Path, argv: list[str]) -> None:
         config = build(dict(word.split("=", 1) for word in argv))
         worker.watch_stop_file(config)
 
+        from mingpt.training.run import build_run
+        from mingpt.training.start import find_start
         from mingpt.training.trainer import Trainer
 
-        worker.stopped_by = Trainer(config, worker.connect(config)).run()
+        context = worker.connect(config)
+        worker.stopped_by = Trainer(build_run(config, context, find_start(config, context))).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The validation loss, over all or some of the validation split, and a sample of text; when they are due."""
+"""The validation loss, over all or some of the validation split, and a sample of text."""
 
 import itertools
 import logging
@@ -9,13 +9,10 @@ from torch import Tensor
 
 from mingpt.base import events
 from mingpt.base.errors import UserError
-from mingpt.config import Config, TrainerConfig
-from mingpt.data import Corpus, to_device
-from mingpt.distributed import DistributedContext
+from mingpt.data import to_device
 from mingpt.distributed.device import autocast
 from mingpt.model import generate_batch
-from mingpt.training.start import StartPoint
-from mingpt.training.state import TrainState
+from mingpt.training.run import Run
 
 log = logging.getLogger(__name__)
 MIN_BATCH_TOKENS = 4096  # without a backward pass there is memory for so many; small batches are slow
@@ -24,12 +21,10 @@ MIN_BATCH_TOKENS = 4096  # without a backward pass there is memory for so many; 
 class Evaluator:
     """Evaluates the model of `state`. Ranks take batches in turn; the number of ranks changes no result."""
 
-    def __init__(
-        self, config: Config, context: DistributedContext, state: TrainState, corpus: Corpus
-    ) -> None:
-        self.config, self.context, self.corpus = config, context, corpus
-        self.model, self.strategy = state.model, state.strategy
-        self.token_bytes = corpus.tokenizer.token_bytes() if corpus.tokenizer else None
+    def __init__(self, run: Run) -> None:
+        self.config, self.context, self.corpus = run.config, run.context, run.corpus
+        self.model, self.strategy = run.state.model, run.strategy
+        self.token_bytes = run.corpus.tokenizer.token_bytes() if run.corpus.tokenizer else None
 
     def evaluate(self, step: int) -> dict[str, float] | None:
         """Return {"val/loss": mean nats per token of the validation split}, on all ranks. Collective.
@@ -106,21 +101,3 @@ class Evaluator:
         tokens = (token for (token,) in samples if token is not None)
         kept = itertools.takewhile(lambda _: not self.strategy.any(self.context.should_stop()), tokens)
         return tokenizer.decode(list(kept))
-
-
-def is_due(trainer: TrainerConfig, step: int) -> bool:
-    """Whether an evaluation is due after `step` steps; 0 is the start of a run."""
-    if step == 0:
-        return trainer.eval_at_start
-    return step == trainer.max_steps or step % trainer.eval_every == 0
-
-
-def is_missing(config: TrainerConfig, start: StartPoint) -> bool:
-    """Whether an evaluation that is due at the start's step must be made before training.
-
-    It must at step 0, whose records are dropped when a run begins there again, and if a request to stop came
-    before it, as the snapshot's manifest tells.
-    """
-    if start.step > config.max_steps or not is_due(config, start.step):
-        return False
-    return start.step == 0 or start.manifest.evaluated_step != start.step

@@ -15,20 +15,18 @@ from typing import NoReturn
 import torch
 
 from mingpt.base.errors import NonRetryableError, UserError
-from mingpt.config import Config
-from mingpt.data import Corpus, ElasticSampler, mix, to_device
-from mingpt.distributed import DistributedContext
+from mingpt.data import mix, to_device
 from mingpt.parallel import digest
 from mingpt.report import RunLogger
+from mingpt.training.run import Run
 from mingpt.training.run_folder import refuse_nodes
 from mingpt.training.saving import Saving
-from mingpt.training.state import TrainState
 
 Digests = dict[str, int]  # by the tensor's name
 log = logging.getLogger(__name__)
 
 
-def outvoted(values: Sequence[object]) -> list[int]:
+def minority(values: Sequence[object]) -> list[int]:
     """Return the ranks that lack the most common value; all ranks if two values tie. `values` are by rank."""
     counts = Counter(values).most_common()
     if len(counts) == 1:
@@ -51,28 +49,21 @@ def fetch(*found: Mapping[str, torch.Tensor]) -> list[Digests]:
 class Replay:
     """The replays of one generation. Construct it on all ranks, then call `check` on all before each step."""
 
-    def __init__(
-        self,
-        config: Config,
-        context: DistributedContext,
-        state: TrainState,
-        sampler: ElasticSampler,
-        corpus: Corpus,
-        saving: Saving,
-    ) -> None:
-        self.config, self.context, self.state, self.saving = config, context, state, saving
-        self.sampler, self.dataset, self.strategy = sampler, corpus.train, state.strategy
-        self.first_step = state.step
+    def __init__(self, run: Run, saving: Saving, run_logger: RunLogger | None) -> None:
+        self.config, self.context, self.state, self.saving = run.config, run.context, run.state, saving
+        self.sampler, self.dataset, self.strategy = run.sampler, run.corpus.train, run.strategy
+        self.environment, self.run_logger = run.environment, run_logger
+        self.first_step = run.start.step
         # By rank. A worker without a micro-batch of its own computes micro-batch 0.
         self.numbers = [share.start if share else 0 for share in self.strategy.setup.micro_batches_by_rank]
-        every = config.trainer.replay_every
+        every = run.config.trainer.replay_every
         self.every = every if every and self.are_alike() else 0
 
     def are_alike(self) -> bool:
         """Whether all workers have processors of one kind. If not, rank 0 logs a warning. Collective."""
         has = torch.cpu.get_capabilities()
         flags = {name: value for name, value in has.items() if isinstance(value, (bool, str))}
-        kinds = self.context.all_gather_object((self.saving.environment.device, flags))
+        kinds = self.context.all_gather_object((self.environment.device, flags))
         if kinds.count(kinds[0]) < len(kinds) and self.context.rank == 0:
             log.warning("the workers have processors of several kinds: what they compute is not compared")
         return kinds.count(kinds[0]) == len(kinds)
@@ -88,7 +79,7 @@ class Replay:
         is_end = step in (self.first_step, self.config.trainer.max_steps - 1)
         return every > 0 and (is_end or step % every == 0)
 
-    def check(self, run_logger: RunLogger | None) -> None:
+    def check(self) -> None:
         """If a replay is due before this step, compare the workers' copies and gradients. Collective.
 
         If they differ, snapshots after the last replay in which all agreed are renamed, and no longer used.
@@ -99,7 +90,7 @@ class Replay:
             return
         what = self.compare_copies() or self.compare_gradients()
         if what:
-            self.convict(*what, run_logger)
+            self.end_generation(*what)
         self.saving.replayed_step = self.state.step
 
     def compare_copies(self) -> tuple[list[int], str] | None:
@@ -114,7 +105,7 @@ class Replay:
         parts = self.state.tensors().items()
         (own,) = fetch({name: digest(part) for name, part in parts if name.startswith(tuple(shared))})
         digests = self.context.all_gather_object(own)
-        named = outvoted([tuple(one.values()) for one in digests])
+        named = minority([tuple(one.values()) for one in digests])
         return (named, f"holds another copy of {first_difference(digests)}") if named else None
 
     def compare_gradients(self) -> tuple[list[int], str] | None:
@@ -135,7 +126,7 @@ class Replay:
             if owned == checked:
                 continue
             again = self.context.all_gather_object(*fetch(self.digests(number)))
-            named |= {*outvoted([tuple(one.values()) for one in again])}
+            named |= {*minority([tuple(one.values()) for one in again])}
             named |= {rank for rank, first in ((owner, owned), (checker, checked)) if again[rank] != first}
             where = first_difference([owned, checked])
             ends.append(f"computed another gradient of micro-batch {number}, first in {where}")
@@ -167,28 +158,28 @@ class Replay:
             torch.manual_seed(mix(self.config.seed, self.state.step, number))
         return self.strategy.digests(inputs, targets)
 
-    def convict(self, ranks: list[int], what: str, run_logger: RunLogger | None) -> NoReturn:
+    def end_generation(self, ranks: list[int], what: str) -> NoReturn:
         """Discard snapshots past the last replay in which all agreed; raise as `check` does. Collective.
 
         `ranks` are those that may be wrong; `what` says why, after their names in the message.
         """
-        context, trusted = self.context, self.saving.replayed_step
-        device, places = self.saving.environment.device, context.places  # devices of one kind: `are_alike`
+        context, agreed_step, run_logger = self.context, self.saving.replayed_step, self.run_logger
+        device, places = self.environment.device, context.places  # devices of one kind: `are_alike`
         workers = [f"worker {rank} on {places[rank].host} ({device})" for rank in ranks]
         sentence = (
             f"step {self.state.step + 1}: {' or '.join(workers)} {what}: its update is not made, and what "
-            f"was saved after step {trusted} is not used"
+            f"was saved after step {agreed_step} is not used"
         )
         if run_logger:
-            run_logger.history.note_suspects(self.state.step, trusted, workers)
-        durable_step = self.saving.discard_after(trusted)
-        accused = {places[rank].node_rank: (places[rank].host, sentence) for rank in ranks}
-        job_goes_on = len(accused) < len({place.node_rank for place in places})
+            run_logger.history.note_suspects(self.state.step, agreed_step, workers)
+        durable_step = self.saving.discard_after(agreed_step)
+        nodes = {places[rank].node_rank: (places[rank].host, sentence) for rank in ranks}
+        job_goes_on = len(nodes) < len({place.node_rank for place in places})
         if run_logger:
             run_logger.history.note_durable(durable_step)
-            goes_on = job_goes_on and context.launch.node_rank not in accused
+            goes_on = job_goes_on and context.launch.node_rank not in nodes
             run_logger.failed(self.state.step, sentence, goes_on)
         context.all_gather_object(None)  # wait until all ranks have set their snapshots aside
         if job_goes_on:
-            refuse_nodes(context, accused)
+            refuse_nodes(context, nodes)
         raise NonRetryableError(sentence)

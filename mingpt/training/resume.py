@@ -15,22 +15,22 @@ from mingpt.config import Config, differences, to_dict
 from mingpt.data import Data
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import Check, Entries, Found, Manifest, MemorySnapshots, SnapshotStore, StoredState
-from mingpt.snapshot.manifest import DataFields, is_suspect
+from mingpt.snapshot.manifest import DataFields, is_discarded
 from mingpt.training.run_data import first_difference
 from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 from mingpt.training.state import check_shapes, check_shard, tensor_shapes
 
 # The settings that can change an evaluation, by the beginnings of their names.
 EVALUATED = ("data.", "model.", "trainer.dtype:", "trainer.compile:", "trainer.fsdp_param_dtype:")
-SUSPECT = "workers have computed differently since"
+DIFFERED = "workers have computed differently since"
 log = logging.getLogger(__name__)
 
 
 def make_check(config: Config, data: Data, job_start: int | None, discarded_after: list[int]) -> Check:
     """Return a check that raises CorruptSnapshot or UnreadableSnapshot for a snapshot that must not be used.
 
-    Corrupt are snapshots with wrong tensors (`check_shard`) or past their own max_steps, and suspect ones,
-    which workers that computed wrongly may have written: `is_suspect` tells by `discarded_after`. Snapshots
+    Corrupt are snapshots with wrong tensors (`check_shard`) or past their own max_steps, and those that
+    workers which computed wrongly may have written: `is_discarded` tells by `discarded_after`. Snapshots
     past `job_start`, the step from which this job began, are unreadable if their settings or data are not
     this job's: a node that joins may bring them, and their files must not be touched. If `job_start` is None
     (in a job's first generation, or not known), settings and data are not compared.
@@ -40,8 +40,8 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
         check_shard(manifest, entries, tokenizer)
         if manifest.step > manifest.settings.trainer.max_steps:
             raise CorruptSnapshot("its step is past its own trainer.max_steps")
-        if is_suspect(manifest, discarded_after):
-            raise CorruptSnapshot(SUSPECT)
+        if is_discarded(manifest, discarded_after):
+            raise CorruptSnapshot(DIFFERED)
         if job_start is None or manifest.step <= job_start:
             return
         changes = changed_settings(manifest, config)
@@ -202,7 +202,7 @@ def prepare_store(
     def prepare() -> None:
         for step, reason in found.corrupt(context.rank).items() if folder.keeps_snapshots else ():
             try:
-                store.quarantine(step, reason, "suspect" if reason == SUSPECT else "damaged")
+                store.quarantine(step, reason, "suspect" if reason == DIFFERED else "damaged")
             except DriverError as error:
                 raise UserError(
                     f"the corrupt snapshot of step {step} in {store.url} ({reason}) cannot be renamed: "

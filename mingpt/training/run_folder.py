@@ -9,7 +9,7 @@ import errno
 import functools
 import logging
 import os
-import platform
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,13 @@ import torch
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import remove_quietly, write_atomic
 from mingpt.base.paths import describe_obstacle
+from mingpt.base.processes import this_process
 from mingpt.base.system import OutOfTime, run_within
 from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import find_program
-from mingpt.report import load_history, read_job_start, read_records
+from mingpt.report import is_reported, load_history, read_job_start, read_records
+from mingpt.snapshot.claim import Claim, Holder
 from mingpt.snapshot.layout import memory_of
 
 # Settings that change no result and must be the same on all workers.
@@ -100,6 +102,29 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
         snapshots_rank=min(snapshot_keepers),
         snapshots_are_shared=len(set(snapshot_keepers)) == 1,
     )
+
+
+def claim_run_folder(context: DistributedContext, folder: RunFolder) -> Claim:
+    """Claim the run folder until the job ends, on the rank that keeps it; others hold no claim. Collective.
+
+    Waits as `Claim.acquire` does. Raises the errors of `refuse_where_it_fails` if another job holds the
+    folder, or if it cannot be written to.
+    """
+    launch = context.launch
+    agents = tuple(dict.fromkeys(context.all_gather_object(this_process(launch.agent_pid))))
+    job, generation = launch.job or uuid.uuid4().hex, uuid.uuid4().hex
+    claim = Claim(folder.path, Holder(agents, job, generation, since=time.time()))
+    context.exit.on_job_end(claim.release)
+
+    def acquire() -> None:
+        try:
+            if folder.is_kept:
+                claim.acquire()
+        except OSError as error:
+            raise not_writable(folder.path, error) from None
+
+    refuse_where_it_fails(context, acquire)
+    return claim
 
 
 def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object]) -> None:
@@ -210,26 +235,61 @@ class NodeRecords(NamedTuple):
     was_started: bool  # an earlier generation of this job has passed the checks of its start
     last_step: int  # the last step that is recorded; -1 without a run
     run_id: str | None
-    host: str
-    node_rank: int
+    token: str  # a random word
     job_start: int | None  # the step from which the newest job began
     durable_step: int  # of the newest snapshot on disk; 0 for none
     suspects: list[dict[str, Any]]  # each time that workers computed differently
+    is_reported: bool  # the end of the run is on record
 
 
-def read_node_records(context: DistributedContext, folder: RunFolder, job: str) -> NodeRecords:
+@dataclass(frozen=True)
+class KnownRun:
+    """What the records of all nodes tell of the run; the same on all ranks."""
+
+    run_id: str | None  # None: there is no run yet
+    token: str  # a random word, another one in each generation: the name of a run that begins with it
+    is_restart: bool  # false in a job's first generation
+    job_start: int | None  # the step from which this job began; None in its first generation
+    durable_step: int  # of the newest snapshot on disk that any node tells of; 0 for none
+    suspects: list[dict[str, Any]]
+    is_reported: bool
+
+    @property
+    def discarded_after(self) -> list[int]:
+        return [entry["after"] for entry in self.suspects]
+
+
+def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> KnownRun:
+    """Read run.json on all nodes; `job` is the token of the job. Raises as `choose_run` does. Collective."""
+    own = read_node_records(folder.path, job)
+    # The store may have been lost with its host: then run.json tells of an earlier generation.
+    told = context.all_gather_object((own, own.was_started or context.was_started()))
+    records, is_restart = [one for one, _ in told], any(was_started for _, was_started in told)
+    starts = [one.job_start for one in records if one.job_start is not None]
+    return KnownRun(
+        choose_run(context, folder.path, records),
+        records[0].token,
+        is_restart,
+        max(starts, default=None) if is_restart else None,
+        max(one.durable_step for one in records),
+        max((one.suspects for one in records), key=len),
+        records[0].is_reported,
+    )
+
+
+def read_node_records(path: Path, job: str) -> NodeRecords:
     """Return what this rank's run.json tells; `job` is the token of the job."""
-    history = load_history(folder.path) or {"generations": []}
-    generations, launch = history["generations"], context.launch
+    history = load_history(path) or {"generations": []}
+    generations = history["generations"]
     return NodeRecords(
         history.get("job") == job,
         generations[-1]["to_step"] if generations else -1,
         history["id"] if generations else None,
-        platform.node(),
-        launch.node_rank,
+        uuid.uuid4().hex,
         read_job_start(history),
         history.get("durable_step", 0),
         history.get("suspects", []),
+        is_reported(path),
     )
 
 
@@ -240,20 +300,20 @@ def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRe
     run is of a node that had a part in an earlier generation of the job, the job goes on with it: nodes with
     another run raise NodeRefused, and the others PeersMissing.
     """
-    found = [node for node in records if node.run_id is not None]
+    found = [(node, place) for node, place in zip(records, context.places, strict=True) if node.run_id]
     # If two parts of a job began without each other, the part that has come further goes on.
-    kept = max(found, default=None, key=lambda node: (node.was_started, node.last_step, node.run_id))
-    others = [node for node in found if kept and node.run_id != kept.run_id]
+    kept = max((node for node, _ in found), default=None, key=lambda node: node[:3])
+    others = [(node, place) for node, place in found if kept and node.run_id != kept.run_id]
     if kept is None or not others:
         return kept and kept.run_id
-    listed = "; ".join(dict.fromkeys(f"run {str(node.run_id)[:8]} on {node.host}" for node in found))
+    listed = "; ".join(dict.fromkeys(f"run {str(node.run_id)[:8]} on {place.host}" for node, place in found))
     sentence = (
         f"the nodes hold different runs in {path} ({listed}): give the job another run_dir, or remove {path} "
         "where it is another run's"
     )
     if not kept.was_started:
         raise UserError(sentence)
-    refuse_nodes(context, {node.node_rank: (node.host, sentence) for node in others})
+    refuse_nodes(context, {place.node_rank: (place.host, sentence) for _, place in others})
 
 
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:

@@ -13,18 +13,16 @@ from mingpt.base import events
 from mingpt.base.errors import ClaimLost, NonRetryableError, UserError
 from mingpt.base.files import reason_of
 from mingpt.base.urls import redact
-from mingpt.config import Config, to_dict
-from mingpt.distributed import DistributedContext
-from mingpt.distributed.device import Environment
+from mingpt.config import to_dict
 from mingpt.distributed.exit import JOB_ENDS
 from mingpt.distributed.group import BackgroundGroup
 from mingpt.report import RunLogger
 from mingpt.snapshot import Keep, Manifest, MemorySaver, SnapshotSaver
 from mingpt.snapshot.manifest import DataFields, LossScaleFields, SoftwareFields, finite_records
 from mingpt.training.audit import Audit
-from mingpt.training.resume import SUSPECT
-from mingpt.training.start import StartPoint
-from mingpt.training.state import TrainState, describe_tokenizer
+from mingpt.training.resume import DIFFERED
+from mingpt.training.run import Run
+from mingpt.training.state import describe_tokenizer
 
 log = logging.getLogger(__name__)
 LONG_WAIT_S = 5.0
@@ -39,17 +37,11 @@ class Saving:
     rank, `folder.snapshots_rank`, has written it to disk.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        context: DistributedContext,
-        state: TrainState,
-        start: StartPoint,
-        environment: Environment,
-        audit: Audit,
-    ) -> None:
+    def __init__(self, run: Run, audit: Audit, run_logger: RunLogger | None) -> None:
+        config, context, state, start = run.config, run.context, run.state, run.start
         self.config, self.context, self.state, self.audit = config, context, state, audit
-        self.corpus, self.environment, self.run_id = start.corpus, environment, start.run_id
+        self.corpus, self.environment, self.run_id = start.corpus, run.environment, start.run_id
+        self.run_logger = run_logger
         tokenizer = start.corpus.tokenizer
         self.tokenizer_fields = describe_tokenizer(tokenizer, start.corpus.vocab_size)
         content = tokenizer.to_bytes() if tokenizer else None
@@ -69,12 +61,12 @@ class Saving:
             group = BackgroundGroup(context.rank, context.world_size)
             self.saver = SnapshotSaver(start.store, content, state.rows, group, self.main_rank)
         in_memory = content if context.launch.local_rank == 0 else None
-        self.memory = MemorySaver(start.memory, context, state.rows, in_memory)
+        self.memory = MemorySaver(start.memory, context, state.rows, start.known.token, in_memory)
         self.last_save_step = start.durable_step  # step of the last save to disk that was begun
         # Step of the last save to disk that this rank has begun; at first, of the snapshot it found, or -1.
-        self.own_step = start.own_step
+        self.own_step = start.found.views[context.rank].step
         if self.is_sharded:  # all ranks save together, so the main rank's step is that of all
-            self.own_step = context.broadcast_object(start.own_step, self.main_rank)
+            self.own_step = start.found.views[self.main_rank].step
         self.best_loss = -math.inf  # the lowest validation loss so far; without keep_best no loss is lower
         if config.snapshot.keep_best:
             best_loss = self.saver.best_loss(state.step) if self.is_main else None
@@ -82,11 +74,11 @@ class Saving:
         self.is_slow_disk_reported = False
         self.durable_step = start.durable_step  # of the last snapshot that all ranks know to be on disk
         # The last step at which a replay found that all workers compute alike. A manifest without the field
-        # (older, or written without replays) is trusted.
+        # (older, or written without replays) counts as replayed.
         replayed_step = start.manifest.replayed_step
         self.replayed_step = start.step if replayed_step is None else replayed_step
         self.evaluated_step = start.manifest.evaluated_step  # the last step that was evaluated
-        self.discarded_after = start.discarded_after
+        self.discarded_after = start.known.discarded_after
 
     @property
     def writes_to_memory(self) -> bool:
@@ -105,15 +97,15 @@ class Saving:
         if self.config.snapshot.memory_every and self.writes_to_memory:
             self.memory.allocate(self.tensors(self.context.launch.local_rank == 0))
 
-    def note_written(self, step: int, run_logger: RunLogger | None) -> None:
+    def note_written(self, step: int) -> None:
         """Note that the snapshot of `step` is durable, as all ranks know; ignore a step that is not newer.
 
         Otherwise records the step in run.json.
         """
         if step > self.durable_step:
             self.durable_step = step
-            if run_logger:
-                run_logger.history.note_durable(step)
+            if self.run_logger:
+                self.run_logger.history.note_durable(step)
 
     def is_new_best(self, loss: float) -> bool:
         """Return whether a loss is the lowest so far, and remember it then; False without `keep_best`."""
@@ -135,7 +127,7 @@ class Saving:
         # A node skips its own copy while it still writes the one before, so that no other node has to wait.
         return self.is_sharded or self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
 
-    def save_to_disk(self, run_logger: RunLogger | None, is_last: bool = False) -> None:
+    def save_to_disk(self, is_last: bool = False) -> None:
         """Copy the state; on return it may change. Some ranks write the copy in the background. Collective.
 
         First waits for the save before this one, if that is not known to be durable or with `is_last`.
@@ -154,13 +146,13 @@ class Saving:
         chain = self.audit.gather_chain(self.context)
         tensors = self.tensors(self.is_main)
         if self.writes_to_disk and self.is_due_here(is_last):
-            metrics = finite_records(run_logger.last) if run_logger else {}
+            metrics = finite_records(self.run_logger.last) if self.run_logger else {}
             manifest = self.manifest(metrics=metrics)
 
             def fields() -> dict[str, Any]:
                 # A step that has a snapshot is never computed again, so its records must be durable.
-                if run_logger:
-                    run_logger.flush()
+                if self.run_logger:
+                    self.run_logger.flush()
                 if memory_thread:
                     memory_thread.join()
                 return late_fields(chain)
@@ -245,7 +237,7 @@ class Saving:
                 f"than {self.store.url}"
             )
 
-    def finish(self, run_logger: RunLogger | None) -> None:
+    def finish(self) -> None:
         """Wait until the last snapshot is on disk. Raises NonRetryableError on all ranks if that fails.
 
         Only the main rank's write counts. The main rank alone raises ClaimLost, or an error that is not of
@@ -257,8 +249,8 @@ class Saving:
         failure = self.context.broadcast_object(failure, self.main_rank)
         if failure is None:
             return
-        if run_logger:
-            run_logger.failed(self.state.step, failure)
+        if self.run_logger:
+            self.run_logger.failed(self.state.step, failure)
         raise NonRetryableError(failure)
 
     def describe_failure(self) -> str | None:
@@ -292,7 +284,7 @@ class Saving:
         if self.folder.keeps_snapshots:
             for newer in self.store.steps():
                 if newer > step:
-                    self.store.quarantine(newer, SUSPECT, "suspect")
+                    self.store.quarantine(newer, DIFFERED, "suspect")
         self.remove_memory_snapshots()
         left = max([0, *self.store.steps()]) if self.is_main else 0
         return int(self.context.broadcast_object(left, self.main_rank))

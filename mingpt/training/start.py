@@ -2,25 +2,23 @@
 
 It opens the run folder, claims it (a claim is one job's right to write there), opens the data, finds the
 newest snapshot that any rank sees, checks it against the configuration, reads the weights to start with if
-there is no snapshot, and makes the tokens. The result is a StartPoint, from which build.py makes the state.
+there is no snapshot, and makes the tokens. The result is a StartPoint, from which run.py builds the state.
 """
 
 import logging
-import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mingpt.base.errors import UserError
-from mingpt.config import Config, check_workers
-from mingpt.data import Corpus, Data
+from mingpt.config import Config, TrainerConfig, check_workers
+from mingpt.data import Data
 from mingpt.distributed import DistributedContext
-from mingpt.distributed.device import Environment
-from mingpt.report import open_log
-from mingpt.snapshot import Manifest, MemorySnapshots, SnapshotStore, StoredState, find_latest
+from mingpt.report import RunStart, open_log
+from mingpt.snapshot import Found, Manifest, MemorySnapshots, SnapshotStore, StoredState, find_latest
+from mingpt.snapshot.claim import Claim
 from mingpt.training.audit import START
-from mingpt.training.claim import Claim, claim_run_folder
 from mingpt.training.initial_weights import InitialWeights, open_weights
 from mingpt.training.resume import (
     check_nothing_is_lost,
@@ -31,11 +29,12 @@ from mingpt.training.resume import (
 )
 from mingpt.training.run_data import load_corpus, load_data
 from mingpt.training.run_folder import (
+    KnownRun,
     RunFolder,
     check_same_settings,
-    choose_run,
+    claim_run_folder,
     open_run_folder,
-    read_node_records,
+    read_known_run,
     share_history,
 )
 from mingpt.training.state import stored_rows
@@ -44,22 +43,24 @@ NOT_BEGUN = Manifest.model_construct(step=0, windows=0, audit=START)
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class FoundSnapshot:
-    """The snapshot that a generation goes on from, and the places for the next ones.
+@dataclass(frozen=True, kw_only=True)
+class StartPoint(RunStart):
+    """Everything that this generation starts from; `find_start` makes it.
 
-    The same on all ranks, except `own_step` and what `snapshot`, `store` and `memory` read and write here.
+    The same on all ranks, except for `initial`, facts of this process, and what is read and written here.
     """
 
-    run_id: str
-    is_restart: bool  # false in a job's first generation
+    folder: RunFolder
     store: SnapshotStore
     memory: MemorySnapshots
-    snapshot: StoredState | None  # None in a fresh run
-    durable_step: int  # step of the newest snapshot on any disk without a known fault; 0 for none
-    own_step: int  # the same of the disk that this rank reads; -1 for none
-    changes: list[str]  # settings that differ from the snapshot's on purpose
-    discarded_after: list[int]  # see is_suspect
+    known: KnownRun
+    found: Found
+    initial: InitialWeights | None  # the weights of snapshot.init_from, on rank 0 of a fresh run
+
+    @property
+    def snapshot(self) -> StoredState | None:
+        """The snapshot that the run goes on from; None in a fresh run."""
+        return self.found.state
 
     @property
     def manifest(self) -> Manifest:
@@ -67,33 +68,30 @@ class FoundSnapshot:
         return self.snapshot.manifest if self.snapshot else NOT_BEGUN
 
     @property
-    def step(self) -> int:
-        """The step of the snapshot; 0 without one."""
-        return self.manifest.step
-
-
-@dataclass(frozen=True)
-class StartPoint(FoundSnapshot):
-    """Everything that this generation starts from; `find_start` makes it."""
-
-    folder: RunFolder
-    claim: Claim
-    corpus: Corpus
-    environment: Environment
-    initial: InitialWeights | None  # the weights of snapshot.init_from, on rank 0 of a fresh run
-
-    @property
     def was_compiled(self) -> bool | None:
         """Whether the snapshot's model was compiled; None if nothing has been trained yet."""
         return bool(self.manifest.software.compiled) if self.step else None
 
     @property
-    def logged_step(self) -> int:
-        """The newest step, not past the snapshot's, that must have a record of metrics; 0 for none."""
-        if self.snapshot is None:
-            return 0
-        log_every = self.snapshot.manifest.settings.trainer.log_every
-        return self.step // log_every * log_every
+    def evaluation_missing(self) -> bool:
+        """Whether an evaluation that is due at this step must be made before training.
+
+        It must at step 0, whose records are dropped when a run begins there again, and if a request to stop
+        came before it, as the snapshot's manifest tells.
+        """
+        trainer = self.config.trainer
+        if self.step > trainer.max_steps or not is_due(trainer, self.step):
+            return False
+        return self.step == 0 or self.manifest.evaluated_step != self.step
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether a job begins with a run that stands at max_steps, or past it, and is reported as ended.
+
+        It is not reported if the last job died after its last snapshot, before it recorded the end.
+        """
+        is_complete = self.snapshot is not None and self.step >= self.config.trainer.max_steps
+        return is_complete and self.known.is_reported and not self.is_restart and not self.evaluation_missing
 
 
 def find_start(config: Config, context: DistributedContext) -> StartPoint:
@@ -106,70 +104,87 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     folder = open_run_folder(config, context)
     claim = claim_run_folder(context, folder)
     open_log(context.rank, folder.path if folder.is_kept else None, claim.may_write)
-    data = load_data(config, context)
-    found = find_snapshot(config, context, folder, claim, data)
-    initial, weights = None, config.snapshot.init_from
-    if weights and not found.snapshot:
-        initial = context.on_all(lambda: open_weights(weights) if context.rank == 0 else None)
-    corpus = load_corpus(config, context, data, found.snapshot, found.is_restart, initial)
-    environment = choose_environment(config, context, found)
     if context.idle_gpus:
         log.info(context.idle_gpus)
+    data = load_data(config, context)
+    store = context.on_all(lambda: open_store(config, context, claim))
+    known = read_known_run(context, folder, claim.holder.job)
+    if not known.is_restart:
+        check_workers(config, context.world_size)
+    found = find_snapshot(config, context, folder, store, data, known)
+    changes = check_snapshot(found.state, config, found.where, data, known.is_restart, known.run_id)
+    manifest = found.state.manifest if found.state else NOT_BEGUN
+    # A new run folder goes on with the run whose snapshot was found.
+    run_id = known.run_id or manifest.run or known.token
+    memory = MemorySnapshots(config.snapshot.memory_path, run_id, folder.path)
+    if not config.trainer.eval_only:
+        prepare_store(store, memory, context, found, folder)
+        share_history(context, folder, manifest.step)
+    initial, weights = None, config.snapshot.init_from
+    if weights and not found.state:
+        initial = context.on_all(lambda: open_weights(weights) if context.rank == 0 else None)
+    corpus = load_corpus(config, context, data, found.state, known.is_restart, initial)
+    if found.state:
+        go_on_as_before(config, context, manifest, known.is_restart, store.url)
+    log_every = manifest.settings.trainer.log_every if found.state else 1
     return StartPoint(
-        **vars(found), folder=folder, claim=claim, corpus=corpus, environment=environment, initial=initial
+        config=config,
+        corpus=corpus,
+        run_id=run_id,
+        step=manifest.step,
+        is_restart=known.is_restart,
+        durable_step=max(0, *(view.step for view in found.views)),
+        changes=changes,
+        workers=context.world_size,
+        hosts=[host for _, host in sorted({(place.node_rank, place.host) for place in context.places})],
+        previous=context.previous_generation,
+        process_began=context.exit.began_at,
+        job=claim.holder.job,
+        is_main=context.rank == 0,
+        logged_step=manifest.step // log_every * log_every,
+        check_claim=claim.check,
+        may_write=claim.may_write,
+        folder=folder,
+        store=store,
+        memory=memory,
+        known=known,
+        found=found,
+        initial=initial,
     )
+
+
+def is_due(trainer: TrainerConfig, step: int) -> bool:
+    """Whether an evaluation is due after `step` steps; 0 is the start of a run."""
+    if step == 0:
+        return trainer.eval_at_start
+    return step == trainer.max_steps or step % trainer.eval_every == 0
 
 
 def find_snapshot(
-    config: Config, context: DistributedContext, folder: RunFolder, claim: Claim, data: Data
-) -> FoundSnapshot:
-    """Find the newest snapshot and check that the run can go on from it. Collective.
+    config: Config,
+    context: DistributedContext,
+    folder: RunFolder,
+    store: SnapshotStore,
+    data: Data,
+    known: KnownRun,
+) -> Found:
+    """Find the newest snapshot that the run may go on from, on disk or in memory. Collective.
 
-    Unless the run only evaluates, also prepares the places of snapshots and copies the records to all run
-    folders. Raises UserError or, if the job goes on without a node, NodeRefused or PeersMissing.
+    Raises UserError if none is left of a run that has had some.
     """
-    store = context.on_all(lambda: open_store(config, context, claim))
-    own = read_node_records(context, folder, claim.holder.job)
-    # The store may have been lost with its host: then run.json tells of an earlier generation.
-    told = context.all_gather_object((own, own.was_started or context.was_started()))
-    records, is_restart = [one for one, _ in told], any(was_started for _, was_started in told)
-    if not is_restart:
-        check_workers(config, context.world_size)
-    known_id = choose_run(context, folder.path, records)
-    memory_path = config.snapshot.memory_path
-    suspects = max((one.suspects for one in records), key=len)
-    discarded_after = [entry["after"] for entry in suspects]
-    starts = [one.job_start for one in records if one.job_start is not None]
-    job_start = max(starts, default=None) if is_restart else None
-    check = make_check(config, data, job_start, discarded_after)
-    in_memory = MemorySnapshots(memory_path, known_id, folder.path).stores() if known_id else []
-    latest = find_latest(store, in_memory, context, check, stored_rows, is_restart)
-    if latest.state is None or latest.state.manifest.step == 0:
-        check_nothing_is_lost(latest, config, is_restart, max(one.durable_step for one in records))
+    in_memory: list[SnapshotStore] = []
+    if known.run_id:
+        in_memory = MemorySnapshots(config.snapshot.memory_path, known.run_id, folder.path).stores()
+    check = make_check(config, data, known.job_start, known.discarded_after)
+    found = find_latest(store, in_memory, context, check, stored_rows, known.is_restart)
+    if found.state is None or found.state.manifest.step == 0:
+        check_nothing_is_lost(found, config, known.is_restart, known.durable_step)
+    discarded = found.state.manifest.discarded_after if found.state else []
     if context.rank == 0:
-        report_skipped(latest, store.url, config)
-    changes = check_snapshot(latest.state, config, latest.where, data, is_restart, known_id)
-    # A new run folder goes on with the run whose snapshot was found.
-    named = latest.state.manifest.run if latest.state else None
-    run_id = known_id or named or context.broadcast_object(uuid.uuid4().hex, 0)
-    memory = MemorySnapshots(memory_path, run_id, folder.path)
-    found = FoundSnapshot(
-        run_id,
-        is_restart,
-        store,
-        memory,
-        latest.state,
-        max(0, *(view.step for view in latest.views)),
-        latest.views[context.rank].step,
-        changes,
-        discarded_after,
-    )
-    if context.rank == 0 and len(suspects) > len(found.manifest.discarded_after):
-        workers, after = " or ".join(suspects[-1]["workers"]), suspects[-1]["after"]
-        log.warning(f"{workers} computed wrongly: nothing that was saved after step {after} is used")
-    if not config.trainer.eval_only:
-        prepare_store(store, memory, context, latest, folder)
-        share_history(context, folder, found.step)
+        report_skipped(found, store.url, config)
+        if len(known.suspects) > len(discarded):
+            workers, after = " or ".join(known.suspects[-1]["workers"]), known.suspects[-1]["after"]
+            log.warning(f"{workers} computed wrongly: nothing that was saved after step {after} is used")
     return found
 
 
@@ -189,37 +204,26 @@ def open_store(config: Config, context: DistributedContext, claim: Claim) -> Sna
     return store
 
 
-def choose_environment(config: Config, context: DistributedContext, found: FoundSnapshot) -> Environment:
-    """Use the CPU threads, and the float16, of the snapshot; return the environment: bits depend on it.
+def go_on_as_before(
+    config: Config, context: DistributedContext, manifest: Manifest, is_restart: bool, url: str
+) -> None:
+    """Use the CPU threads and the float16 of the snapshot with this manifest, since bits depend on them.
 
-    Raises UserError as `check_environment` does.
-    """
-    if found.snapshot:
-        context.use_threads(found.manifest.software.threads)
-        if config.trainer.dtype == "auto" and found.manifest.software.dtype == "float16":
-            context.dtype = torch.float16  # other GPUs have it, too
-    # build_run replaces `compiled` when it prepares the forward pass.
-    compiled = found.manifest.software.compiled if found.snapshot else False
-    environment = replace(context.environment(), compiled=compiled)
-    if found.snapshot and found.step < config.trainer.max_steps:
-        check_environment(found, config, environment)
-    return environment
-
-
-def check_environment(found: FoundSnapshot, config: Config, environment: Environment) -> None:
-    """Raise UserError if the run would go on training on another kind of device or in another dtype.
-
+    Raises UserError if the run would go on training on another kind of device or in another type.
     snapshot.resume=changed allows that in a job's first generation; a restart never may. An evaluation alone
     (trainer.eval_only) always may.
     """
-    then = found.manifest.software
-    was = {then.device_type, then.dtype}
-    now = {environment.device_type, environment.dtype}
-    is_asked_for = config.snapshot.resume == "changed" and not found.is_restart
-    if was == now or is_asked_for or config.trainer.eval_only:
+    then = manifest.software
+    context.use_threads(then.threads)
+    if config.trainer.dtype == "auto" and then.dtype == "float16":
+        context.dtype = torch.float16  # other GPUs have it, too
+    now = context.environment()
+    is_allowed = config.snapshot.resume == "changed" and not is_restart
+    is_over = manifest.step >= config.trainer.max_steps or config.trainer.eval_only
+    if {then.device_type, then.dtype} == {now.device_type, now.dtype} or is_allowed or is_over:
         return
     raise UserError(
-        f"the snapshots in {found.store.url} were computed on {then.device_type} in {then.dtype} "
-        f"and the workers now have {environment.device_type} and {environment.dtype}: start the job on "
-        "such hardware again, or go on with this one by snapshot.resume=changed"
+        f"the snapshots in {url} were computed on {then.device_type} in {then.dtype} and the workers now "
+        f"have {now.device_type} and {now.dtype}: start the job on such hardware again, or go on with this "
+        "one by snapshot.resume=changed"
     )

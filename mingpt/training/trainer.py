@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import math
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,93 +19,54 @@ import torch
 from torch import Tensor
 
 from mingpt.base import events
-from mingpt.base.errors import ExpectedError, NonFiniteError, NonRetryableError, UserError
-from mingpt.config import Config
-from mingpt.data import Corpus, ElasticSampler, mix
-from mingpt.distributed import DistributedContext
+from mingpt.base.errors import NonFiniteError, NonRetryableError, UserError
+from mingpt.data import mix
 from mingpt.distributed.device import autocast
 from mingpt.optim import learning_rate
-from mingpt.report import GenerationStart, RunLogger, StepStats, StepTimer, is_reported
+from mingpt.report import RunLogger, StepStats, StepTimer
 from mingpt.training.audit import Audit
-from mingpt.training.build import build_run
-from mingpt.training.evaluate import Evaluator, is_due, is_missing
+from mingpt.training.evaluate import Evaluator
 from mingpt.training.replay import Replay
+from mingpt.training.run import Run, out_of_memory_explained
 from mingpt.training.saving import Saving
-from mingpt.training.start import StartPoint, find_start
+from mingpt.training.start import is_due
 
 MAX_SKIPPED = 10  # skipped updates in a row that end the run
 log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """The training of one generation, on one rank. Construct it on all ranks, then call `run` once.
+    """The training of one generation, on one rank. Construct it on all ranks, then call `run` once."""
 
-    Constructing it raises as `find_start` and `build_run` do, and ExpectedError if memory does not suffice.
-    """
-
-    def __init__(self, config: Config, context: DistributedContext) -> None:
-        self.config, self.context = config, context
-        start = find_start(config, context)
-        with out_of_memory_explained():
-            built = build_run(config, context, start)
-        self.state, self.sampler, self.environment, self.compile_choice = built
-        self.strategy = self.state.strategy
-        micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
-        self.audit = Audit(start.manifest.audit, micro_batches)
-        self.losses = torch.zeros(micro_batches, device=context.device)  # zero for other ranks' micro-batches
+    def __init__(self, run: Run) -> None:
+        self.config, self.context, self.state, self.sampler = run.config, run.context, run.state, run.sampler
+        self.strategy, self.nothing_left = run.strategy, run.start.nothing_left
+        self.environment, self.compile_choice = run.environment, run.compile_choice
+        micro_batches = run.config.trainer.batch_size // run.config.trainer.micro_batch_size
+        self.audit = Audit(run.start.manifest.audit, micro_batches)
+        # Zero for other ranks' micro-batches.
+        self.losses = torch.zeros(micro_batches, device=run.context.device)
         self.step_losses: list[float] = []  # losses of all micro-batches of the last step
         self.lr = 0.0
-        self.timer = StepTimer(start.step)
-        self.evaluator = Evaluator(config, context, self.state, start.corpus)
-        self.batches = Batches(config, context, start.corpus, self.sampler, self.audit, self.timer)
-        self.saving = Saving(config, context, self.state, start, self.environment, self.audit)
-        self.replay = Replay(config, context, self.state, self.sampler, start.corpus, self.saving)
-        is_over = self.is_over(start)
-        self.evaluation_missing = is_missing(config.trainer, start)
-        self.nothing_left = is_over and not start.is_restart and not self.evaluation_missing
-        if not config.trainer.eval_only:
-            context.stop_signal.defer()
-        self.run_logger = self.open_run_logger(start)
+        self.timer = StepTimer(run.start.step)
+        self.evaluation_missing = run.start.evaluation_missing
+        self.has_new_best = False
+        self.evaluator = Evaluator(run)
+        self.batches = Batches(run, self.audit, self.timer)
+        self.run_logger = self.open_run_logger(run)
+        self.saving = Saving(run, self.audit, self.run_logger)
+        self.replay = Replay(run, self.saving, self.run_logger)
+        if not run.config.trainer.eval_only:
+            run.context.stop_signal.defer()
         # From here on run.json records from which step the job began, and where this generation fails.
-        if context.rank == 0:
-            context.mark_started()
+        if run.context.rank == 0:
+            run.context.mark_started()
 
-    def is_over(self, start: StartPoint) -> bool:
-        """Whether the run stands at max_steps, or past it, and needs no further report. Collective.
-
-        It needs one if the job died after its last snapshot, before it recorded the end of the run.
-        """
-        is_complete = start.snapshot is not None and start.step >= self.config.trainer.max_steps
-        return is_complete and self.context.on_rank(0, lambda: is_reported(start.folder.path))
-
-    def open_run_logger(self, start: StartPoint) -> RunLogger | None:
+    def open_run_logger(self, run: Run) -> RunLogger | None:
         """Return a new RunLogger; None on a rank without a run folder, or if nothing is left."""
-        context = self.context
-        hosts = {(place.node_rank, place.host) for place in context.places}
-        if not start.folder.is_kept or self.nothing_left:
+        if not run.start.folder.is_kept or self.nothing_left:
             return None
-        return RunLogger(
-            self.config,
-            start.corpus,
-            GenerationStart(
-                start.run_id,
-                start.step,
-                context.world_size,
-                start.is_restart,
-                [host for _, host in sorted(hosts)],
-                context.previous_generation,
-                start.durable_step,
-                start.changes,
-                start.logged_step,
-                time.monotonic() - context.exit.began_at,
-                start.claim.holder.job,
-            ),
-            self.environment,
-            start.claim.check,
-            start.claim.may_write,
-            is_main=context.rank == 0,
-            parameters=sum(map(math.prod, self.strategy.shapes.values())),
-        )
+        return RunLogger(run.start, run.environment)
 
     def run(self) -> str | None:
         """Train up to max_steps, or until a request to stop; then save, and wait until that is on disk.
@@ -140,7 +100,7 @@ class Trainer:
         events.emit("step_start", step=step)
         strategy.start_step(state.loss_scale.scale if state.loss_scale else 1.0)
         with out_of_memory_explained():
-            self.replay.check(self.run_logger)
+            self.replay.check()
             for micro_batch in strategy.my_micro_batches:
                 inputs, targets = self.batches.next(step, micro_batch)
                 with strategy.micro_batch(micro_batch):
@@ -165,7 +125,7 @@ class Trainer:
             # Only here does the loop wait for a GPU, after it has given it all the work of the step.
             self.step_losses, newest_written = status()
             grad_norm = float(grad_norm_tensor)
-        self.saving.note_written(newest_written, self.run_logger)
+        self.saving.note_written(newest_written)
         self.handle_nonfinite(grad_norm)
         self.audit.end_step()
         state.step += 1
@@ -195,7 +155,7 @@ class Trainer:
             self.save_to_disk(is_end)
 
     def save_to_disk(self, is_last: bool = False) -> None:
-        self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger, is_last), "snapshot_wait_s")
+        self.timer.exclude(lambda: self.saving.save_to_disk(is_last), "snapshot_wait_s")
 
     def begin_run(self) -> bool:
         """Prepare for the first step and return True; return False if nothing is left to do. Collective.
@@ -246,7 +206,7 @@ class Trainer:
         """
         if self.saving.is_missing():
             self.save_to_disk(is_last=True)
-        self.timer.exclude(lambda: self.saving.finish(self.run_logger), "snapshot_wait_s")
+        self.timer.exclude(self.saving.finish, "snapshot_wait_s")
         events.emit("run_end", state=self.state)
 
         def report() -> None:
@@ -352,31 +312,6 @@ class Trainer:
             raise
 
 
-@contextlib.contextmanager
-def out_of_memory_explained() -> Iterator[None]:
-    """Raise ExpectedError in place of an error in this block that means too little memory, of CPU or GPU."""
-    try:
-        yield
-    except RuntimeError as error:
-        messages = ("can't allocate memory", "not enough memory")
-        if isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in messages):
-            raise ExpectedError(
-                f"out of memory{gpu_memory(str(error))}: lower trainer.micro_batch_size, the batch stays the "
-                "same; or train a smaller model"
-            ) from error
-        raise
-
-
-def gpu_memory(message: str) -> str:
-    """Return the memory of the GPU that torch's `message` finds too little, as a phrase; "" for another."""
-    asked = re.search(r"Tried to allocate (\S+ \w+)", message)
-    if not asked or not torch.cuda.is_initialized():
-        return ""
-    free, total = torch.cuda.mem_get_info()
-    used = f"{(total - free) / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB were in use"
-    return f" ({used}, and {asked[1]} more were asked for)"
-
-
 class Batches:
     """This rank's micro-batches, in order, from the start of this generation up to max_steps.
 
@@ -384,20 +319,13 @@ class Batches:
     which are NaN then.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        context: DistributedContext,
-        corpus: Corpus,
-        sampler: ElasticSampler,
-        audit: Audit,
-        timer: StepTimer,
-    ) -> None:
-        self.config, self.context, self.audit, self.timer = config, context, audit, timer
+    def __init__(self, run: Run, audit: Audit, timer: StepTimer) -> None:
+        self.config, self.context, self.audit, self.timer = run.config, run.context, audit, timer
+        config, sampler = run.config, run.sampler
         size = config.trainer.micro_batch_size
         steps = max(0, config.trainer.max_steps - timer.first_step)
         starts = itertools.islice(sampler, steps * len(sampler.my_micro_batches()) * size)
-        self.batches = corpus.train.batches(starts, size, context.device)
+        self.batches = run.corpus.train.batches(starts, size, run.context.device)
         self.error: str | None = None
 
     def next(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,5 @@
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,9 +45,9 @@ def test_a_resume_drops_the_records_past_its_step_which_needs_no_room(
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 9)) + '{"step": 9, "tra')
     disk = FaultyDisk(monkeypatch, "write", "metrics.jsonl")
-    JsonlSink(replace(make_run(tmp_path), first_step=8))
+    JsonlSink(make_run(tmp_path, step=8))
     assert steps_in(path) == [1, 2, 3, 4, 5, 6, 7, 8]
-    sink = JsonlSink(replace(make_run(tmp_path), first_step=5))
+    sink = JsonlSink(make_run(tmp_path, step=5))
     assert steps_in(path) == [1, 2, 3, 4, 5] and disk.hits == 0
     disk.broken = False
     for step in range(6, 11):

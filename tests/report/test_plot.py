@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.runs import make_run
 
-from mingpt.report.history import Generation, GenerationStart, RunHistory
+from mingpt.report.history import Generation, RunHistory
 from mingpt.report.plot import Curves, LossPlot, draw_curves, figure_of, main, phase_seconds, to_png
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -21,8 +21,8 @@ def write_records(run_dir: Path, *records: dict[str, Any]) -> None:
 
 
 def test_an_evaluation_draws_the_losses_and_the_end_of_a_run_what_has_come_since(tmp_path: Path) -> None:
-    RunHistory(tmp_path, "abc", {}).start_generation(GenerationStart("abc", 0, 1, False))
-    plot = LossPlot(make_run(tmp_path, restarts=[1, 2], floor=1.3))
+    RunHistory(tmp_path, "abc", {}).start_generation(make_run(tmp_path))
+    plot = LossPlot(make_run(tmp_path, floor=1.3, from_steps=[0, 1, 2]))
     losses = [{"step": step, "train/loss": 10.0 if step < 10 else 2.0 - step / 200} for step in range(100)]
     evaluations = [(0, 4.0), (20, float("nan")), (50, 1.5), (99, 1.75)]
     write_records(tmp_path, *losses, *({"step": step, "val/loss": loss} for step, loss in evaluations))
@@ -39,7 +39,7 @@ def test_an_evaluation_draws_the_losses_and_the_end_of_a_run_what_has_come_since
     assert (raw[50], raw[-1]) == ([50, 1.75], [100, 1.5]) and smoothed[50] == [50, pytest.approx(1.75)]
     assert smoothed[9][1] == pytest.approx(np.mean([raw[step][1] for step in range(6, 13)]))
     assert evaluated == [[0, 4.0], [50, 1.5], [99, 1.75]] and lowest == [[50, 1.5]]
-    assert axes.get_title() == f"{tmp_path.name}: gpt2, 2 layers x 32, 1,234 parameters"
+    assert axes.get_title() == f"{tmp_path.name}: gpt2, 2 layers x 32, 35,744 parameters"
     labels = [text.get_text().strip() for text in axes.get_legend().get_texts()]
     assert labels[0] == "val/loss: lowest 1.5000 at step 50" and "restarts: 2" in labels
     # The late losses fill the picture, and the first ones leave it at its top.
@@ -60,7 +60,7 @@ def test_several_runs_are_drawn_in_a_colour_each_and_named(tmp_path: Path) -> No
 def test_a_picture_that_cannot_be_drawn_is_one_line_and_the_next_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    RunHistory(tmp_path, "abc", {}).start_generation(GenerationStart("abc", 0, 1, False))
+    RunHistory(tmp_path, "abc", {}).start_generation(make_run(tmp_path))
     plot = LossPlot(make_run(tmp_path))
     figure_of.cache_clear()
     with monkeypatch.context() as patch:

@@ -3,7 +3,7 @@ import json
 import logging
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -13,13 +13,11 @@ import yaml
 from conftest import SMALL
 from support.events import read_scalars
 from support.faults import FaultyDisk
-from support.runs import STATS
+from support.runs import STATS, make_run
 
 from mingpt.config import to_dict
-from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.distributed.device import Environment
-from mingpt.report.history import GenerationStart
 from mingpt.report.metrics import Sink, training_values
 from mingpt.report.run_logger import RunLogger, is_reported
 
@@ -44,10 +42,18 @@ def make_logger(
     is_main: bool = True,
     **settings: Any,
 ) -> RunLogger:
-    config = build(SMALL | {"run_dir": str(run_dir)} | settings)
-    corpus = make_corpus(TEXT, config.data)
-    start = GenerationStart("abc123", step, 1, is_restart, changes=changes or [], logged_step=logged_step)
-    return RunLogger(config, corpus, start, ENVIRONMENT, is_main=is_main, parameters=12_345)
+    start = make_run(
+        run_dir,
+        SMALL | settings,
+        run_id="abc123",
+        step=step,
+        is_restart=is_restart,
+        changes=changes or [],
+        logged_step=logged_step,
+        is_main=is_main,
+    )
+    corpus = make_corpus(TEXT, start.config.data)
+    return RunLogger(replace(start, corpus=corpus), ENVIRONMENT)
 
 
 def status(run_dir: Path) -> str:
@@ -72,7 +78,7 @@ def test_every_sink_is_told_everything(tmp_path: Path, monkeypatch: pytest.Monke
         call.close(),
     ]
     run = make_sink.call_args.args[0]
-    assert (run.run_dir, run.max_steps, status(tmp_path)) == (tmp_path, 30, "finished")
+    assert (run.run_dir, run.from_steps, status(tmp_path)) == (tmp_path, [0], "finished")
     # Besides the settings, the bits depend on these.
     inputs = json.loads((tmp_path / "run.json").read_text())["inputs"]
     assert inputs["data"] == hashlib.sha256(TEXT).hexdigest() and len(inputs["tokenizer"]) == 64
@@ -125,8 +131,8 @@ def test_the_plan_of_a_run_names_what_is_going_to_happen(
     reads = "5 on worker 0, 3 on worker 1, 0 on worker 2, 4 on worker 3"
     tokens = "1,548 tokens for training, 172 tokens for validation, vocabulary of 17; 256 tokens per step"
     assert caplog.messages == [
-        "modern with 12,345 parameters, float32; 1 worker on cpu AVX512, 1 CPU thread each",
-        f"{logger.config.data.path}: {tokens}, 6.0 steps per epoch, 30 steps",
+        "gpt2 with 27,040 parameters, float32; 1 worker on cpu AVX512, 1 CPU thread each",
+        f"{logger.start.config.data.path}: {tokens}, 6.0 steps per epoch, 30 steps",
         "not compiled",
         "idle: 3 CPU cores; start more workers, which does not change the result, "
         "or raise trainer.threads, which does",
@@ -156,7 +162,7 @@ def test_a_run_folder_that_cannot_be_written_ends_no_run(
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
     assert status(tmp_path) == "finished"
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == to_dict(logger.config)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == to_dict(logger.start.config)
     again = [message for message in caplog.messages if message.endswith("is written again")]
     assert len(again) == len(names)
     assert not any(".partial" in path.name for path in tmp_path.iterdir())

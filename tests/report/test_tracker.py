@@ -13,12 +13,13 @@ import pytest
 from support.events import read_scalars, read_texts
 from support.runs import make_run
 
+from mingpt.config import to_dict
 from mingpt.report import tracker
-from mingpt.report.metrics import RunInfo, Sink
+from mingpt.report.metrics import RunStart, Sink
 from mingpt.report.tracker import InThread, TensorBoard, Tracker
 
 
-def seconds_with(run: RunInfo, make_sink: Callable[[RunInfo], Sink]) -> float:
+def seconds_with(run: RunStart, make_sink: Callable[[RunStart], Sink]) -> float:
     """The seconds that a run of two records takes, which a sink follows."""
     began = time.monotonic()
     follower = InThread(run, "the test's", make_sink)
@@ -52,6 +53,9 @@ def test_a_tracker_that_fails_or_blocks_for_ever_is_one_line_and_gets_no_more_va
     assert seconds_with(make_run(tmp_path), failing if where == "make_sink" else lambda _: sink) < 3
     assert (caplog.messages, failing.call_count) == ([f"the test's {line}"], 1)
     ended.set()
+    for thread in threading.enumerate():
+        if thread.name == "the test's":
+            thread.join()  # else its line might come in the next test
 
 
 def test_a_tracker_gets_nothing_once_the_run_folder_is_another_jobs(tmp_path: Path) -> None:
@@ -63,7 +67,7 @@ def test_a_tracker_gets_nothing_once_the_run_folder_is_another_jobs(tmp_path: Pa
 def test_after_restarts_tensorboard_shows_each_step_as_the_last_generation_saw_it(tmp_path: Path) -> None:
     """Each event is in the file at once, so that SIGKILL loses none: no generation but the last closes."""
     for generation, first_step, last_step in ((1, 0, 12), (2, 10, 17), (3, 10, 15)):
-        sink = TensorBoard(replace(make_run(tmp_path), first_step=first_step, generation=generation))
+        sink = TensorBoard(make_run(tmp_path, step=first_step, from_steps=[0] * generation))
         for step in range(first_step + 1, last_step + 1):
             sink.log(step, {"train/loss": float(generation)})
     sink.log_text(15, "sample", "To be\n")
@@ -88,15 +92,14 @@ def test_wandb_shows_all_generations_as_one_run_and_no_step_twice(
     for name in ("WANDB_PROJECT", "WANDB_DIR", "WANDB_CONSOLE"):
         monkeypatch.setenv(name, "")  # is removed again after the test
         monkeypatch.delenv(name)
-    run_dir, settings = tmp_path / "my project" / "run", {"seed": 1}
-    run = replace(make_run(run_dir), run_id="0123456789abcdef", settings=settings, generation=2)
+    run = make_run(tmp_path / "my project" / "run", run_id="0123456789abcdef", from_steps=[0, 0])
     follower = InThread(run, "wandb", functools.partial(Tracker, package="wandb"))
     for step in (11, 12):
         follower.log(step, {"train/loss": 2.5})
         follower.log_text(step, "sample", "<To be>\n")
     follower.close()
     named = {"project": "my-project", "name": "run-01234567", "id": "0123456789abcdef"}
-    assert wandb.init.mock_calls[0] == call(resume="allow", config=settings, **named)
+    assert wandb.init.mock_calls[0] == call(resume="allow", config=to_dict(run.config), **named)
     assert call.Html("<pre>&lt;To be&gt;\n</pre>") in wandb.mock_calls
     assert wandb.log.mock_calls == [
         call({"train/loss": 2.5, "generation": 2}, step=12),

@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import time
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,9 @@ def make_state(step: int) -> dict[str, torch.Tensor]:
 
 def make_saver(path: Path, run_id: str = "abc", run_dir: Path | None = None) -> MemorySaver:
     """The saver of a generation's only rank."""
-    return MemorySaver(MemorySnapshots(str(path), run_id, run_dir or path), lone_rank(), RowMap({}))
+    return MemorySaver(
+        MemorySnapshots(str(path), run_id, run_dir or path), lone_rank(), RowMap({}), uuid.uuid4().hex
+    )
 
 
 def save(memory: MemorySaver, *steps: int) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from support.snapshots import make_manifest
 from torch import Tensor
 
 from mingpt.base.rows import RowMap
-from mingpt.distributed import DistributedContext, Launch
+from mingpt.distributed import DistributedContext, Launch, Place
 from mingpt.snapshot import Manifest, MemorySaver, MemorySnapshots, SnapshotStore, find_latest
 from mingpt.snapshot.memory import plan_copies
 from mingpt.snapshot.reading import accept_all
@@ -37,7 +38,8 @@ class Worker:
     def __init__(self, context: DistributedContext, folder: Path) -> None:
         self.context, self.workers = context, context.world_size
         snapshots = MemorySnapshots(str(folder), "id", folder)
-        self.memory = MemorySaver(snapshots, context, RowMap(ROWS, self.workers, ("model.",)))
+        rows = RowMap(ROWS, self.workers, ("model.",))
+        self.memory = MemorySaver(snapshots, context, rows, context.broadcast_object(uuid.uuid4().hex, 0))
 
     def save(self, *steps: int, waits: bool = True) -> None:
         for step in steps:
@@ -102,7 +104,9 @@ def save_with_copies(
         rank=rank, world_size=len(node_of), node_rank=node, local_rank=node_of[:rank].count(node)
     )
     rows = RowMap(SHAPES, len(node_of), ("model.", "optimizer."))
-    memory = MemorySaver(memory_of(folder, node), context, rows)
+    context.places = [Place(other, 0, "") for other in node_of]
+    generation = context.broadcast_object(uuid.uuid4().hex, 0)
+    memory = MemorySaver(memory_of(folder, node), context, rows, generation)
     for step in steps:
         part = {}
         for name, tensor in make_state(step).items():

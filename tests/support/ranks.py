@@ -76,4 +76,4 @@ def run_ranks(
 
 def lone_rank(rank: int = 0, world_size: int = 1) -> DistributedContext:
     """A rank that meets no other rank: it is alone, or exchanges nothing."""
-    return ThreadContext(rank, world_size, threading.Barrier(1), [None] * world_size, round=None)
+    return ThreadContext(rank, world_size, threading.Barrier(1), [None] * world_size, rdzv_round=None)

@@ -1,8 +1,11 @@
 """A run and a step for tests."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from mingpt.report.metrics import RunInfo, StepStats
+from mingpt.config.cli import build
+from mingpt.report import RunStart, StepStats
 
 STATS = StepStats(
     step=12,
@@ -20,6 +23,14 @@ STATS = StepStats(
 )
 
 
-def make_run(run_dir: Path, *, restarts: list[int] | None = None, floor: float | None = None) -> RunInfo:
-    model = {"arch": "gpt2", "n_layer": 2, "n_embd": 32}
-    return RunInfo(run_dir, 30, 0, restarts or [], floor, settings={"model": model}, parameters=1_234)
+def make_run(
+    run_dir: Path | str = "out/test",
+    settings: dict[str, Any] | None = None,
+    floor: float | None = None,
+    **facts: Any,
+) -> RunStart:
+    """The start of a run of 30 steps, with these facts."""
+    small = {"model.arch": "gpt2", "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32}
+    config = build(small | {"run_dir": str(run_dir), "trainer.max_steps": 30} | (settings or {}))
+    corpus: Any = SimpleNamespace(vocab_size=65, entropy_floor=floor)
+    return RunStart(**{"config": config, "corpus": corpus, "run_id": "abc", "step": 0} | facts)

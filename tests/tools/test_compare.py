@@ -11,12 +11,13 @@ import pytest
 import torch
 from conftest import command
 from support.jobs import Job
+from support.runs import make_run as make_start
 from support.snapshots import TENSORS, make_manifest, make_store, write
 
 from mingpt.base.errors import UserError
 from mingpt.config import to_yaml
 from mingpt.config.cli import build
-from mingpt.report.history import GenerationStart, RunHistory
+from mingpt.report.history import RunHistory
 from mingpt.tools.compare import main
 
 Compare = Callable[..., tuple[int, list[str]]]
@@ -83,7 +84,7 @@ def make_run(
         history = RunHistory(folder, "id", {})
         history.content["inputs"] = {"data": "a", "tokenizer": "b", "software": {"threads": 1}, **inputs}
         history.content["changes"] = [{"step": step, "settings": [text]} for step, text in changes]
-        history.start_generation(GenerationStart("id", 0, 1, False))
+        history.start_generation(make_start(folder))
 
 
 def make_records(metric: str = "", step: int = 0, factor: float = 1.0) -> list[dict[str, float]]:

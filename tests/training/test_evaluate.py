@@ -1,5 +1,6 @@
 """The validation loss is a mean over tokens, however they are split into batches."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -31,7 +32,8 @@ def test_the_loss_is_the_mean_over_all_tokens_of_the_split(block_size: int) -> N
     state: Any = Mock(model=MeanOfTargets(), strategy=strategy)
     context: Any = SingleProcess()
     context.dtype = torch.float32
-    losses = Evaluator(config, context, state, corpus).evaluate(0)
+    run: Any = SimpleNamespace(config=config, context=context, state=state, strategy=strategy, corpus=corpus)
+    losses = Evaluator(run).evaluate(0)
     assert isinstance(corpus.val.tokens, Tensor)
     targets = corpus.val.tokens[1:].double()
     assert losses is not None and losses["val/loss"] == pytest.approx(float(targets.mean()), rel=1e-6)

@@ -25,7 +25,7 @@ def agree(tmp_path: Path, started: tuple[bool, ...]) -> list[Any]:
 
     def work(context: DistributedContext) -> str | None:
         folder = RunFolder(tmp_path / str(context.rank), True, True, False)
-        own = NodeRecords(started[context.rank], *read_node_records(context, folder, "job")[1:])
+        own = NodeRecords(started[context.rank], *read_node_records(folder.path, "job")[1:])
         return choose_run(context, tmp_path, context.all_gather_object(own))
 
     return run_ranks(len(started), work)

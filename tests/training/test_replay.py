@@ -1,4 +1,4 @@
-"""Which ranks are named when workers compute differently, and which snapshots are trusted then."""
+"""Which ranks are named when workers compute differently, and which snapshots are used then."""
 
 import itertools
 from pathlib import Path
@@ -17,7 +17,7 @@ from mingpt.base.errors import NodeRefused, NonRetryableError, PeersMissing
 from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import digest, strategy
-from mingpt.snapshot.manifest import is_suspect
+from mingpt.snapshot.manifest import is_discarded
 from mingpt.tools.jobs import torchrun
 from mingpt.training.replay import Replay
 
@@ -56,8 +56,18 @@ class Computer(Replay):
             strategy=strategy,
             tensors=lambda: {"model.a": weight, "optimizer.a.step": torch.tensor(float(context.rank))},
         )
-        anything: Any = SimpleNamespace(train=None, environment=SimpleNamespace(device=device))
-        super().__init__(build(SMALL), context, state, anything, anything, anything)
+        run: Any = SimpleNamespace(
+            config=build(SMALL),
+            context=context,
+            state=state,
+            strategy=strategy,
+            sampler=None,
+            corpus=SimpleNamespace(train=None),
+            environment=SimpleNamespace(device=device),
+            start=SimpleNamespace(step=0),
+        )
+        saving: Any = SimpleNamespace(replayed_step=0, discard_after=lambda step: 0)
+        super().__init__(run, saving, Mock())
         self.wrong, self.calls = wrong.get(context.rank, ()), 0
 
     def can_read(self, *numbers: int) -> bool:
@@ -135,16 +145,14 @@ def test_workers_with_processors_of_several_kinds_are_not_compared(kinds: str, i
 
 @pytest.mark.parametrize(("wrong", "goes_on"), [([1], [True, False, True]), ([0, 1, 2], [False] * 3)])
 def test_a_run_has_failed_on_the_nodes_that_do_not_go_on(wrong: list[int], goes_on: list[bool]) -> None:
-    def convict(context: DistributedContext) -> Any:
-        computer, logger = Computer(context, {}, {}), Mock()
-        environment = SimpleNamespace(device="cpu")
-        saving: Any = SimpleNamespace(replayed_step=0, environment=environment, discard_after=lambda step: 0)
-        computer.saving = saving
+    def end_generation(context: DistributedContext) -> Any:
+        computer = Computer(context, {}, {})
         with pytest.raises((NodeRefused, PeersMissing, NonRetryableError)):
-            computer.convict(wrong, "lies", logger)
+            computer.end_generation(wrong, "lies")
+        logger: Any = computer.run_logger
         return logger.failed.call_args.args[2]
 
-    assert run_ranks(3, convict) == goes_on
+    assert run_ranks(3, end_generation) == goes_on
 
 
 @pytest.mark.parametrize(
@@ -158,11 +166,11 @@ def test_a_run_has_failed_on_the_nodes_that_do_not_go_on(wrong: list[int], goes_
         (99, [40, 20], False),
     ],
 )
-def test_a_snapshot_of_before_a_difference_is_suspect_past_the_step_that_was_trusted(
+def test_a_snapshot_of_before_a_difference_is_discarded_past_the_last_step_that_agreed(
     step: int, known: list[int], expected: bool
 ) -> None:
-    """Workers have differed twice: what was saved after steps 40, then 20, was not trusted."""
-    assert is_suspect(make_manifest(step, discarded_after=known), [40, 20]) == expected
+    """Workers have differed twice: what was saved after steps 40, then 20, must not be used."""
+    assert is_discarded(make_manifest(step, discarded_after=known), [40, 20]) == expected
 
 
 @pytest.mark.slow
@@ -179,16 +187,18 @@ def test_a_worker_that_computes_wrongly_ends_the_job_and_the_next_one_goes_on_be
     undisturbed: Path,
     tmp_path: Path,
 ) -> None:
-    trusted = found_at // 2  # the last replay that agreed
+    agreed_step = found_at // 2  # the last replay that agreed
     run_dir, program = tmp_path / "run", changed_program(tmp_path, LIE.replace("FIRST", str(first)))
     settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__replay_every": 5}
     job = start(command(launcher=torchrun(2, restarts=2), program=program, **settings))
     line = error_of(job, code=1)
     assert line.startswith(f"step {found_at}: worker 0 on ") and " or worker 1 on " in line
     history = read_history(run_dir)
-    assert [entry["after"] for entry in history["suspects"]] == [trusted] and len(history["generations"]) == 1
-    assert history["status"] == "failed" and history["durable_step"] == trusted
+    assert [entry["after"] for entry in history["suspects"]] == [agreed_step] and len(
+        history["generations"]
+    ) == 1
+    assert history["status"] == "failed" and history["durable_step"] == agreed_step
     assert [path.name[:23] for path in (run_dir / "snapshots").glob("suspect-*.json")] == suspects
     again = finish(run_dir=run_dir, trainer__replay_every=5)
-    assert f"computed wrongly: nothing that was saved after step {trusted} is used" in again.err()
+    assert f"computed wrongly: nothing that was saved after step {agreed_step} is used" in again.err()
     assert final_hash(run_dir) == final_hash(undisturbed)

@@ -20,6 +20,7 @@ from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.distributed.device import find_environment
 from mingpt.snapshot import Manifest, MemorySnapshots, SnapshotSaver
+from mingpt.snapshot.search import View
 from mingpt.training.audit import START, Audit
 from mingpt.training.run_folder import RunFolder
 from mingpt.training.saving import Saving
@@ -34,12 +35,12 @@ def logger() -> Any:
 
 
 @pytest.fixture
-def saving(tmp_path: Path) -> Saving:
-    return make_saving(tmp_path, {})
+def saving(tmp_path: Path, logger: Any) -> Saving:
+    return make_saving(tmp_path, {}, logger=logger)
 
 
 def make_saving(
-    tmp_path: Path, settings: dict[str, Any], rank: int = 0, is_on_one_disk: bool = False
+    tmp_path: Path, settings: dict[str, Any], rank: int = 0, is_on_one_disk: bool = False, logger: Any = None
 ) -> Saving:
     """The Saving of a run at step 10 that has no snapshot yet, perhaps on one of several nodes."""
     config = build(SMALL | {"run_dir": str(tmp_path)} | settings)
@@ -51,9 +52,9 @@ def make_saving(
         durable_step=0,
         step=0,
         manifest=NOT_BEGUN,
-        discarded_after=[],
+        known=SimpleNamespace(discarded_after=[], token="abc"),
+        found=SimpleNamespace(views=[View()] * (rank + 1)),
         folder=folder,
-        own_step=-1,
         corpus=make_corpus(TEXT, config.data),
     )
     state: Any = SimpleNamespace(
@@ -68,7 +69,10 @@ def make_saving(
     context = SingleProcess()
     context.rank = rank
     environment = find_environment(context.device, 1, torch.float32)
-    return Saving(config, context, state, start, environment, Audit(START, 8))
+    run: Any = SimpleNamespace(
+        config=config, context=context, state=state, start=start, environment=environment
+    )
+    return Saving(run, Audit(START, 8), logger)
 
 
 def fail_from(saving: Saving, step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +109,9 @@ def test_a_last_snapshot_that_cannot_be_written_ends_the_job_in_a_sentence(
     fail_from(saving, first, OSError(code, "broken"), monkeypatch)
     for step in (10, 20):
         saving.state.step = step
-        saving.save_to_disk(logger)
+        saving.save_to_disk()
     with pytest.raises(NonRetryableError) as error:
-        saving.finish(logger)
+        saving.finish()
     assert str(error.value) == (
         f"the snapshot of step 20 cannot be written to {saving.store.url} (broken) and {expected}"
     )
@@ -119,21 +123,21 @@ def test_a_failure_in_between_is_forgotten_when_the_last_one_is_written(
 ) -> None:
     with monkeypatch.context() as patch:
         fail_from(saving, 0, OSError(errno.EIO, "broken"), patch)
-        saving.save_to_disk(logger)
+        saving.save_to_disk()
         saving.wait()
     saving.state.step = 20
-    saving.save_to_disk(logger)
-    saving.finish(logger)
+    saving.save_to_disk()
+    saving.finish()
     assert saving.store.steps() == [20]
 
 
 @pytest.mark.parametrize(("is_keeper", "left"), [(True, [10]), (False, [10, 20])])
-def test_one_rank_per_folder_sets_suspects_aside_even_if_all_ranks_write_there(
+def test_one_rank_per_folder_sets_snapshots_aside_even_if_all_ranks_write_there(
     is_keeper: bool, left: list[int], saving: Saving, logger: Any
 ) -> None:
     for step in (10, 20):
         saving.state.step = step
-        saving.save_to_disk(logger)
+        saving.save_to_disk()
     saving.folder = replace(saving.folder, keeps_snapshots=is_keeper)
     saving.discard_after(10)
     assert sorted(saving.store.steps()) == left
@@ -145,8 +149,8 @@ def test_waiting_long_for_the_write_before_is_said_once(
     monkeypatch.setattr("mingpt.training.saving.LONG_WAIT_S", -1.0)
     for step in (10, 15, 20, 25):
         saving.state.step = step
-        saving.save_to_disk(logger)
-    saving.finish(logger)
+        saving.save_to_disk()
+    saving.finish()
     (line,) = caplog.messages
     expected = r"training waited \d+\.\d s until the snapshot of step 10 was written: raise snapshot\."
     assert re.match(expected, line)
@@ -178,8 +182,8 @@ def test_what_one_node_has_on_disk_is_in_memory_before_and_until_no_generation_m
     for step in (10, 13):
         saving.state.step = step
         saving.save_to_memory()
-        saving.save_to_disk(logger, is_last=step == 13)
-        saving.finish(logger)
+        saving.save_to_disk(is_last=step == 13)
+        saving.finish()
     assert in_memory == [[10], [13, 10]]
     saving.release_memory("SIGTERM")
     assert steps_in_memory() == [13, 10]
@@ -208,12 +212,12 @@ def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
     saving = make_saving(tmp_path, {"snapshot.local_every": local_every}, rank=1)
     for step in (5, 10, 15, 18):
         saving.state.step = step
-        saving.save_to_disk(None, is_last=step == 18)
+        saving.save_to_disk(is_last=step == 18)
         saving.wait()
     assert sorted(saving.store.steps()) == expected
     assert saving.newest_written == 0, "what counts for the job is on rank 0's disk"
     assert not saving.is_missing()
-    saving.save_to_disk(None, is_last=True)
+    saving.save_to_disk(is_last=True)
     saving.state.step = 19
     assert saving.is_missing()
 
@@ -230,11 +234,11 @@ def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(saving.store, "commit", slow_write)
     for step in (5, 10, 15):
         saving.state.step = saving.durable_step = step
-        saving.save_to_disk(None)
+        saving.save_to_disk()
     may_go_on.set()
     saving.state.step = 18
-    saving.save_to_disk(None, is_last=True)
-    saving.finish(None)
+    saving.save_to_disk(is_last=True)
+    saving.finish()
     assert sorted(saving.store.steps()) == [5, 18]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from conftest import SMALL
 from support.ranks import run_ranks
+from support.runs import make_run
 from support.single_process import SingleProcess
 from support.snapshots import make_manifest, make_store, write
 
@@ -17,10 +18,9 @@ from mingpt.config import Config, SnapshotConfig, TrainerConfig, to_dict
 from mingpt.config.cli import build
 from mingpt.data import TextData
 from mingpt.distributed import DistributedContext
-from mingpt.report.history import GenerationStart, RunHistory
+from mingpt.report.history import RunHistory
 from mingpt.snapshot import MemorySnapshots, SnapshotStore, StoredState, find_latest
 from mingpt.snapshot.search import Fault, Found, View
-from mingpt.training.claim import claim_run_folder
 from mingpt.training.resume import (
     check_nothing_is_lost,
     check_snapshot,
@@ -28,8 +28,7 @@ from mingpt.training.resume import (
     prepare_store,
     report_skipped,
 )
-from mingpt.training.run_folder import RunFolder
-from mingpt.training.start import find_snapshot
+from mingpt.training.run_folder import RunFolder, claim_run_folder, read_known_run
 from mingpt.training.state import check_shard, stored_rows
 
 NEVER, AUTO = Config(snapshot=SnapshotConfig(resume="never")), Config()
@@ -263,18 +262,14 @@ def test_snapshots_of_another_run_are_refused_unless_a_job_has_begun_or_only_eva
 
 def test_a_job_that_has_begun_is_known_by_run_json_if_the_store_is_lost(tmp_path: Path) -> None:
     """All generations have one agent, this process. The first two fail before they pass the checks."""
-    config, context = build(SMALL | {"run_dir": str(tmp_path)}), SingleProcess()
+    context = SingleProcess()
     context.exit.on_job_end = lambda release: None  # type: ignore[method-assign]
-    data = TextData(b"To be, or not to be, that is the question.\n" * 40, config.data)
-    folder, run_id = RunFolder(tmp_path, True, True, True), ""
+    folder = RunFolder(tmp_path, True, True, True)
     for is_restart in (False, False, True):
         claim = claim_run_folder(context, folder)
         if is_restart:
-            began = GenerationStart(run_id, 0, 1, False, job=claim.holder.job)
-            RunHistory(tmp_path, run_id, {}).start_generation(began)
-        found = find_snapshot(config, context, folder, claim, data)
-        assert found.is_restart == is_restart
-        run_id = found.run_id
+            RunHistory(tmp_path, "abc", {}).start_generation(make_run(tmp_path, job=claim.holder.job))
+        assert read_known_run(context, folder, claim.holder.job).is_restart == is_restart
 
 
 def test_an_evaluation_compares_what_can_change_it() -> None:

@@ -17,17 +17,14 @@ import os
 import re
 import threading
 import time
-import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from mingpt.base.errors import ClaimLost, LaterGeneration, SupersededError, UserError
-from mingpt.base.files import BadJson, check_json, parse_json, remove_quietly
-from mingpt.base.processes import Process, this_process
-from mingpt.distributed import DistributedContext, write_stderr
-from mingpt.report.history import Seconds
-from mingpt.training.run_folder import RunFolder, not_writable, refuse_where_it_fails
+from mingpt.base.files import BadJson, Seconds, check_json, parse_json, remove_quietly
+from mingpt.base.processes import Process
+from mingpt.distributed import write_stderr
 
 LEASE_S = 20.0  # another job takes over a claim that has not been renewed for so long
 RENEW_S = 5.0  # between two renewals
@@ -207,26 +204,3 @@ class Claim:
         if self.number and self.may_write():
             remove_quietly(self.path(self.number))
         self.number = 0
-
-
-def claim_run_folder(context: DistributedContext, folder: RunFolder) -> Claim:
-    """Claim the run folder until the job ends, on the rank that keeps it; others hold no claim. Collective.
-
-    Waits as `Claim.acquire` does. Raises the errors of `refuse_where_it_fails` if another job holds the
-    folder, or if it cannot be written to.
-    """
-    launch = context.launch
-    agents = tuple(dict.fromkeys(context.all_gather_object(this_process(launch.agent_pid))))
-    job, generation = launch.job or uuid.uuid4().hex, uuid.uuid4().hex
-    claim = Claim(folder.path, Holder(agents, job, generation, since=time.time()))
-    context.exit.on_job_end(claim.release)
-
-    def acquire() -> None:
-        try:
-            if folder.is_kept:
-                claim.acquire()
-        except OSError as error:
-            raise not_writable(folder.path, error) from None
-
-    refuse_where_it_fails(context, acquire)
-    return claim

@@ -1,15 +1,22 @@
-"""Build what a generation trains with, from snapshot, file or seed: model, strategy, optimizer, sampler."""
+"""The Run that a generation trains with: a state from snapshot, file or seed, sampler and environment."""
 
+import contextlib
 import functools
 import logging
-from dataclasses import asdict, replace
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mingpt.base.errors import UserError
+from mingpt.base.errors import ExpectedError, UserError
+from mingpt.base.files import PIECE_BYTES
+from mingpt.base.rows import in_batches
 from mingpt.config import Config
-from mingpt.data import ElasticSampler
+from mingpt.data import Corpus, ElasticSampler
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment, autocast, enable_determinism
 from mingpt.model import (
@@ -32,26 +39,95 @@ from mingpt.training.state import LossScale, TrainState, copy_rows, load_state
 log = logging.getLogger(__name__)
 
 
-def build_run(
-    config: Config, context: DistributedContext, start: StartPoint
-) -> tuple[TrainState, ElasticSampler, Environment, str]:
+@dataclass(frozen=True)
+class Run:
+    """What a generation trains with: everything is read and built. `build_run` makes it on each rank."""
+
+    config: Config
+    context: DistributedContext
+    start: StartPoint
+    state: TrainState  # what the start names, and in training changes with each step
+    sampler: ElasticSampler  # at the next window
+    environment: Environment  # what the bits depend on besides the configuration
+    compile_choice: str  # whether and why the model is compiled, a phrase; "" if there is nothing to train
+
+    @property
+    def corpus(self) -> Corpus:
+        return self.start.corpus
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.state.strategy
+
+
+@contextlib.contextmanager
+def out_of_memory_explained() -> Iterator[None]:
+    """Raise ExpectedError in place of an error in this block that means too little memory, of CPU or GPU."""
+    try:
+        yield
+    except RuntimeError as error:
+        messages = ("can't allocate memory", "not enough memory")
+        if isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in messages):
+            raise ExpectedError(
+                f"out of memory{gpu_memory(str(error))}: lower trainer.micro_batch_size, the batch stays the "
+                "same; or train a smaller model"
+            ) from error
+        raise
+
+
+def gpu_memory(message: str) -> str:
+    """Return the memory of the GPU that torch's `message` finds too little, as a phrase; "" for another."""
+    asked = re.search(r"Tried to allocate (\S+ \w+)", message)
+    if not asked or not torch.cuda.is_initialized():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    used = f"{(total - free) / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB were in use"
+    return f" ({used}, and {asked[1]} more were asked for)"
+
+
+@out_of_memory_explained()
+def build_run(config: Config, context: DistributedContext, start: StartPoint) -> Run:
     """Build the state to train, from the start's snapshot, else snapshot.init_from's weights, else the seed.
 
-    Returns the state, the sampler at its next window, the environment that the bits depend on, and a phrase
-    on whether and why the model is compiled: "", and not compiled, if there is nothing to train. Raises
-    UserError on all ranks if settings, weights or devices do not go together. Collective.
+    Raises UserError on all ranks if settings, weights or devices do not go together, and ExpectedError if
+    memory does not suffice. Collective.
     """
-    trainer, corpus, environment = config.trainer, start.corpus, start.environment
+    trainer = config.trainer
     if trainer.parallel == "fsdp" and context.device.type == "mps":
         raise UserError("trainer.parallel=fsdp needs CPUs or CUDA GPUs: set trainer.device=cpu")
     if trainer.reduction == "exact":
         enable_determinism()
+    state, sampler = build_state(config, context, start)
+    if start.snapshot:
+        load_state(state, start.snapshot, context)
+    else:
+        init_weights(state, config, context, start)
+    environment = context.environment()
+    if start.step >= trainer.max_steps or trainer.eval_only:
+        state.strategy.prepare(LossModule(state.model))
+        compiled = start.manifest.software.compiled if start.snapshot else False
+        return Run(config, context, start, state, sampler, replace(environment, compiled=compiled), "")
+    choice = choose_compile(config, start.corpus.vocab_size, context.device.type, start.was_compiled)
+    compiled = prepare_forward(config, context, state.model, state.strategy, choice.is_compiled)
+    environment = replace(environment, compiled=compiled)
+    if start.snapshot:
+        compare_environment(start.manifest.software.model_dump(), environment)
+    failed = choice.is_compiled and not compiled
+    said = "not compiled: torch.compile failed" if failed else str(choice)
+    return Run(config, context, start, state, sampler, environment, said)
+
+
+def build_state(
+    config: Config, context: DistributedContext, start: StartPoint
+) -> tuple[TrainState, ElasticSampler]:
+    """Return the state without weights, with the counters of the start, and the sampler. Collective."""
+    trainer, corpus, manifest = config.trainer, start.corpus, start.manifest
     with torch.device("meta"):
         model = GPT(config.model, vocab_size=corpus.vocab_size, block_size=config.data.block_size)
     model.set_recompute(trainer.recompute == "block")
     strategy_class = STRATEGIES[trainer.parallel, trainer.reduction]
     sampler = make_sampler(config, corpus.train, context.world_size, context.rank, strategy_class.takes_turns)
-    sampler.seek(start.manifest.windows)
+    sampler.seek(manifest.windows)
     setup = StrategySetup(
         model,
         list(model.h),
@@ -67,26 +143,14 @@ def build_run(
     strategy = strategy_class(setup)
     model.init_buffers()
     optimizer = build_optimizer(config, context, strategy)
-    windows, skipped = start.manifest.windows, start.manifest.skipped
     loss_scale = None
     if context.dtype == torch.float16:
-        stored = start.manifest.loss_scale
+        stored = manifest.loss_scale
         loss_scale = LossScale(stored.scale, stored.good_steps) if stored else LossScale()
-    state = TrainState(model, optimizer, strategy, start.step, windows, skipped, loss_scale)
-    if start.snapshot:
-        load_state(state, start.snapshot, context)
-    else:
-        init_weights(state, config, context, start)
-    if start.step >= trainer.max_steps or trainer.eval_only:
-        strategy.prepare(LossModule(model))
-        return state, sampler, environment, ""
-    choice = choose_compile(config, corpus.vocab_size, context.device.type, start.was_compiled)
-    compiled = prepare_forward(config, context, model, strategy, choice.is_compiled)
-    environment = replace(environment, compiled=compiled)
-    if start.snapshot:
-        compare_environment(start.manifest.software.model_dump(), environment)
-    failed = choice.is_compiled and not compiled
-    return state, sampler, environment, "not compiled: torch.compile failed" if failed else str(choice)
+    state = TrainState(
+        model, optimizer, strategy, manifest.step, manifest.windows, manifest.skipped, loss_scale
+    )
+    return state, sampler
 
 
 def build_optimizer(config: Config, context: DistributedContext, strategy: Strategy) -> Optimizer:
@@ -108,18 +172,21 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
     initial, tokenizer = start.initial, start.corpus.tokenizer
     shapes, parts = state.strategy.shapes, state.tensors()
     draw = functools.partial(draw_weight, config=config.model, seed=config.seed)
-    given = context.on_all(
-        lambda: match_weights(initial, config.model, shapes, draw, tokenizer) if initial else {}
-    )
-    for name, shape in shapes.items():
-        if context.rank == 0:
-            weight = given.pop(name) if name in given else draw(name, shape)
-            weight = weight.to(context.device, torch.float32).contiguous()
-        else:
-            weight = torch.empty(shape, device=context.device)
-        context.broadcast(weight, 0)
-        first = state.rows.of(f"model.{name}", context.rank).start
-        copy_rows(parts[f"model.{name}"], first, 0, weight)
+    given: dict[str, Tensor] = {}
+    if config.snapshot.init_from:
+        given = context.on_all(
+            lambda: match_weights(initial, config.model, shapes, draw, tokenizer) if initial else {}
+        )
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    for names in in_batches(shapes, lambda name: 4 * sizes[name], PIECE_BYTES):
+        buffer = torch.empty(sum(sizes[name] for name in names), device=context.device)
+        weights = dict(zip(names, buffer.split([sizes[name] for name in names]), strict=True))
+        for name, weight in weights.items() if context.rank == 0 else ():
+            weight.copy_((given.pop(name) if name in given else draw(name, shapes[name])).view(-1))
+        context.broadcast(buffer, 0)
+        for name, weight in weights.items():
+            first = state.rows.of(f"model.{name}", context.rank).start
+            copy_rows(parts[f"model.{name}"], first, 0, weight.view(shapes[name]))
 
 
 def prepare_forward(
