@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from mingpt.base.errors import StopRequested, UserError
+from mingpt.base.system import keep_freed_memory
 from mingpt.distributed.device import (
     Environment,
     check_device_types,
@@ -20,7 +21,6 @@ from mingpt.distributed.device import (
     find_device,
     find_environment,
     idle_gpus,
-    keep_freed_memory,
     resolve_dtype,
 )
 from mingpt.distributed.ends import GenerationEnd

@@ -15,7 +15,6 @@ TIMED_OUT = "timed out waiting for a peer after"
 LOST_PEER = "lost a peer"
 FAILED = "failed"
 TOLD = "told to stop"
-MAX_REPEATS = 3  # consecutive generations that fail in the same place
 ExitReason = dict[str, Any]
 
 
@@ -61,11 +60,6 @@ class GenerationEnd:
 def clause(why: str) -> str:
     """Return an exit reason that several workers share as a clause, such as "the workers lost a peer"."""
     return f"the workers were {why}" if why.startswith((TOLD, "stopped")) else f"the workers {why}"
-
-
-def repeated_sentence(where: str, end: str) -> str:
-    repeats = f"{MAX_REPEATS} generations failed one after the other {where} ({end})"
-    return f"{repeats}: a restart would repeat it"
 
 
 def list_workers(ranks: Sequence[int]) -> str:

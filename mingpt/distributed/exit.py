@@ -28,7 +28,7 @@ from mingpt.base.system import try_within
 from mingpt.base.urls import redact
 from mingpt.distributed.ends import FAILED, LOST_PEER, TIMED_OUT, TOLD, ExitReason, stack_path
 from mingpt.distributed.launch import AGENT_FOLDER, Launch
-from mingpt.distributed.rendezvous import Rendezvous, count_failed_start
+from mingpt.distributed.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from mingpt.distributed.nccl import NcclWatch
@@ -51,10 +51,6 @@ class SignalReceived(Exception):
 
 class PeerLost(Exception):
     """Another worker is gone or silent, as the message says; noticed beside the main thread."""
-
-
-class StartFails(NonRetryableError):
-    """This worker has failed again and again before the rendezvous. Raised on one rank of an agent."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,15 @@ def how_to_exit(
         sentence = f"error: worker {launch.rank}: {error}\n"
         text = sentence if isinstance(error, ExpectedError) else "".join(traceback.format_exception(error))
         what = f"{type(error).__name__}: {said}"
-        return ExitPlan(1, text=text, reason=f"{FAILED} ({what})", failure=what if is_last else "")
+        repeats = not has_met and not isinstance(error, OSError)  # an import that fails, for example
+        return ExitPlan(
+            1,
+            ends_agent=repeats and launch.agent_pid is not None,
+            status="1 " if repeats else "",
+            text=text,
+            reason=f"{FAILED} ({what})",
+            failure=what if is_last else "",
+        )
     if not has_met:
         return ExitPlan(1, text=f"worker {launch.rank} could not rendezvous with the other workers: {said}\n")
     if said.startswith(TIMED_OUT):
@@ -141,14 +145,15 @@ def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
 
 def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
     """Return how a worker exits at once: with 128 + signal, or with 0 at a first one without an agent."""
-    reason, code = f"{TOLD} by {received.number.name}", 128 + received.number
-    if not received.is_first:
-        return ExitPlan(code, reason=reason, is_orderly=True)
-    line = "" if launch.rank else before_first_step(received.number.name)
-    if launch.agent_pid is None:
-        return ExitPlan(0, text=line, reason=reason, is_orderly=True)
-    # The agent prints the line, if it was itself told to stop.
-    return ExitPlan(code, status=f"0 {line}" if line else "", reason=reason, is_orderly=True)
+    line = before_first_step(received.number.name) if received.is_first and launch.rank == 0 else ""
+    is_alone = launch.agent_pid is None
+    return ExitPlan(
+        0 if is_alone and received.is_first else 128 + received.number,
+        status=f"0 {line}" if line else "",  # the agent prints the line, if it was itself told to stop
+        text=line if is_alone else "",
+        reason=f"{TOLD} by {received.number.name}",
+        is_orderly=True,
+    )
 
 
 def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
@@ -156,9 +161,9 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
 
     Rank 0 prints the error. Local rank 0 of any node prints it, too, if it is a NodeRefused or ClaimLost, and
     each worker before the rendezvous: rank 0 may not know of it. Local rank 0 of each node ends the agent,
-    other workers wait for that; a worker that alone knows of the error does what local rank 0 does.
+    and other workers wait for that.
     """
-    is_first = launch.local_rank == 0 or launch.agent_pid is None or isinstance(error, StartFails)
+    is_first = launch.local_rank == 0 or launch.agent_pid is None
     is_printed = launch.rank == 0 or not has_met or isinstance(error, (NodeRefused, ClaimLost))
     code = 2 if isinstance(error, UserError) else 1
     return ExitPlan(
@@ -168,9 +173,8 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
         text=f"error: {error}\n" if is_first and is_printed else "",
         reason=f"ended the job ({type(error).__name__}: {first_line(error)})",
         is_orderly=True,
-        failure=""
-        if isinstance(error, NonRetryableError)
-        else str(error),  # whoever raised that has noted it
+        # Whoever raises a NonRetryableError has noted it.
+        failure="" if isinstance(error, NonRetryableError) else str(error),
         releases_claims=is_first,
         awaits_agent=not is_first,
     )
@@ -306,15 +310,9 @@ class ProcessExit:
             self.exit_beside_main_thread(PeerLost(f"NCCL: {NCCL_LOST}"))
 
     def plan(self, error: BaseException | None) -> ExitPlan:
-        """Return `how_to_exit` by what is known now, also of earlier starts that failed."""
-        launch, has_met = self.launch, self.rendezvous is not None
-        is_orphan = launch.is_orphan()
-        plan = how_to_exit(error, launch, self.last_step(), self.timed_out(), has_met, is_orphan)
-        if not has_met and plan.reason.startswith(FAILED):
-            repeated = count_failed_start(launch, plan.reason)
-            if repeated:
-                return how_to_exit(StartFails(repeated), launch, has_met=False)
-        return plan
+        """Return `how_to_exit` by what is known now."""
+        has_met, is_orphan = self.rendezvous is not None, self.launch.is_orphan()
+        return how_to_exit(error, self.launch, self.last_step(), self.timed_out(), has_met, is_orphan)
 
     def perform(self, plan: ExitPlan, is_told: Callable[[], bool] = lambda: False) -> NoReturn:
         """Carry out a plan. What needs storage or the store has a time limit."""

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from mingpt.base.errors import PeersMissing, UserError
 from mingpt.base.system import run_within
-from mingpt.distributed.ends import MAX_REPEATS, ExitReason, GenerationEnd, list_workers, repeated_sentence
+from mingpt.distributed.ends import ExitReason, GenerationEnd, list_workers
 from mingpt.distributed.launch import Launch
 
 STORE_TIMEOUT_S = 180.0  # for the process group's own waits in the store
@@ -50,13 +50,20 @@ class Rendezvous:
         self.previous_generation = GenerationEnd(*ended) if ended else None
 
     def _connect(self, is_host: bool) -> Any:
-        from torch.distributed import DistError
+        from torch.distributed import DistError, TCPStore
 
         launch = self.launch
+        assert launch.master_addr is not None
         # An agent's store exists already, or never will: the agent died before this worker could notice.
         timeout_s = AGENT_STORE_TIMEOUT_S if launch.agent_hosts_store else self.timeout_s
         try:
-            store = connect_store(launch, timeout_s, is_host)
+            store = TCPStore(
+                launch.master_addr,
+                launch.master_port,
+                is_master=is_host,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+            )
         except DistError as error:
             if is_host and launch.agent_pid is None:
                 raise UserError(
@@ -167,41 +174,6 @@ class Rendezvous:
 
     def mark_started(self) -> None:
         self._store.set("started", "")
-
-
-def connect_store(launch: Launch, timeout_s: float, is_host: bool = False) -> Any:
-    """Return a new client of the job's store, or its host. Raises DistError."""
-    from torch.distributed import TCPStore
-
-    assert launch.master_addr is not None
-    return TCPStore(
-        launch.master_addr,
-        launch.master_port,
-        is_master=is_host,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
-
-
-def count_failed_start(launch: Launch, why: str) -> str | None:
-    """Count a failure of this worker before the rendezvous, in an import for example.
-
-    Returns a sentence if workers of this agent failed like this in each of the last MAX_REPEATS generations,
-    and no other worker of the agent has reported it. Returns None otherwise, and without an agent's store.
-    """
-    if launch.agent_pid is None or not launch.agent_hosts_store:
-        return None
-    try:
-        store = connect_store(launch, AGENT_STORE_TIMEOUT_S)
-        # The count is per agent, since an agent counts the restarts of its own workers.
-        prefix = f"failed_start/{platform.node()}/{launch.agent_pid}"
-        store.set(f"{prefix}/{launch.restart_count}", why)
-        counts = range(launch.restart_count - MAX_REPEATS + 1, launch.restart_count + 1)
-        is_repeated = store.check([f"{prefix}/{count}" for count in counts])
-        is_first = is_repeated and store.add(f"{prefix}/said", 1) == 1
-    except Exception:  # torch or the store fails: the failure is reported, but not counted
-        return None
-    return repeated_sentence("before the first step", f"worker {launch.rank} {why}") if is_first else None
 
 
 def read_generation_end(store: Any) -> tuple[GenerationEnd, int | None] | None:

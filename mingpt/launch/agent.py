@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, NoReturn
 from mingpt.base.errors import NonRetryableError
 from mingpt.base.files import temporary_folder
 from mingpt.base.processes import kill_by_pidfd, open_siblings
-from mingpt.base.system import ipv4_addresses, loopback_address
+from mingpt.base.system import allow_open_files, ipv4_addresses, loopback_address, usable_cores
 from mingpt.config import Config, check_workers
-from mingpt.distributed.device import allow_open_files, usable_cores
 from mingpt.distributed.ends import LOST_PEER, TIMED_OUT, GenerationEnd
 from mingpt.distributed.exit import before_first_step, write_stderr
 from mingpt.distributed.launch import AGENT_FOLDER, AGENT_PID, STATUS_FILE, Launch

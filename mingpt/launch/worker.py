@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from mingpt.base import events
 from mingpt.base.command import open_streams
 from mingpt.base.errors import StopRequested, UserError
-from mingpt.base.system import check_working_directory
-from mingpt.distributed.device import use_one_arena
+from mingpt.base.system import check_working_directory, use_one_arena
 from mingpt.distributed.exit import ProcessExit
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.signals import StopSignal

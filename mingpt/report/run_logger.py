@@ -13,10 +13,11 @@ from typing import TypeVar
 
 import torch
 
+from mingpt.base.system import usable_cores
 from mingpt.config import TrainerConfig, to_yaml
 from mingpt.data import CharDataset
 from mingpt.data.shards import TokenShards
-from mingpt.distributed.device import Environment, gpu_facts, usable_cores
+from mingpt.distributed.device import Environment, gpu_facts
 from mingpt.report.files import JsonlSink, ReportFile
 from mingpt.report.history import RunHistory, load_history, plural
 from mingpt.report.log import ConsoleSink

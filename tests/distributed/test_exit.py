@@ -24,7 +24,6 @@ from mingpt.distributed.exit import (
     PeerLost,
     ProcessExit,
     SignalReceived,
-    StartFails,
     how_to_exit,
     is_lost_peer,
 )
@@ -93,6 +92,7 @@ ORDERLY: Facts = {"is_orderly": True}
 ENDED = ORDERLY | {"releases_claims": True}
 TOLD = ORDERLY | {"reason": "told to stop by SIGTERM"}
 BEFORE = "stopped by SIGTERM before the first step\n"
+SAID: Facts = {"text": BEFORE, "status": f"0 {BEFORE}"}
 ALONE: Facts = {"agent_pid": None, "world_size": 1, "local_world_size": 1}
 LAST: Facts = {"restart_count": 1}
 SECOND: Facts = {"rank": 1, "local_rank": 1}
@@ -109,8 +109,12 @@ ENDS: Facts = {"ends_agent": True, "releases_claims": True}
 NAN_REASON = "ended the job (NonRetryableError: not finite)"
 NO_GPU = NodeRefused("no GPU here")
 REFUSED = ORDERLY | {"reason": "ended the job (NodeRefused: no GPU here)", "failure": "no GPU here"}
-AGAIN = StartFails("again")
-REPEATED = ORDERLY | {"reason": "ended the job (StartFails: again)"}
+IMPORT = ModuleNotFoundError("no numpy")
+EARLY: Facts = {"has_met": False}
+NO_IMPORT: Facts = {
+    "reason": "failed (ModuleNotFoundError: no numpy)",
+    "text": "ModuleNotFoundError: no numpy\n",
+}
 FULL = ExpectedError("out of memory")
 FAILS: Facts = {"reason": "failed (ExpectedError: out of memory)"}
 SAYS: Facts = {"text": "error: worker 0: out of memory\n"}
@@ -127,17 +131,19 @@ AGENT_LOST = "error: the agent (process 9) was lost after step 7\n"
         (StopRequested("SIGTERM"), {}, {}, 143, TOLD | {"status": "0 "}),
         (StopRequested("SIGTERM"), ALONE, {}, 0, ENDED | {"status": "0 ", "reason": "stopped by SIGTERM"}),
         (SignalReceived(signal.SIGTERM, True), {}, {}, 143, TOLD | {"status": f"0 {BEFORE}"}),
-        (SignalReceived(signal.SIGTERM, True), ALONE, {}, 0, TOLD | {"text": BEFORE}),
+        (SignalReceived(signal.SIGTERM, True), ALONE, {}, 0, TOLD | SAID),
         (SignalReceived(signal.SIGTERM, True), SECOND, {}, 143, TOLD),
         (SignalReceived(signal.SIGTERM, False), ALONE, {}, 143, TOLD),
         (WRONG, {}, {}, 2, ABORTS | ENDS | {"status": "2 ", "text": "error: no such file\n"}),
         (WRONG, SECOND, {}, 2, ABORTS | {"awaits_agent": True}),
         (WRONG, {"rank": 2}, {}, 2, ABORTS | ENDS | {"status": "2 "}),
         (NO_GPU, {"rank": 2}, {}, 2, REFUSED | ENDS | {"status": "2 ", "text": "error: no GPU here\n"}),
-        (AGAIN, SECOND, {"has_met": False}, 1, REPEATED | ENDS | {"status": "1 ", "text": "error: again\n"}),
+        (IMPORT, SECOND, EARLY, 1, NO_IMPORT | {"ends_agent": True, "status": "1 "}),
+        (IMPORT, SECOND, {}, 1, NO_IMPORT),
+        (OSError("stale"), {}, EARLY, 1, {"reason": "failed (OSError: stale)", "text": "OSError: stale\n"}),
         (NAN, SECOND, {}, 1, ORDERLY | {"reason": NAN_REASON, "awaits_agent": True}),
-        (MISSING, {}, {"has_met": False}, 1, {"text": f"{MISSING}\n", "kills": [1]}),
-        (MISSING, {"rank": 2}, {"has_met": False}, 1, {"kills": [1]}),
+        (MISSING, {}, EARLY, 1, {"text": f"{MISSING}\n", "kills": [1]}),
+        (MISSING, {"rank": 2}, EARLY, 1, {"kills": [1]}),
         (FULL, {}, {}, 1, FAILS | SAYS),
         (FULL, LAST, {}, 1, FAILS | SAYS | {"failure": "ExpectedError: out of memory"}),
         (KeyError("a"), {}, {}, 1, {"reason": "failed (KeyError: 'a')", "text": "KeyError: 'a'\n"}),

@@ -8,9 +8,8 @@ import pytest
 from support.runs import make_run
 
 from mingpt.distributed import GenerationEnd
-from mingpt.distributed.ends import MAX_REPEATS
 from mingpt.report import load_history, mark_ended, read_job_start
-from mingpt.report.history import RunHistory
+from mingpt.report.history import MAX_REPEATS, RunHistory
 
 RUN_ID = "abc123"
 FAILURE = {"why": "failed (ValueError: twice two)"}

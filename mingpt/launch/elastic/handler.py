@@ -26,9 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import DistStoreError, HashStore, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
     RendezvousInfo,
@@ -80,10 +79,10 @@ def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
     return found
 
 
-class RoundStore:
-    """The part of a torch Store that torchrun's agent uses, without a server that could be lost or cut off.
+class RoundStore(HashStore):
+    """The store of one torchrun's agent, in its own memory, so that it cannot be lost or cut off.
 
-    torchrun's agent reads the workers' ranks in it, which are `known`. And when its workers have finished, it
+    It has the workers' ranks, `known`, from the start. When the agent's workers have finished, the agent
     waits for the other agents: `add` calls `come` to announce this agent, and `wait` returns once
     `is_passed()`.
     """
@@ -91,23 +90,13 @@ class RoundStore:
     def __init__(
         self, known: Mapping[str, str], come: Callable[[], None], is_passed: Callable[[], bool]
     ) -> None:
-        self.timeout = timedelta(seconds=60)
-        self._known, self._come, self._is_passed = known, come, is_passed
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Do nothing: each agent already has the values that it reads, in `known`."""
+        super().__init__()
+        for key, value in known.items():
+            self.set(key, value)
+        self._come, self._is_passed = come, is_passed
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Do nothing, like `set`."""
-
-    def get(self, key: str) -> bytes:
-        return self._known[key].encode()
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
+        """Do nothing: the agent of rank 0 computes the workers' ranks, which are known."""
 
     def add(self, key: str, amount: int) -> int:
         self._come()
@@ -115,7 +104,8 @@ class RoundStore:
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until `is_passed()`. Raises DistStoreError after the timeout, by default that of the store."""
-        deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
+        limit: timedelta = timeout or self.timeout  # type: ignore[attr-defined]
+        deadline = time.monotonic() + limit.total_seconds()
         while not self._is_passed():
             if time.monotonic() > deadline:
                 raise DistStoreError("not all nodes have come to the end of the job in time")
@@ -260,7 +250,7 @@ class ElasticRendezvous(RendezvousHandler):
         os.environ[JOB], os.environ[ROUND] = round.job, str(round.number)
         self._say(f"round {round.number}: {decisions.list_nodes(round.members)}")
         known = assigned_ranks([member.nproc for member in round.members])
-        store: Any = RoundStore(known, self._node.note_done, self._is_passed)
+        store = RoundStore(known, self._node.note_done, self._is_passed)
         rank = [member.id for member in round.members].index(self._node.id)
         bootstrap = RendezvousStoreInfo(round.members[0].address, round.store_port)
         return RendezvousInfo(store, rank, len(round.members), bootstrap)
