@@ -1,7 +1,7 @@
 """How a worker or a generation ended, in words: exit reasons, and the sentence that they add up to.
 
-A worker that exits stores an exit reason, {"why": text, "step": its last step, "is_orderly": no other worker
-has to leave because of this exit}. A worker without one was killed, or cut off from the store.
+A worker that exits stores an exit reason, {"why": text, "step": its last completed step}. A worker without
+one was killed, or cut off from the store.
 """
 
 import re
@@ -15,6 +15,7 @@ TIMED_OUT = "timed out waiting for a peer after"
 LOST_PEER = "lost a peer"
 FAILED = "failed"
 TOLD = "told to stop"
+DISORDER = (TIMED_OUT, LOST_PEER, FAILED)  # other workers have to leave then, too
 ExitReason = dict[str, Any]
 
 

@@ -62,7 +62,6 @@ class ExitPlan:
     status: str = ""  # the job's exit code and a line, for the agent of `python train.py`; "": not written
     text: str = ""  # for stderr
     reason: str = ""  # the exit reason for other workers and the next generation; "": none is stored
-    is_orderly: bool = False  # no other worker has to leave because of this exit
     kills: Sequence[int] = ()  # ranks: of this agent's workers, those that store no exit reason in time
     failure: str = ""  # why the job failed, for run.json
     releases_claims: bool = False
@@ -138,9 +137,9 @@ def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
     status = "" if launch.rank else "0 "
     if request is None or request in JOB_ENDS or launch.agent_pid is None:
         reason = f"stopped by {request}" if request else "finished"
-        return ExitPlan(0, status=status, reason=reason, is_orderly=True, releases_claims=True)
+        return ExitPlan(0, status=status, reason=reason, releases_claims=True)
     code = 128 + signal.Signals[request]
-    return ExitPlan(code, status=status, reason=f"{TOLD} by {request}", is_orderly=True)
+    return ExitPlan(code, status=status, reason=f"{TOLD} by {request}")
 
 
 def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
@@ -152,7 +151,6 @@ def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
         status=f"0 {line}" if line else "",  # the agent prints the line, if it was itself told to stop
         text=line if is_alone else "",
         reason=f"{TOLD} by {received.number.name}",
-        is_orderly=True,
     )
 
 
@@ -172,7 +170,6 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
         status=f"{code} " if is_first else "",
         text=f"error: {error}\n" if is_first and is_printed else "",
         reason=f"ended the job ({type(error).__name__}: {first_line(error)})",
-        is_orderly=True,
         # Whoever raises a NonRetryableError has noted it.
         failure="" if isinstance(error, NonRetryableError) else str(error),
         releases_claims=is_first,
@@ -327,7 +324,7 @@ class ProcessExit:
         sys.stdout.flush()
         write_stderr(plan.text)
         if plan.reason and self.rendezvous:
-            reason = {"why": plan.reason, "step": self.last_step(), "is_orderly": plan.is_orderly}
+            reason = {"why": plan.reason, "step": self.last_step()}
             self.rendezvous.record_exit_reason(launch.rank, reason)
         if plan.kills:
             self.kill_silent(plan.kills)

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from mingpt.base.errors import StopRequested
 from mingpt.base.processes import open_siblings, wait_readable
+from mingpt.distributed.ends import DISORDER
 from mingpt.distributed.exit import (
     JOB_ENDS,
     PeerLost,
@@ -80,7 +81,7 @@ class StopSignal:
         self.thread.start()
 
     def watch_siblings(self) -> None:
-        """From now on, exit if another worker of this agent exits without an exit reason that is orderly."""
+        """From now on, exit if another worker of this agent fails, or exits without an exit reason."""
         self.siblings = open_siblings(self.launch.agent_pid)
 
     def watch_stop_file(self, path: Path, note_stop: Callable[[], None] | None = None) -> None:
@@ -173,7 +174,7 @@ class StopSignal:
             waited_s = time.monotonic() - exited_at
             if waited_s > PEER_GRACE_S:
                 is_known, reason = self.exit.read_exit_reason(rank)
-                if reason and reason["is_orderly"]:
+                if reason and not reason["why"].startswith(DISORDER):
                     del self.exited_at[rank]
                 elif is_known or waited_s > UNKNOWN_GRACE_S:
                     why = reason["why"] if reason else "vanished"

@@ -88,77 +88,91 @@ def test_stacks_of_the_present_generation_are_never_removed(tmp_path: Path) -> N
     process_exit.stacks.close()
 
 
-ORDERLY: Facts = {"is_orderly": True}
-ENDED = ORDERLY | {"releases_claims": True}
-TOLD = ORDERLY | {"reason": "told to stop by SIGTERM"}
+WRONG, FULL, VANISHED = (
+    UserError("no such file"),
+    ExpectedError("out of memory"),
+    PeerLost("worker 1 vanished"),
+)
+TOLD_FIRST = SignalReceived(signal.SIGTERM, True)
 BEFORE = "stopped by SIGTERM before the first step\n"
-SAID: Facts = {"text": BEFORE, "status": f"0 {BEFORE}"}
-ALONE: Facts = {"agent_pid": None, "world_size": 1, "local_world_size": 1}
-LAST: Facts = {"restart_count": 1}
+ALONE: Facts = {"agent_pid": None, "world_size": 1}
 SECOND: Facts = {"rank": 1, "local_rank": 1}
 PLAIN: Facts = {"status_file": Path("/tmp/mingpt-x/status")}
-GONE: Facts = {"reason": "lost a peer (worker 1 vanished)"}
-NOTED: Facts = {"failure": "worker 1 vanished"}
-VANISHED = PeerLost("worker 1 vanished")
-LINE = (
-    "worker 0 lost a peer after step 7, and no restart is left (torchrun --max-restarts): worker 1 vanished\n"
-)
-WRONG, NAN = UserError("no such file"), NonRetryableError("not finite")
-ABORTS = ORDERLY | {"reason": "ended the job (UserError: no such file)", "failure": "no such file"}
-ENDS: Facts = {"ends_agent": True, "releases_claims": True}
-NAN_REASON = "ended the job (NonRetryableError: not finite)"
-NO_GPU = NodeRefused("no GPU here")
-REFUSED = ORDERLY | {"reason": "ended the job (NodeRefused: no GPU here)", "failure": "no GPU here"}
-IMPORT = ModuleNotFoundError("no numpy")
 EARLY: Facts = {"has_met": False}
-NO_IMPORT: Facts = {
-    "reason": "failed (ModuleNotFoundError: no numpy)",
-    "text": "ModuleNotFoundError: no numpy\n",
-}
-FULL = ExpectedError("out of memory")
-FAILS: Facts = {"reason": "failed (ExpectedError: out of memory)"}
-SAYS: Facts = {"text": "error: worker 0: out of memory\n"}
-LATE, LATE_PEERS = "timed out waiting for a peer after 60 s", range(2)
-MISSING = PeersMissing("worker 1 did not reach the rendezvous", [1])
-AGENT_LOST = "error: the agent (process 9) was lost after step 7\n"
+LATE = "timed out waiting for a peer after 60 s"
+ABORTS = "ended the job (UserError: no such file)"
+
+
+def case(
+    error: Exception | None, launch: Facts, known: Facts, code: int, reason: str = "", **plan: Any
+) -> tuple[Exception | None, Facts, Facts, ExitPlan]:
+    return error, launch, known, ExitPlan(code, reason=reason, **plan)
 
 
 @pytest.mark.parametrize(
-    ("error", "launch", "known", "code", "expected"),
+    ("error", "launch", "known", "plan"),
     [
-        (None, {}, {}, 0, ENDED | {"status": "0 ", "reason": "finished"}),
-        (StopRequested("STOP"), SECOND, {}, 0, ENDED | {"reason": "stopped by STOP"}),
-        (StopRequested("SIGTERM"), {}, {}, 143, TOLD | {"status": "0 "}),
-        (StopRequested("SIGTERM"), ALONE, {}, 0, ENDED | {"status": "0 ", "reason": "stopped by SIGTERM"}),
-        (SignalReceived(signal.SIGTERM, True), {}, {}, 143, TOLD | {"status": f"0 {BEFORE}"}),
-        (SignalReceived(signal.SIGTERM, True), ALONE, {}, 0, TOLD | SAID),
-        (SignalReceived(signal.SIGTERM, True), SECOND, {}, 143, TOLD),
-        (SignalReceived(signal.SIGTERM, False), ALONE, {}, 143, TOLD),
-        (WRONG, {}, {}, 2, ABORTS | ENDS | {"status": "2 ", "text": "error: no such file\n"}),
-        (WRONG, SECOND, {}, 2, ABORTS | {"awaits_agent": True}),
-        (WRONG, {"rank": 2}, {}, 2, ABORTS | ENDS | {"status": "2 "}),
-        (NO_GPU, {"rank": 2}, {}, 2, REFUSED | ENDS | {"status": "2 ", "text": "error: no GPU here\n"}),
-        (IMPORT, SECOND, EARLY, 1, NO_IMPORT | {"ends_agent": True, "status": "1 "}),
-        (IMPORT, SECOND, {}, 1, NO_IMPORT),
-        (OSError("stale"), {}, EARLY, 1, {"reason": "failed (OSError: stale)", "text": "OSError: stale\n"}),
-        (NAN, SECOND, {}, 1, ORDERLY | {"reason": NAN_REASON, "awaits_agent": True}),
-        (MISSING, {}, EARLY, 1, {"text": f"{MISSING}\n", "kills": [1]}),
-        (MISSING, {"rank": 2}, EARLY, 1, {"kills": [1]}),
-        (FULL, {}, {}, 1, FAILS | SAYS),
-        (FULL, LAST, {}, 1, FAILS | SAYS | {"failure": "ExpectedError: out of memory"}),
-        (KeyError("a"), {}, {}, 1, {"reason": "failed (KeyError: 'a')", "text": "KeyError: 'a'\n"}),
-        (VANISHED, {}, {}, 1, GONE),
-        (VANISHED, LAST, {}, 1, GONE | NOTED | {"text": LINE}),
-        (VANISHED, LAST | PLAIN, {}, 1, GONE | NOTED),
-        (VANISHED, {}, {"timed_out": LATE}, 1, {"reason": LATE, "kills": LATE_PEERS}),
-        (PeerLost(LATE), {}, {}, 1, {"reason": LATE, "kills": LATE_PEERS}),
-        (FULL, PLAIN, {"is_orphan": True}, 1, {"text": AGENT_LOST, "removes": Path("/tmp/mingpt-x")}),
-        (None, SECOND, {"is_orphan": True}, 1, {}),
+        case(None, {}, {}, 0, "finished", status="0 ", releases_claims=True),
+        case(StopRequested("STOP"), SECOND, {}, 0, "stopped by STOP", releases_claims=True),
+        case(StopRequested("SIGTERM"), {}, {}, 143, "told to stop by SIGTERM", status="0 "),
+        case(StopRequested("SIGTERM"), ALONE, {}, 0, "stopped by SIGTERM", status="0 ", releases_claims=True),
+        case(TOLD_FIRST, {}, {}, 143, "told to stop by SIGTERM", status=f"0 {BEFORE}"),
+        case(TOLD_FIRST, ALONE, {}, 0, "told to stop by SIGTERM", text=BEFORE, status=f"0 {BEFORE}"),
+        case(TOLD_FIRST, SECOND, {}, 143, "told to stop by SIGTERM"),
+        case(SignalReceived(signal.SIGTERM, False), ALONE, {}, 143, "told to stop by SIGTERM"),
+        case(
+            WRONG, {}, {}, 2, ABORTS, ends_agent=True, status="2 ", text="error: no such file\n",
+            failure="no such file", releases_claims=True,
+        ),
+        case(
+            WRONG, {"rank": 2}, {}, 2, ABORTS, ends_agent=True, status="2 ", failure="no such file",
+            releases_claims=True,
+        ),
+        case(WRONG, SECOND, {}, 2, ABORTS, failure="no such file", awaits_agent=True),
+        case(
+            NodeRefused("no GPU"), {"rank": 2}, {}, 2, "ended the job (NodeRefused: no GPU)", ends_agent=True,
+            status="2 ", text="error: no GPU\n", failure="no GPU", releases_claims=True,
+        ),
+        case(
+            NonRetryableError("not finite"), SECOND, {}, 1, "ended the job (NonRetryableError: not finite)",
+            awaits_agent=True,
+        ),
+        case(
+            ImportError("torch"), SECOND, EARLY, 1, "failed (ImportError: torch)", ends_agent=True,
+            status="1 ", text="ImportError: torch\n",
+        ),
+        case(ImportError("torch"), SECOND, {}, 1, "failed (ImportError: torch)", text="ImportError: torch\n"),
+        case(OSError("stale"), {}, EARLY, 1, "failed (OSError: stale)", text="OSError: stale\n"),
+        case(PeersMissing("worker 1 ...", [1]), {}, EARLY, 1, text="worker 1 ...\n", kills=[1]),
+        case(PeersMissing("worker 1 ...", [1]), {"rank": 2}, EARLY, 1, kills=[1]),
+        case(
+            FULL, {}, {}, 1, "failed (ExpectedError: out of memory)", text="error: worker 0: out of memory\n"
+        ),
+        case(
+            FULL, {"restart_count": 1}, {}, 1, "failed (ExpectedError: out of memory)",
+            text="error: worker 0: out of memory\n", failure="ExpectedError: out of memory",
+        ),
+        case(VANISHED, {}, {}, 1, "lost a peer (worker 1 vanished)"),
+        case(
+            VANISHED, {"restart_count": 1}, {}, 1, "lost a peer (worker 1 vanished)",
+            text="worker 0 lost a peer after step 7, and no restart is left (torchrun --max-restarts): "
+            "worker 1 vanished\n",
+            failure="worker 1 vanished",
+        ),
+        case(
+            VANISHED, PLAIN | {"restart_count": 1}, {}, 1, "lost a peer (worker 1 vanished)",
+            failure="worker 1 vanished",
+        ),
+        case(VANISHED, {}, {"timed_out": LATE}, 1, LATE, kills=range(2)),
+        case(PeerLost(LATE), {}, {}, 1, LATE, kills=range(2)),
+        case(
+            FULL, PLAIN, {"is_orphan": True}, 1, removes=Path("/tmp/mingpt-x"),
+            text="error: the agent (process 9) was lost after step 7\n",
+        ),
+        case(None, SECOND, {"is_orphan": True}, 1),
     ],
 )  # fmt: skip
-def test_how_a_worker_exits(
-    error: Exception | None, launch: Facts, known: Facts, code: int, expected: Facts
-) -> None:
+def test_how_a_worker_exits(error: Exception | None, launch: Facts, known: Facts, plan: ExitPlan) -> None:
     """The worker is rank 0 of two under torchrun with a restart left, unless `launch` says otherwise."""
     usual: Facts = {"world_size": 2, "local_world_size": 2, "agent_pid": 9, "max_restarts": 1}
-    assert how_to_exit(error, Launch(**usual | launch), 7, **known) == ExitPlan(code, **expected)
+    assert how_to_exit(error, Launch(**usual | launch), 7, **known) == plan

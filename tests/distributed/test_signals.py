@@ -37,7 +37,7 @@ sys.exit(77)
 """
 PEER = "listener.siblings = {1: os.pidfd_open(subprocess.Popen(['sleep', '0.2']).pid)}"
 KILLED = "(True, None)"
-FAILED = "(True, {'why': 'failed (OSError: planted)', 'is_orderly': False})"
+FAILED = "(True, {'why': 'failed (OSError: planted)'})"
 WATCH = "listener.watch_stop_file(Path(sys.argv[1]))"
 
 
@@ -148,7 +148,7 @@ def test_a_peer_that_is_gone_without_an_orderly_reason_ends_the_process(end: str
 @pytest.mark.parametrize(
     ("code", "end"),
     [
-        ("", "(True, {'why': 'finished', 'is_orderly': True})"),
+        ("", "(True, {'why': 'finished'})"),
         ("listener.exit.exiting.acquire()", KILLED),  # another thread is exiting
     ],
 )
