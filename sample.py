@@ -122,8 +122,8 @@ def main(words: Sequence[str]) -> int:
 def sample(arguments: argparse.Namespace) -> None:
     from mingpt.distributed.device import resolve_dtype
     from mingpt.model import GPT
+    from mingpt.snapshot.contents import load_weights
     from mingpt.training.initial_weights import open_weights
-    from mingpt.training.state import load_weights
 
     device = find_device(arguments.device)
     weights = open_weights(arguments.run, arguments.best, asked="")

@@ -25,7 +25,7 @@ from torch import Tensor
 from mingpt.base.errors import ClaimLost, CorruptSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES, DriverError, reason_of
 from mingpt.config import Config
-from mingpt.snapshot.files import FileStore
+from mingpt.snapshot.file_store import FileStore
 from mingpt.snapshot.layout import (
     DTYPES,
     KINDS,

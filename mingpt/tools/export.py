@@ -26,7 +26,7 @@ from mingpt.config import Config, flatten, result_settings
 from mingpt.data import Tokenizer
 from mingpt.model.hf import CLASSES, CONFIGS, hf_fields, import_transformers, to_hf
 from mingpt.snapshot import Manifest, Snapshot, open_snapshot
-from mingpt.training.state import check_model, snapshot_tokenizer
+from mingpt.snapshot.contents import check_model, snapshot_tokenizer
 
 CARD = """\
 ---

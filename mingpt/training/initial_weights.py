@@ -22,8 +22,8 @@ from mingpt.data import Tokenizer, load_named_tokenizer, parse_tokenizer_json
 from mingpt.model import parameter_shapes
 from mingpt.model.hf import BUFFERS, config_from_hf, from_hf, import_transformers
 from mingpt.snapshot import open_snapshot
+from mingpt.snapshot.contents import check_model, fit_weights, snapshot_tokenizer
 from mingpt.snapshot.reading import check_finite
-from mingpt.training.state import check_model, fit_weights, snapshot_tokenizer
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CONFIG, WEIGHTS, TOKENIZER, PICKLE = "config.json", "model.safetensors", "tokenizer.json", "pytorch_model.bin"

@@ -15,10 +15,10 @@ from mingpt.config import Config, differences, to_dict
 from mingpt.data import Data
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import Check, Entries, Found, Manifest, MemorySnapshots, SnapshotStore, StoredState
+from mingpt.snapshot.contents import check_shapes, check_shard, tensor_shapes
 from mingpt.snapshot.manifest import DataFields, is_discarded
 from mingpt.training.run_data import first_difference
 from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
-from mingpt.training.state import check_shapes, check_shard, tensor_shapes
 
 # The settings that can change an evaluation, by the beginnings of their names.
 EVALUATED = ("data.", "model.", "trainer.dtype:", "trainer.compile:", "trainer.fsdp_param_dtype:")

@@ -28,9 +28,9 @@ from mingpt.data import (
 from mingpt.data.source import parse_named_tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import StoredState
+from mingpt.snapshot.contents import make_tokenizer
 from mingpt.training.initial_weights import InitialWeights
 from mingpt.training.run_folder import read_on
-from mingpt.training.state import make_tokenizer
 
 log = logging.getLogger(__name__)
 

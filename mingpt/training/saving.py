@@ -18,11 +18,11 @@ from mingpt.distributed.exit import JOB_ENDS
 from mingpt.distributed.group import BackgroundGroup
 from mingpt.report import RunLogger
 from mingpt.snapshot import Keep, Manifest, MemorySaver, SnapshotSaver
+from mingpt.snapshot.contents import describe_tokenizer
 from mingpt.snapshot.manifest import DataFields, LossScaleFields, SoftwareFields, finite_records
 from mingpt.training.audit import Audit
 from mingpt.training.resume import DIFFERED
 from mingpt.training.run import Run
-from mingpt.training.state import describe_tokenizer
 
 log = logging.getLogger(__name__)
 LONG_WAIT_S = 5.0

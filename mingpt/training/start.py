@@ -18,6 +18,7 @@ from mingpt.distributed import DistributedContext
 from mingpt.report import RunStart, open_log
 from mingpt.snapshot import Found, Manifest, MemorySnapshots, SnapshotStore, StoredState, find_latest
 from mingpt.snapshot.claim import Claim
+from mingpt.snapshot.contents import stored_rows
 from mingpt.training.audit import START
 from mingpt.training.initial_weights import InitialWeights, open_weights
 from mingpt.training.resume import (
@@ -37,7 +38,6 @@ from mingpt.training.run_folder import (
     read_known_run,
     share_history,
 )
-from mingpt.training.state import stored_rows
 
 NOT_BEGUN = Manifest.model_construct(step=0, windows=0, audit=START)
 log = logging.getLogger(__name__)

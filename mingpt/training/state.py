@@ -1,181 +1,23 @@
-"""The state of a run between two steps, in training and in a snapshot: model, optimizer and counters.
-
-The names, shapes and types of a snapshot's tensors are checked before any tensor is read. If a state is
-sharded, each rank holds its part: some rows of each tensor.
-"""
+"""The state of a run between two steps, in training and in a snapshot: model, optimizer and counters."""
 
 import functools
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mingpt.base.errors import CorruptSnapshot, UserError
-from mingpt.base.rows import RowMap, Shape
-from mingpt.config import Config
-from mingpt.data import CharTokenizer, Tokenizer, kind_of, load_tokenizer
+from mingpt.base.rows import RowMap
 from mingpt.distributed import DistributedContext
-from mingpt.model import GPT, parameter_shapes
-from mingpt.optim import Optimizer, state_shapes
+from mingpt.model import GPT
+from mingpt.optim import Optimizer
 from mingpt.parallel import Strategy
-from mingpt.snapshot import OLDER_TOKENIZER, Entries, Manifest, Snapshot, StoredState, TokenizerFields
+from mingpt.snapshot import StoredState
+from mingpt.snapshot.contents import check_shapes
 
 GROWTH_STEPS = 2000  # steps in a row without overflow after which the loss scale doubles
 # A gradient of zeros never overflows: without a limit its scale would leave float32.
 MAX_LOSS_SCALE = 2.0**100
-
-
-def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-    """Raise CorruptSnapshot unless a snapshot has a whole state, with exactly its run's tensors.
-
-    These are the parameters and the optimizer's state, in float32. `tokenizer` has the tokenizer's bytes.
-    Reads no tensor.
-    """
-    if manifest.shard:
-        raise CorruptSnapshot("it is a part of a sharded state")
-    check_shard(manifest, entries, tokenizer)
-
-
-def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-    """Raise CorruptSnapshot unless a snapshot, or one rank's part of a state, has exactly its run's tensors.
-
-    A part must have the rank's rows of each sharded tensor, and either all tensors that are not sharded, and
-    the tokenizer, or none. A tokenizer.json, which takes long to parse, is not parsed here.
-    """
-    if manifest.settings.model.n_layer > len(entries):
-        raise CorruptSnapshot(f"its {len(entries)} tensors cannot have config.model.n_layer blocks")
-    rows, rank = stored_rows(manifest), manifest.shard.rank if manifest.shard else 0
-    whole = {name for name in rows.shapes if not rows.by_rank(name)}
-    has_whole = not manifest.shard or bool(entries.keys() & whole)
-    wanted = rows.shapes.keys() - (set() if has_whole else whole)
-    for name in sorted(wanted):
-        if name not in entries:
-            raise CorruptSnapshot(f"its tensor file lacks {name}")
-        shape = rows.shapes[name]
-        shape = (len(rows.of(name, rank)), *shape[1:]) if shape else shape
-        if entries[name].shape != shape:
-            raise CorruptSnapshot(
-                f"its tensor {name} has shape {list(entries[name].shape)}, not {list(shape)}"
-            )
-        if entries[name].dtype != "F32":
-            raise CorruptSnapshot(f"its tensor {name} has type {entries[name].dtype}, not F32")
-    surplus = sorted(entries.keys() - wanted - {OLDER_TOKENIZER})
-    if surplus:
-        raise CorruptSnapshot(f"its tensor file holds {surplus[0]!r}, which its model lacks")
-    if has_whole and manifest.tokenizer.kind != "none":
-        try:
-            if tokenizer is None or manifest.tokenizer.kind != "json":
-                load_carried(manifest, tokenizer)
-        except ValueError as error:
-            raise CorruptSnapshot(f"its tokenizer is damaged: {error}") from None
-
-
-def tensor_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
-    """Return the whole shape of each parameter and optimizer tensor of a run, by name."""
-    parameters = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
-    states = state_shapes(parameters, config.optimizer)
-    shapes = {f"model.{name}": shape for name, shape in parameters.items()}
-    return shapes | {f"optimizer.{name}": shape for name, shape in states.items()}
-
-
-def stored_rows(manifest: Manifest) -> RowMap:
-    """Return the rows that each part of a manifest's save holds; a whole state is a single part."""
-    shapes, shard = tensor_shapes(manifest.settings, manifest.tokenizer.vocab_size), manifest.shard
-    if shard is None:
-        return RowMap(shapes)
-    return RowMap(shapes, shard.workers, ("model.", "optimizer.") if shard.weights else ("optimizer.",))
-
-
-def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
-    """Return the tokenizer that a snapshot carries, or None. Raises UserError if it cannot be used."""
-    return make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())
-
-
-def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | None:
-    """Return the tokenizer of a snapshot with these bytes; None if its run has none.
-
-    Raises UserError if it cannot be used, or needs a package that is not installed.
-    """
-    if manifest.tokenizer.kind == "none":
-        return None
-    try:
-        return load_carried(manifest, content)
-    except ValueError as error:
-        raise UserError(f"the tokenizer of the snapshot cannot be used: {error}") from None
-
-
-def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
-    """Return the tokenizer with these bytes, which a snapshot carries, and of which its manifest tells.
-
-    Raises ValueError if they are others, no tokenizer, or one with more tokens than the model has rows.
-    """
-    about = manifest.tokenizer
-    if content is None or about.sha256 not in (None, hashlib.sha256(content).hexdigest()):
-        raise ValueError("its bytes are not those that the manifest tells of")
-    is_older = about.kind == "char" and manifest.vocabulary
-    tokenizer = CharTokenizer(content.decode()) if is_older else load_tokenizer(about.kind, content)
-    if len(tokenizer) > about.vocab_size:
-        raise ValueError(f"it has {len(tokenizer)} tokens, and the model {about.vocab_size}")
-    return tokenizer
-
-
-def describe_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> TokenizerFields:
-    """Return what a manifest says of a tokenizer; `vocab_size` is the number of the embedding's rows."""
-    if tokenizer is None:
-        return TokenizerFields(kind="none", vocab_size=vocab_size)
-    digest = hashlib.sha256(tokenizer.to_bytes()).hexdigest()
-    return TokenizerFields(kind=kind_of(tokenizer), vocab_size=vocab_size, sha256=digest)
-
-
-def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin: str) -> dict[str, Tensor]:
-    """Return views of the weights, without the learned positions past those in `shapes`.
-
-    Raises UserError as `check_shapes` does.
-    """
-    there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    check_shapes(there, shapes, origin)
-    return {name: tensor[: shapes[name][0]] for name, tensor in tensors.items()}
-
-
-def check_shapes(
-    there: Mapping[str, tuple[Shape, torch.dtype]], here: Mapping[str, Shape], origin: str
-) -> None:
-    """Raise UserError unless weights of the shapes and types `there` fit a model of the shapes `here`.
-
-    Weights may have any floating-point type, and more learned positions than the model. Messages call them
-    `origin`.
-    """
-    wrong = []
-    for name, shape in here.items():
-        found: Any = "missing"
-        if name in there:
-            found, dtype = there[name]
-            if name.endswith("wpe.weight"):
-                if found[0] < shape[0]:
-                    raise UserError(
-                        f"{origin} holds {found[0]} positions and data.block_size is {shape[0]}: set "
-                        f"data.block_size={found[0]}, or less"
-                    )
-                found = (min(found[0], shape[0]), *found[1:])
-            found = found if dtype.is_floating_point else dtype
-        if found != shape:
-            wrong.append(f"{name}: {found} -> {shape}")
-    surplus = there.keys() - here.keys()
-    if wrong or surplus:
-        reasons = wrong[:3] + ([f"{len(surplus)} tensors that this model lacks"] if surplus else [])
-        raise UserError(f"{origin} holds the weights of another model ({'; '.join(reasons)})")
-
-
-def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
-    """Copy all weights into `model`, except learned positions past its block_size.
-
-    Raises UserError, which names `origin`, for the weights of another model.
-    """
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    model.load_state_dict(fit_weights(tensors, shapes, origin), strict=False)  # buffers are not stored
 
 
 @dataclass

@@ -15,8 +15,8 @@ from mingpt.base.rows import RowMap
 from mingpt.config import to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import Found, SnapshotStore, find_latest
+from mingpt.snapshot.contents import check_shard, stored_rows
 from mingpt.snapshot.memory import plan_copies
-from mingpt.training.state import check_shard, stored_rows
 
 
 class Nodes:

@@ -19,9 +19,9 @@ from torch import Tensor
 from mingpt.base.rows import RowMap
 from mingpt.distributed import DistributedContext, Launch, Place
 from mingpt.snapshot import Manifest, MemorySaver, MemorySnapshots, SnapshotStore, find_latest
+from mingpt.snapshot.contents import stored_rows
 from mingpt.snapshot.memory import plan_copies
 from mingpt.snapshot.reading import accept_all
-from mingpt.training.state import stored_rows
 
 ROWS = {"model.a": (5, 3), "optimizer.a.step": ()}
 

@@ -114,7 +114,7 @@ def test_an_upload_that_keeps_failing_or_is_truncated_is_an_error(monkeypatch: p
     monkeypatch.setattr(store.files, "put_file", lambda _, path: store.files.pipe_file(path, content))
     with pytest.raises(OSError, match="has 6 bytes of 7 after writing"):
         store.write_atomic("step_00000001.json", b"content")
-    monkeypatch.setattr("mingpt.snapshot.files.write_chunks", FaultyDisk(monkeypatch, "write", "").call)
+    monkeypatch.setattr("mingpt.snapshot.file_store.write_chunks", FaultyDisk(monkeypatch, "write", "").call)
     with pytest.raises(UserError, match=r"kept in TMPDIR until it is uploaded \(No space left on device"):
         store.write_atomic("step_00000002.json", b"content")
 

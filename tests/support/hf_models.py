@@ -10,7 +10,7 @@ from mingpt.data import CharTokenizer
 from mingpt.model import GPT
 from mingpt.model.hf import CLASSES, CONFIGS, hf_fields, import_transformers
 from mingpt.snapshot import SnapshotStore
-from mingpt.training.state import describe_tokenizer
+from mingpt.snapshot.contents import describe_tokenizer
 from support.models import add_noise
 from support.snapshots import make_manifest, write
 from support.training import make_optimizer

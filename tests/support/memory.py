@@ -8,7 +8,8 @@ from torch import Tensor
 from mingpt.config import Config, DataConfig, ModelConfig, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import StoredState
-from mingpt.training.state import copy_rows, tensor_shapes
+from mingpt.snapshot.contents import tensor_shapes
+from mingpt.training.state import copy_rows
 
 CONFIG = Config(
     data=DataConfig(block_size=7), model=ModelConfig(n_layer=1, n_head=1, n_embd=8, arch="modern")

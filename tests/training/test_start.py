@@ -20,6 +20,7 @@ from mingpt.data import TextData
 from mingpt.distributed import DistributedContext
 from mingpt.report.history import RunHistory
 from mingpt.snapshot import MemorySnapshots, SnapshotStore, StoredState, find_latest
+from mingpt.snapshot.contents import check_shard, stored_rows
 from mingpt.snapshot.search import Fault, Found, View
 from mingpt.training.resume import (
     check_nothing_is_lost,
@@ -29,7 +30,6 @@ from mingpt.training.resume import (
     report_skipped,
 )
 from mingpt.training.run_folder import RunFolder, claim_run_folder, read_known_run
-from mingpt.training.state import check_shard, stored_rows
 
 NEVER, AUTO = Config(snapshot=SnapshotConfig(resume="never")), Config()
 EVAL_ONLY = Config(trainer=TrainerConfig(eval_only=True))

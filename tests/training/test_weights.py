@@ -14,10 +14,10 @@ from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, to_dict
 from mingpt.data import CharTokenizer, Corpus
 from mingpt.snapshot import Manifest
+from mingpt.snapshot.contents import check_model, describe_tokenizer, make_tokenizer, snapshot_tokenizer
 from mingpt.snapshot.reading import TensorEntry
 from mingpt.training.initial_weights import InitialWeights, match_rows, match_weights
 from mingpt.training.run_data import initial_rows, load_corpus, load_data
-from mingpt.training.state import check_model, describe_tokenizer, make_tokenizer, snapshot_tokenizer
 
 VOCABULARY = "abcdefghijk"
 CHARACTERS = CharTokenizer(VOCABULARY).to_bytes()
