@@ -85,8 +85,8 @@ def how_to_exit(
     is_last = not launch.has_restarts_left()
     if is_orphan:  # no generation follows
         said = f"error: the agent (process {launch.agent_pid}) was lost after step {step}\n"
-        folder = launch.status_file.parent if launch.status_file else None
-        is_agents = folder is not None and folder.name.startswith(AGENT_FOLDER)
+        folder = launch.status_file.parent if launch.status_file else Path()
+        is_agents = folder.name.startswith(AGENT_FOLDER)
         return ExitPlan(1, text="" if launch.rank else said, removes=folder if is_agents else None)
     if error is None or isinstance(error, StopRequested):
         return plan_of_end(error.reason if error else None, launch)

@@ -5,11 +5,11 @@ output, and with the exit code of a single process: 0 finished or stopped, 2 a u
 else.
 """
 
-import contextlib
 import gc
 import logging
 import os
 import platform
+import shlex
 import signal
 import socket
 import sys
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mingpt.base.errors import NonRetryableError
 from mingpt.base.files import temporary_folder
 from mingpt.base.processes import kill_by_pidfd, open_siblings
-from mingpt.base.system import allow_open_files, ipv4_addresses, loopback_address, usable_cores
+from mingpt.base.system import allow_open_files, loopback_address, usable_cores
 from mingpt.config import Config, check_workers
 from mingpt.distributed.ends import LOST_PEER, TIMED_OUT, GenerationEnd
 from mingpt.distributed.exit import before_first_step, write_stderr
@@ -98,12 +98,13 @@ class StopRequest:
 
 
 def how_to_exit(
-    is_told: bool, status: str, codes: Mapping[int, int], end: GenerationEnd | None
+    is_told: bool, status: str, codes: Mapping[int, int], end: GenerationEnd | None, command: str
 ) -> tuple[int, str]:
     """Return the exit code of a job whose workers have ended, and what is printed.
 
     `is_told` is whether the job was told to stop, `status` the status file's content, `codes` the exit codes
-    of the workers that failed, by rank, and `end` how the last generation that met has ended.
+    of the workers that failed, by rank, and `end` how the last generation that met has ended. `command` is
+    what the workers ran.
     """
     # A worker that ends the job writes the status file and sends a signal. Its exit may be seen first.
     if is_told and (status or not codes):
@@ -113,10 +114,11 @@ def how_to_exit(
     if not codes and status:  # worker 0 writes the status file once the run has ended in order
         return 0, ""
     if not codes:
-        return 1, "error: the workers ended without training\n"
-    killed = [(rank, signal.Signals(-code).name) for rank, code in sorted(codes.items()) if code < 0]
+        return 1, f"error: the workers ended without training: {command}\n"
+    killed = [(rank, signal.Signals(-code)) for rank, code in sorted(codes.items()) if code < 0]
     if killed:
-        what = "worker {} was killed by {}".format(*killed[0])
+        rank, number = killed[0]
+        what = f"worker {rank} was killed by {number.name}"
     elif end and all(
         reason and reason["why"].startswith((LOST_PEER, TIMED_OUT)) for reason in end.exit_reasons
     ):
@@ -172,7 +174,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
             signal.signal(number, signal.SIG_IGN)  # nothing is left to stop
         found = read_generation_end(store)
         end = found[0] if found else None
-        code, text = how_to_exit(stop.first is not None, stop.read_status(), codes, end)
+        code, text = how_to_exit(stop.first is not None, stop.read_status(), codes, end, shlex.join(command))
         write_stderr(text)
     os._exit(code)
 
@@ -186,9 +188,8 @@ def pass_on(number: int, frame: FrameType | None) -> None:
 
 def avoid_names() -> None:
     """Have gloo and torch's agent do without this host's name: a resolver may fail, or take 20 s."""
-    with contextlib.suppress(OSError):  # no Linux: then gloo looks the name up
-        interfaces = [name for name, address in ipv4_addresses() if address.ip.is_loopback]
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces[0] if interfaces else "lo")
+    if sys.platform == "linux":  # elsewhere gloo looks the name up
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     socket.getfqdn = lambda name="": name or platform.node()  # for torch's events, which nobody reads
 
 

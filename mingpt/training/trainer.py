@@ -76,7 +76,7 @@ class Trainer:
         failure that repeats or a last snapshot that cannot be written. One rank alone may raise ExpectedError
         for too little memory, or ClaimLost. Otherwise raises as `Replay.check` does. Collective.
         """
-        with self.memory_freed():
+        with self.failure_handled():
             if not self.begin_run():
                 return None
             context, max_steps = self.context, self.config.trainer.max_steps
@@ -302,13 +302,20 @@ class Trainer:
         self.saving.evaluated_step, self.evaluation_missing = self.state.step, False
 
     @contextlib.contextmanager
-    def memory_freed(self) -> Iterator[None]:
-        """Remove the snapshots in memory if this block raises UserError, which ends the job."""
+    def failure_handled(self) -> Iterator[None]:
+        """If this block raises an error, wait for the save of a single worker; raise the error again.
+
+        A UserError ends the job: then all wait, and remove the snapshots in memory.
+        """
         try:
             yield
         except UserError:
             self.saving.saver.wait()
             self.saving.remove_memory_snapshots()
+            raise
+        except Exception:
+            if self.context.world_size == 1:
+                self.saving.saver.wait()  # of several workers others may be gone
             raise
 
 

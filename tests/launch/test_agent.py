@@ -70,7 +70,7 @@ NO_RESTART = "and no restart is left (trainer.max_restarts)\n"
     ("is_told", "status", "codes", "end", "expected"),
     [
         (False, "0 ", {}, None, (0, "")),
-        (False, "", {}, None, (1, "error: the workers ended without training\n")),
+        (False, "", {}, None, (1, "error: the workers ended without training: train.py\n")),
         (True, "0 stopped by STOP\n", {}, None, (0, "stopped by STOP\n")),
         (True, "2 ", {0: 2, 1: -15}, None, (2, "")),
         (True, "", {}, None, (1, TOLD_LATE)),
@@ -85,7 +85,7 @@ def test_the_exit_code_of_plain_python(
     is_told: bool, status: str, codes: dict[int, int], end: GenerationEnd | None, expected: tuple[int, str]
 ) -> None:
     """A worker that failed has printed why."""
-    assert how_to_exit(is_told, status, codes, end) == expected
+    assert how_to_exit(is_told, status, codes, end, "train.py") == expected
 
 
 NO_TRAINING = """
