@@ -5,6 +5,7 @@ import json
 import logging
 import platform
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -93,6 +94,28 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def hosts_joined(last: Mapping[str, Any], start: RunStart) -> list[str]:
+    """Return the hosts for which generation `last` was stopped: to take in a node, an agent sends SIGTERM."""
+    if not start.is_restart or last["end"] != "stopped by SIGTERM":
+        return []
+    return sorted(set(start.hosts) - set(last.get("hosts", start.hosts)))
+
+
+def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str, Any]:
+    """Return the fields that tell how generation `last` ended, which could not record it.
+
+    `stacks` is the folder of the files that stuck workers wrote.
+    """
+    reported = start.previous.step() if start.previous else None
+    gone = [host for host in last.get("hosts", []) if host not in start.hosts]
+    end = f"{', '.join(gone) or 'all workers'} vanished"  # if no exit reasons are known
+    return {
+        "exact": reported is not None and reported >= last["to_step"],
+        "to_step": max(last["to_step"], reported or 0, start.step),
+        "end": start.previous.sentence(stacks) if start.previous else end,
+    }
+
+
 class RunHistory:
     """Writes run.json on a rank that keeps the run folder. Constructing it reads the file, if there is one.
 
@@ -177,29 +200,19 @@ class RunHistory:
 
         Returns one line on the end if it is recorded here or if a node joined then; else None.
         """
-        recorded, waited = last["to_step"], 0.0
-        was_running = last["end"] == "running"
-        joined = sorted(set(start.hosts) - set(last.get("hosts", start.hosts)))
-        # To take in a node, an agent stops its workers by SIGTERM.
-        is_for_node = start.is_restart and bool(joined) and last["end"] == "stopped by SIGTERM"
+        recorded, waited, was_running = last["to_step"], 0.0, last["end"] == "running"
+        joined = hosts_joined(last, start)
         if was_running:
-            reported = start.previous.step() if start.previous else None
-            last["exact"] = reported is not None and reported >= recorded
-            last["to_step"] = max(recorded, reported or 0, start.step)
-            if start.previous:
-                last["end"] = start.previous.sentence(self.path.with_name("stacks"))
-            else:  # no exit reasons are known
-                gone = [host for host in last.get("hosts", []) if host not in start.hosts]
-                last["end"] = f"{', '.join(gone) or 'all workers'} vanished"
+            last |= find_end(last, start, self.path.with_name("stacks"))
             # The time from the last record until now is lost, unless the whole job had ended.
             waited = max(0.0, time.time() - last["seen"]) if start.is_restart else 0.0
-        elif is_for_node:
+        elif joined:
             last["end"] = f"{', '.join(joined)} joined"
         # After an orderly end, steps are done again if a user has deleted snapshots.
         self.content["steps_lost"] += max(0, last["to_step"] - start.step)
         repeated = max(0, recorded - start.step) * last.get("step_s", 0.0)
         self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + repeated, 3)
-        if not (was_running or is_for_node):
+        if not was_running and not joined:
             return None
         workers = plural(start.workers, "worker")
         return f"{last['end']} at step {last['to_step']}; resumed from {start.step} with {workers}"

@@ -136,28 +136,39 @@ class Claim:
         Waits for the lease while a holder on another machine, or another part of this job, may be alive.
         Raises UserError, which names the holder, if another job holds the folder, or OSError.
         """
-        seen, deadline = NONE, 0.0
+        waited_for, deadline = NONE, 0.0
         while not self.number:
             found = read_newest(self.folder)
-            other, is_past = found.holder, found == seen and time.monotonic() > deadline
-            if is_past or not found.number or other.is_alive() is False or self.holder.shares_agent(other):
+            if self.may_take(found) or (found == waited_for and time.monotonic() > deadline):
                 self.take(found)
                 continue
-            if found != seen:
-                is_part = other.job == self.holder.job
-                if not is_part and (seen.number or other.is_alive()):
-                    raise UserError(
-                        f"run_dir {self.folder} is in use by {other.sentence()}: wait for its end, choose "
-                        f"another one, or if that job is gone, remove its claim {self.path(found.number)}"
-                    )
-                if not seen.number:  # to the terminal alone: log.txt belongs to the job that holds the folder
-                    write_stderr(
-                        f"run_dir {self.folder} is claimed by {other.sentence()}: waiting until it has not "
-                        f"renewed its claim for {LEASE_S:.0f} s\n"
-                    )
-                seen, deadline = found, time.monotonic() + LEASE_S
+            if found != waited_for:
+                self.refuse_or_tell(found, is_first=not waited_for.number)
+                waited_for, deadline = found, time.monotonic() + LEASE_S
             time.sleep(POLL_S)
         threading.Thread(target=self.keep_renewing, daemon=True).start()
+
+    def may_take(self, found: Found) -> bool:
+        """Whether nobody holds the folder, or an earlier generation of this job, or a job that has ended."""
+        holder = found.holder
+        return not found.number or holder.is_alive() is False or self.holder.shares_agent(holder)
+
+    def refuse_or_tell(self, found: Found, is_first: bool) -> None:
+        """Raise UserError if the folder is in use by another job; else say, at first, what is waited for.
+
+        In use is a claim whose holder is alive, or that was renewed or made while this job waited.
+        """
+        holder = found.holder
+        if holder.job != self.holder.job and (holder.is_alive() or not is_first):
+            raise UserError(
+                f"run_dir {self.folder} is in use by {holder.sentence()}: wait for its end, choose "
+                f"another one, or if that job is gone, remove its claim {self.path(found.number)}"
+            )
+        if is_first:  # to the terminal alone: log.txt belongs to the job that holds the folder
+            write_stderr(
+                f"run_dir {self.folder} is claimed by {holder.sentence()}: waiting until it has not "
+                f"renewed its claim for {LEASE_S:.0f} s\n"
+            )
 
     def take(self, found: Found) -> None:
         """Try to claim the folder after `found`, which no longer counts; set `number` if it worked.

@@ -317,14 +317,12 @@ def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRe
 
 
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
-    """Copy metrics.jsonl and run.json from one run folder to all, unless all ranks share one. Collective.
+    """Copy metrics.jsonl and run.json from one run folder to all those of other nodes. Collective.
 
     The source is the folder whose run.json tells most often of workers that computed differently; among
     equals the one with most records up to `step`, then with most generations. A folder that cannot be written
     to is left as it is, and logged.
     """
-    if folder.is_shared:
-        return
     extents = context.gather_on_all(lambda: measure_history(folder.path, step) if folder.is_kept else None)
     ranked = [(*entry, -rank) for rank, entry in enumerate(extents) if entry is not None]
     if not ranked:

@@ -119,7 +119,8 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     memory = MemorySnapshots(config.snapshot.memory_path, run_id, folder.path)
     if not config.trainer.eval_only:
         prepare_store(store, memory, context, found, folder)
-        share_history(context, folder, manifest.step)
+        if not folder.is_shared:
+            share_history(context, folder, manifest.step)
     initial, weights = None, config.snapshot.init_from
     if weights and not found.state:
         initial = context.on_all(lambda: open_weights(weights) if context.rank == 0 else None)
