@@ -149,6 +149,7 @@ def test_a_peer_that_is_gone_without_an_orderly_reason_ends_the_process(end: str
     ("code", "end"),
     [
         ("", "(True, {'why': 'finished'})"),
+        ("", "(True, {'why': 'told to stop by SIGTERM'})"),
         ("listener.exit.exiting.acquire()", KILLED),  # another thread is exiting
     ],
 )
