@@ -6,7 +6,7 @@
 - frozen: SIGSTOP to a random worker at a random moment, with timeout_s=10. `noticed_s` is when the first of
   the others is gone, `on_s` when the next generation has completed a step, in seconds since the signal.
 - before: SIGSTOP before the workers have met at the rendezvous. `gone_s` is when the frozen worker is gone,
-  `patience_s` for how long the others waited, as the next generation logs it.
+  `patience_s` for how long the others waited, as one of them prints.
 - stuck: a main thread waits in C code, as in a CUDA call: pause(), sleep() or a read() of an empty pipe, at
   the start of a random step or after a backward pass. Another worker gets SIGKILL; `gone_s` is when the stuck
   worker is gone.

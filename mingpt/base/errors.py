@@ -1,5 +1,7 @@
 """Exceptions, by what a failure means for the job. `launch.worker.Worker` turns them into exit codes."""
 
+from collections.abc import Sequence
+
 
 class UserError(ValueError):
     """A mistake that only the user can correct, in one sentence. Ends the job with exit code 2.
@@ -14,6 +16,10 @@ class ExpectedError(RuntimeError):
 
 class PeersMissing(ExpectedError):
     """Workers did not reach the rendezvous, or other nodes' ranks raise NodeRefused. A restart may follow."""
+
+    def __init__(self, sentence: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(sentence)
+        self.ranks = ranks  # those missing at the rendezvous
 
 
 class StopRequested(Exception):

@@ -1,23 +1,34 @@
-"""Tell a process from a later one with the same id, and from one on another machine."""
+"""Tell a process from a later one with the same id, and from one on another machine; watch siblings.
 
+A sibling is another child of the same parent. It is watched and killed by its pidfd, on Linux only.
+"""
+
+import contextlib
 import os
+import select
+import signal
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-import pydantic
+MAX_PID = 2**31
 
 
 @dataclass(frozen=True)
 class Process:
     """A process on a machine; `start_time` distinguishes it from a later process with the same id."""
 
-    __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # pydantic is imported late: it takes a while
     host: str
     machine: str  # one boot and one pid namespace, within which process ids are valid
-    pid: Annotated[int, pydantic.Field(strict=True, gt=0, lt=2**31)]
+    pid: int
     start_time: str | None  # in clock ticks since the machine's boot; None if the system does not tell
+
+    def __post_init__(self) -> None:
+        if not 0 < self.pid < MAX_PID:
+            raise ValueError("this is no process id")
 
     def is_alive(self) -> bool | None:
         """Return whether the process is alive; None if it is on another machine, or hidden by /proc."""
@@ -29,7 +40,7 @@ class Process:
             return False
         except PermissionError:
             pass  # a process of another user
-        state, start_time = read_stat(self.pid)
+        state, _, start_time = read_stat(self.pid)
         if state is None and self.start_time is not None:
             return None  # /proc hides it
         return state != "Z" and start_time == self.start_time
@@ -38,7 +49,7 @@ class Process:
 def this_process(pid: int | None = None) -> Process:
     """Return the process with this id on this machine, by default the calling one."""
     pid = os.getpid() if pid is None else pid
-    return Process(socket.gethostname(), this_machine(), pid, read_stat(pid)[1])
+    return Process(socket.gethostname(), this_machine(), pid, read_stat(pid)[2])
 
 
 def this_machine() -> str:
@@ -50,10 +61,51 @@ def this_machine() -> str:
         return socket.gethostname()  # no Linux
 
 
-def read_stat(pid: int) -> tuple[str | None, str | None]:
-    """Return the state and the start time of a process from /proc; None for both if it has no entry."""
+def read_stat(pid: int) -> tuple[str, str, str] | tuple[None, None, None]:
+    """Return a process's state, its parent's id and its start time from /proc; None if it has no entry."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None, None
-    return fields[0], fields[19]
+        return None, None, None
+    return fields[0], fields[1], fields[19]
+
+
+def open_siblings(parent: int | None) -> dict[int, int]:
+    """Return {rank: new pidfd} of the other children of `parent` with a rank; {} without /proc or pidfds."""
+    found: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
+        is_sibling = pid != os.getpid() and read_stat(pid)[1] == str(parent)
+        rank = rank_of(pid) if is_sibling else None
+        if rank is not None:
+            # Python, the kernel or a sandbox may have no pidfds.
+            with contextlib.suppress(OSError, AttributeError):
+                found[rank] = os.pidfd_open(pid)
+    return found
+
+
+def rank_of(pid: int) -> int | None:
+    """Return RANK in a process's environment; None if there is none or the environment cannot be read."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    ranks = [int(entry[5:]) for entry in variables if entry.startswith(b"RANK=")]
+    return ranks[0] if ranks else None
+
+
+def wait_readable(fds: Mapping[int, int], timeout_s: float) -> list[int]:
+    """Wait at most `timeout_s` until one of {key: file descriptor} is readable; return the keys that are.
+
+    A pidfd is readable once its process has exited.
+    """
+    poller = select.poll()
+    keys = {fd: key for key, fd in fds.items()}
+    for fd in keys:
+        poller.register(fd, select.POLLIN)
+    return [keys[fd] for fd, _ in poller.poll(1000 * timeout_s)]
+
+
+def kill_by_pidfd(pidfd: int, number: int = signal.SIGKILL) -> None:
+    with contextlib.suppress(OSError):  # it has exited
+        signal.pidfd_send_signal(pidfd, number)

@@ -5,9 +5,9 @@ without torch until there is a process group; constructing a `DistributedContext
 """
 
 from mingpt.distributed.context import DistributedContext, Place
+from mingpt.distributed.ends import GenerationEnd
 from mingpt.distributed.exit import ProcessExit, write_stderr
 from mingpt.distributed.group import Group
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.rendezvous import GenerationEnd
 
 __all__ = ["DistributedContext", "GenerationEnd", "Group", "Launch", "Place", "ProcessExit", "write_stderr"]

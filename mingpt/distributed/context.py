@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from mingpt.base.errors import StopRequested, UserError
+from mingpt.base.system import keep_freed_memory
 from mingpt.distributed.device import (
     Environment,
     check_device_types,
@@ -20,13 +21,13 @@ from mingpt.distributed.device import (
     find_device,
     find_environment,
     idle_gpus,
-    keep_freed_memory,
     resolve_dtype,
 )
+from mingpt.distributed.ends import GenerationEnd
 from mingpt.distributed.exit import ProcessExit, first_line, is_lost_peer
 from mingpt.distributed.group import Group, wait_for
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.rendezvous import GenerationEnd, Rendezvous
+from mingpt.distributed.rendezvous import Rendezvous
 from mingpt.distributed.signals import REASONS, StopSignal
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class DistributedContext(Group):
             check_gloo()
             self.rendezvous = Rendezvous(launch, wait_s)
             process_exit.join(self.rendezvous, config.timeout_s)
+            stop_signal.watch_siblings()
             self.previous_generation = self.rendezvous.previous_generation
             # NCCL's dump would leave a signal in the agent's store, which ends all later generations.
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
@@ -129,7 +131,8 @@ class DistributedContext(Group):
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.device.type == "cuda" and self.world_size > 1:
-            watch = process_exit.nccl = nccl.NcclWatch(config.timeout_s)
+            watch = nccl.NcclWatch(config.timeout_s)
+            process_exit.watch_gpus(watch)
             lost = self.on_all(lambda: connect_gpus(watch, self.device))
             if lost is not None:  # no other rank knows why, and all are alive
                 raise lost
@@ -149,7 +152,7 @@ class DistributedContext(Group):
 
     def was_started(self) -> bool:
         """Whether the store tells that an earlier generation of the job passed the checks of its start."""
-        return self.rendezvous is not None and self.rendezvous.was_started()
+        return self.rendezvous is not None and self.rendezvous.is_restart()
 
     def mark_started(self) -> None:
         """Record in the store that a next generation is a restart. Called by rank 0 alone; not collective."""
@@ -292,9 +295,7 @@ class DistributedContext(Group):
         """Exit, since the main thread cannot be told: a peer is lost, or all ranks agreed to stop."""
         if isinstance(error, StopRequested):
             self.stop_signal.exit_before_training(error.reason)
-        if not self.launch.has_restarts_left():
-            self.exit.note_end_of_job(f"{type(error).__name__}: {first_line(error)}")
-        self.exit.exit_with_error(error)
+        self.exit.exit_process(error)
 
     def should_stop(self) -> bool:
         """Return whether a stop is agreed, so that work may be cut short. Other ranks may learn it later."""

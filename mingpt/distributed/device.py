@@ -1,11 +1,9 @@
 """A worker's device, the dtype it computes in, and the environment that the weights' bits depend on."""
 
-import ctypes
 import hashlib
 import os
 import platform
 import re
-import resource
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 DRIVER = Path("/proc/driver/nvidia/version")
-FILES_OF_AGENT, FILES_PER_WORKER = 24, 6  # measured with up to 8 workers, under fsdp, too
-# Constants of glibc's malloc.h.
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 
 
 def find_device(wanted: str, launch: Launch) -> "torch.device":
@@ -212,68 +207,3 @@ def enable_determinism() -> None:
     torch.set_deterministic_debug_mode("error")
     # Filling memory finds bugs in kernels, and writes every tensor twice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def use_one_arena() -> None:
-    """Have all threads of this process share glibc's freed memory. Call it before there is another thread."""
-    # Each thread would have an arena of its own, and could not use memory that another thread has freed.
-    set_malloc_option(M_ARENA_MAX, 1)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed memory: blocks given back to the kernel would cost page faults in every step."""
-    set_malloc_option(M_MMAP_MAX, 0)
-    set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1)
-    set_malloc_option(M_TOP_PAD, 64 << 20)
-
-
-def set_malloc_option(option: int, value: int) -> None:
-    """Set one of malloc's options by glibc's `mallopt`; do nothing if the C library has no `mallopt`."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt:
-        mallopt(option, value)
-
-
-def usable_cores() -> int:
-    """Return how many CPU cores affinity and cgroup quota, rounded down, allow this process, at least 1."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # no Linux, or a sandbox refuses the call
-        cores = os.cpu_count() or 1
-    quota = cgroup_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    return max(1, int(min(cores, quota)))
-
-
-def allow_open_files(workers: int) -> None:
-    """Raise the soft limit of open files to what so many workers on one node need, if it is lower.
-
-    Raises UserError if the hard limit is lower: torch would wait for connections that it cannot open.
-    """
-    least = FILES_OF_AGENT + FILES_PER_WORKER * workers
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        if soft < least:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
-    except ValueError:
-        raise UserError(
-            f"{workers} workers need {least} open files and this process may have {hard} (ulimit -n): raise "
-            "that limit, or set trainer.workers=1"
-        ) from None
-
-
-def cgroup_quota(membership: Path, mount: Path) -> float:
-    """Return the least CPU quota, in cores, of the cgroup (v2) in `membership` and its parents, or inf."""
-    quota = float("inf")
-    try:
-        (path,) = [line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")]
-    except (OSError, ValueError):
-        return quota  # no cgroup v2 here
-    folder = mount / path.strip("/")
-    for place in (folder, *folder.parents):
-        try:
-            allowed, period = (place / "cpu.max").read_text().split()
-        except (OSError, ValueError):
-            continue  # this level sets no limit
-        if allowed != "max":
-            quota = min(quota, int(allowed) / int(period))
-    return quota

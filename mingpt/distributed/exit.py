@@ -1,4 +1,4 @@
-"""The ways in which a worker exits: its exit code, its exit reason in the store, and what peers learn."""
+"""How this worker exits: `how_to_exit` decides from plain facts, and `ProcessExit` carries the plan out."""
 
 import contextlib
 import faulthandler
@@ -9,37 +9,172 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from mingpt.base.errors import ClaimLost, ExpectedError, NodeRefused, UserError
+from mingpt.base.errors import (
+    ClaimLost,
+    ExpectedError,
+    NodeRefused,
+    NonRetryableError,
+    PeersMissing,
+    StopRequested,
+    UserError,
+)
+from mingpt.base.processes import kill_by_pidfd, open_siblings
 from mingpt.base.system import try_within
 from mingpt.base.urls import redact
+from mingpt.distributed.ends import FAILED, LOST_PEER, TIMED_OUT, TOLD, ExitReason, stack_path
 from mingpt.distributed.launch import AGENT_FOLDER, Launch
-from mingpt.distributed.rendezvous import (
-    FAILED,
-    LOST_PEER,
-    TIMED_OUT,
-    TOLD,
-    PeerEnd,
-    Rendezvous,
-    is_loss,
-    kill_by_pidfd,
-    stack_path,
-    wait_readable,
-)
+from mingpt.distributed.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from mingpt.distributed.nccl import NcclWatch
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
-NOTE_FAILURE_S = 0.5
+STORAGE_S = 5.0  # time for what needs storage, which may be the cause of the exit
 STACKS_AFTER = 0.9  # share of timeout_s: a stuck worker writes its stacks before others time out
 MAX_STACK_FILES = 20
-RELEASE_S = 5.0
 NCCL_LOST = "remote process exited or there was a network error"  # the one error of NCCL's that means it
 JOB_ENDS = ("SIGUSR1", "STOP")  # requests that end the job; after any other one, the agent decides
+
+
+class SignalReceived(Exception):
+    """A signal that ends this process at once: the first request to stop before training, or a second one."""
+
+    def __init__(self, number: signal.Signals, is_first: bool) -> None:
+        super().__init__(number.name)
+        self.number, self.is_first = number, is_first
+
+
+class PeerLost(Exception):
+    """Another worker is gone or silent, as the message says; noticed beside the main thread."""
+
+
+@dataclass(frozen=True)
+class ExitPlan:
+    """How a worker exits. `ProcessExit.perform` does it in the order of the fields, and exits with `code`."""
+
+    code: int
+    ends_agent: bool = False  # by SIGTERM, at last: no exit code ends a job under torchrun
+    status: str = ""  # the job's exit code and a line, for the agent of `python train.py`; "": not written
+    text: str = ""  # for stderr
+    reason: str = ""  # the exit reason for other workers and the next generation; "": none is stored
+    kills: Sequence[int] = ()  # ranks: of this agent's workers, those that store no exit reason in time
+    failure: str = ""  # why the job failed, for run.json
+    releases_claims: bool = False
+    removes: Path | None = None  # the folder of an agent that is gone
+    awaits_agent: bool = False  # wait until the agent passes on the SIGTERM that another worker sends to it
+
+
+def how_to_exit(
+    error: BaseException | None,
+    launch: Launch,
+    step: int = 0,
+    timed_out: str = "",
+    has_met: bool = True,
+    is_orphan: bool = False,
+) -> ExitPlan:
+    """Return how a worker exits because of `error`; None, or a StopRequested on which all agree: in order.
+
+    `step` is the last completed one, `has_met` whether this worker has been at the rendezvous, `is_orphan`
+    whether its agent is gone. `timed_out` is the exit reason if nothing has moved for timeout_s, else "".
+    """
+    is_last = not launch.has_restarts_left()
+    if is_orphan:  # no generation follows
+        said = f"error: the agent (process {launch.agent_pid}) was lost after step {step}\n"
+        folder = launch.status_file.parent if launch.status_file else Path()
+        is_agents = folder.name.startswith(AGENT_FOLDER)
+        return ExitPlan(1, text="" if launch.rank else said, removes=folder if is_agents else None)
+    if error is None or isinstance(error, StopRequested):
+        return plan_of_end(error.reason if error else None, launch)
+    if isinstance(error, SignalReceived):
+        return plan_of_signal(error, launch)
+    if isinstance(error, (UserError, NonRetryableError)):
+        return plan_of_abort(error, launch, has_met)
+    if isinstance(error, PeersMissing):
+        first = next(rank for rank in range(launch.world_size) if rank not in error.ranks)
+        return ExitPlan(1, text=f"{error}\n" if launch.rank == first else "", kills=error.ranks)
+    said = first_line(error)
+    if not is_lost_peer(error):
+        sentence = f"error: worker {launch.rank}: {error}\n"
+        text = sentence if isinstance(error, ExpectedError) else "".join(traceback.format_exception(error))
+        what = f"{type(error).__name__}: {said}"
+        repeats = not has_met and not isinstance(error, OSError)  # an import that fails, for example
+        return ExitPlan(
+            1,
+            ends_agent=repeats and launch.agent_pid is not None,
+            status="1 " if repeats else "",
+            text=text,
+            reason=f"{FAILED} ({what})",
+            failure=what if is_last else "",
+        )
+    if not has_met:
+        return ExitPlan(1, text=f"worker {launch.rank} could not rendezvous with the other workers: {said}\n")
+    if said.startswith(TIMED_OUT):
+        timed_out = said
+    line = (
+        f"worker {launch.rank} lost a peer after step {step}, and no restart is left "
+        f"(torchrun --max-restarts): {said}\n"
+    )
+    return ExitPlan(
+        1,
+        text=line if is_last and launch.status_file is None else "",  # plain python's agent tells it once
+        reason=timed_out or f"{LOST_PEER} ({said})",
+        kills=range(launch.world_size) if timed_out else (),  # a frozen one; the agent would wait for 30 s
+        failure=said if is_last else "",
+    )
+
+
+def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
+    """Return how a worker exits at the run's end, or with all other workers after the `request` to stop.
+
+    Under an agent, after a signal other than SIGUSR1, the code is 128 + signal and claims stay: the agent
+    decides whether a next generation starts.
+    """
+    status = "" if launch.rank else "0 "
+    if request is None or request in JOB_ENDS or launch.agent_pid is None:
+        reason = f"stopped by {request}" if request else "finished"
+        return ExitPlan(0, status=status, reason=reason, releases_claims=True)
+    code = 128 + signal.Signals[request]
+    return ExitPlan(code, status=status, reason=f"{TOLD} by {request}")
+
+
+def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
+    """Return how a worker exits at once: with 128 + signal, or with 0 at a first one without an agent."""
+    line = before_first_step(received.number.name) if received.is_first and launch.rank == 0 else ""
+    is_alone = launch.agent_pid is None
+    return ExitPlan(
+        0 if is_alone and received.is_first else 128 + received.number,
+        status=f"0 {line}" if line else "",  # the agent prints the line, if it was itself told to stop
+        text=line if is_alone else "",
+        reason=f"{TOLD} by {received.number.name}",
+    )
+
+
+def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
+    """Return how a worker ends the job even if restarts are left.
+
+    Rank 0 prints the error. Local rank 0 of any node prints it, too, if it is a NodeRefused or ClaimLost, and
+    each worker before the rendezvous: rank 0 may not know of it. Local rank 0 of each node ends the agent,
+    and other workers wait for that.
+    """
+    is_first = launch.local_rank == 0 or launch.agent_pid is None
+    is_printed = launch.rank == 0 or not has_met or isinstance(error, (NodeRefused, ClaimLost))
+    code = 2 if isinstance(error, UserError) else 1
+    return ExitPlan(
+        code,
+        ends_agent=is_first and launch.agent_pid is not None,
+        status=f"{code} " if is_first else "",
+        text=f"error: {error}\n" if is_first and is_printed else "",
+        reason=f"ended the job ({type(error).__name__}: {first_line(error)})",
+        # Whoever raises a NonRetryableError has noted it.
+        failure="" if isinstance(error, NonRetryableError) else str(error),
+        releases_claims=is_first,
+        awaits_agent=not is_first,
+    )
 
 
 class StackFile:
@@ -75,58 +210,53 @@ class StackFile:
 
 
 class ProcessExit:
-    """Ends this process in one of several ways. The trainer sets `step` to the last completed step.
+    """Ends this process as `how_to_exit` says, and knows what has to be known then.
 
-    The main thread, the thread of StopSignal and others call it. The thread that begins an exit first
-    completes it; others wait or do nothing. `exit_on_signal` and `exit_if_orphaned` alone exit even then.
+    The main thread, the thread of StopSignal and others call it. The thread that begins an exit completes it,
+    except that `exit_at_once` exits even then.
     """
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.began_at = self.progress_at = time.monotonic()
         self.rendezvous: Rendezvous | None = None
-        self.step = 0
-        self.timeout_s = 0.0
-        self.release_claims: Callable[[], None] = lambda: None
-        self.local_peer_pidfds: dict[int, int] = {}  # rank -> pidfd of the other workers of our agent
-        self.note_failure: Callable[[str], None] | None = None  # on ranks with a run folder, for run.json
-        self.stacks: StackFile | None = None
         self.nccl: NcclWatch | None = None  # if several workers train on GPUs
-        self.noting = threading.Lock()
-        self.exiting, self.orphaned = threading.Lock(), threading.Lock()  # never released
+        self.timeout_s = 0.0
+        self.last_step: Callable[[], int] = lambda: 0
+        self.release_claims: Callable[[], None] = lambda: None
+        self.note_failure: Callable[[str], None] | None = None
+        self.stacks: StackFile | None = None
+        self.exiting = threading.Lock()  # never released
         if launch.rank == 0 and launch.status_file:
             launch.status_file.unlink(missing_ok=True)  # of an earlier generation
 
     def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        """From now on use this rendezvous' store for exit reasons, and watch other workers of this agent."""
+        """From now on use this rendezvous' store for exit reasons. All ranks have met."""
         self.rendezvous, self.timeout_s = rendezvous, timeout_s
-        self.local_peer_pidfds = rendezvous.local_peer_pidfds
-        self.note_progress()  # all ranks have met
+        self.note_progress()
 
-    def note_progress(self) -> None:
-        """Record that a collective of all ranks is complete, so this worker is not stuck."""
-        self.progress_at = time.monotonic()
-        if self.stacks and self.launch.world_size > 1:
-            self.stacks.note_progress()
+    def watch_gpus(self, nccl: "NcclWatch") -> None:
+        """From now on `exit_if_nccl_stuck` looks at the GPUs' collectives."""
+        self.nccl = nccl
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
-        """Have `exit_process`, if its exit code is 0, and `abort_job` call `release_claims`."""
+        """Have `release_claims` called at an exit after which no generation of the job follows."""
         self.release_claims = release_claims
 
-    def on_failure(self, note: Callable[[str], None]) -> None:
-        """Have `note_end_of_job` call `note`, once, with the reason of a failure that ends the job."""
-        self.note_failure = note
+    def start_run(
+        self, run_dir: Path, last_step: Callable[[], int], note_failure: Callable[[str], None] | None
+    ) -> None:
+        """Know the last completed step at an exit, and what records in run.json why the job failed.
 
-    def open_stacks(self, run_dir: str, is_kept: bool) -> None:
-        """Have this worker write its stacks to a file in `run_dir`/stacks when stuck, and at each SIGUSR2.
-
-        If `is_kept` (this rank keeps the run folder), remove files of earlier generations that are empty or
-        past the newest MAX_STACK_FILES. If the file cannot be opened, no stacks are written there.
+        `note_failure` is None on a rank that does not keep the run folder. Each worker writes its stacks to a
+        file in `run_dir`/stacks when it is stuck, and at each SIGUSR2; if the file cannot be opened, it does
+        not. The rank that keeps the folder removes files of earlier generations that are empty or past the
+        newest MAX_STACK_FILES.
         """
-        folder = Path(run_dir) / "stacks"
-        name = self.rendezvous.generation if self.rendezvous else ""
+        self.last_step, self.note_failure = last_step, note_failure
+        folder, name = run_dir / "stacks", self.rendezvous.generation if self.rendezvous else ""
         with contextlib.suppress(OSError):  # a full disk, which other files report: no stacks then
-            found = sorted(folder.glob("*.txt"), key=os.path.getmtime, reverse=True) if is_kept else []
+            found = sorted(folder.glob("*.txt"), key=os.path.getmtime, reverse=True) if note_failure else []
             for number, old in enumerate(found):
                 # A worker that was killed leaves an empty file.
                 is_surplus = not os.path.getsize(old) or number >= MAX_STACK_FILES
@@ -134,223 +264,94 @@ class ProcessExit:
                     old.unlink()
             self.stacks = StackFile(stack_path(folder, name, self.launch.rank), STACKS_AFTER * self.timeout_s)
 
-    def record_exit_reason(self, why: str, agreed: bool = False) -> None:
-        if self.stacks is not None:
-            try_within(NOTE_FAILURE_S, self.stacks.close)
-        if self.rendezvous is not None:
-            self.rendezvous.record_exit_reason(why, self.step, self.launch.rank, agreed)
+    def note_progress(self) -> None:
+        """Record that a collective of all ranks is complete, so this worker is not stuck."""
+        self.progress_at = time.monotonic()
+        if self.stacks and self.launch.world_size > 1:
+            self.stacks.note_progress()
 
-    def write_status(self, code: int, is_final: bool = False, sentence: str = "") -> None:
-        """Write the job's exit code to the status file, for the agent of `python train.py` if there is one.
+    def timed_out(self) -> str:
+        """Return the exit reason for a timeout if no collective has ended for `timeout_s`, else ""."""
+        is_stuck = time.monotonic() - self.progress_at >= self.timeout_s
+        return f"{TIMED_OUT} {self.timeout_s:g} s" if is_stuck else ""
 
-        If `is_final`, any rank writes, and replaces the file; otherwise only rank 0 writes, if there is no
-        file. The agent prints `sentence` if the agent itself was told to stop.
-        """
-        if self.launch.status_file and (is_final or self.launch.rank == 0):
-            mode = "w" if is_final else "x"
-            # Without the file, the agent exits with 1. If it exists, another worker has ended the job.
-            with contextlib.suppress(OSError), self.launch.status_file.open(mode) as file:
-                file.write(f"{code} {sentence}")
+    def read_exit_reason(self, rank: int) -> tuple[bool, ExitReason | None]:
+        """Return whether a store answers in time, and the exit reason of a rank, None if there is none."""
+        return self.rendezvous.read_exit_reason(rank) if self.rendezvous else (False, None)
 
-    def exit_process(self, stopped_by: str | None) -> NoReturn:
-        """Exit, without Python's clean-up, after the request to stop `stopped_by`, None at the run's end.
+    def exit_process(
+        self, error: BaseException | None = None, is_told: Callable[[], bool] = lambda: False
+    ) -> NoReturn:
+        """Exit because of `error`. If another thread is exiting, wait for its exit.
 
-        The exit code is 0, and claims are released. Under an agent, after a signal other than SIGUSR1, the
-        code is 128 + signal and claims stay: the agent decides whether a next generation starts.
+        `is_told` returns whether the agent has sent SIGTERM.
         """
         self.exiting.acquire()
-        code = 0
-        if stopped_by and stopped_by not in JOB_ENDS and self.launch.agent_pid:
-            code = 128 + signal.Signals[stopped_by]
-            why = f"{TOLD} by {stopped_by}"
-        else:
-            why = f"stopped by {stopped_by}" if stopped_by else "finished"
-        # A peer that is slower to exit sees that nothing is wrong.
-        self.record_exit_reason(why, agreed=True)
-        if code == 0:
-            self.release_claims()
-        self.write_status(0)
-        sys.stdout.flush()
-        write_stderr("")
-        os._exit(code)
+        self.perform(self.plan(error), is_told)
 
-    def exit_on_signal(self, number: signal.Signals, is_first: bool) -> NoReturn:
-        """Exit at once with code 128 + `number`; at the first request to stop, without an agent, with 0."""
-        self.record_exit_reason(f"{TOLD} by {number.name}")
-        sentence = before_first_step(number.name)
-        if is_first:
-            self.write_status(0, sentence=sentence)
-        if is_first and self.launch.agent_pid is None and self.launch.rank == 0:
-            write_stderr(sentence)
-        os._exit(0 if is_first and self.launch.agent_pid is None else 128 + number)
-
-    def exit_if_orphaned(self) -> None:
-        """Exit with code 1 if the agent is gone, since no generation follows; otherwise do nothing."""
-        if self.launch.agent_pid not in (None, os.getppid()):
-            self.orphaned.acquire()
-            if self.launch.rank == 0:
-                write_stderr(
-                    f"error: the agent (process {self.launch.agent_pid}) was lost after step {self.step}\n"
-                )
-            folder = self.launch.status_file.parent if self.launch.status_file else None
-            if folder and folder.name.startswith(AGENT_FOLDER):  # the agent can no longer remove it
-                shutil.rmtree(folder, ignore_errors=True)
-            os._exit(1)
-
-    def exit_stopped(self, number: signal.Signals) -> None:
-        """Exit with 128 + `number`, since ranks cannot agree to stop; do nothing if another thread exits."""
+    def exit_beside_main_thread(self, error: BaseException | None = None) -> None:
+        """Exit because of `error`; do nothing if another thread is exiting."""
         is_first = self.exiting.acquire(blocking=False)
         if is_first:
-            self.exit_on_signal(number, is_first=False)
+            self.perform(self.plan(error))
 
-    def how_peer_ended(self, rank: int) -> PeerEnd | None:
-        """Return how a worker that has exited ended: LOST without exit reason; None if no store answers."""
-        answers, reason = self.rendezvous.read_exit_reason(rank) if self.rendezvous else (False, None)
-        return PeerEnd.of(reason) if answers else None
-
-    def exit_without_peer(self, rank: int) -> None:
-        """Exit with code 1 since worker `rank` has exited; see `exit_beside_main_thread`."""
-        reason = self.rendezvous.read_exit_reason(rank)[1] if self.rendezvous else None
-        self.exit_beside_main_thread(f"worker {rank} {reason['why'] if reason else 'vanished'}")
+    def exit_at_once(self, error: SignalReceived) -> NoReturn:
+        """Exit because of a signal, even if another thread is exiting."""
+        self.perform(self.plan(error))
 
     def exit_if_nccl_stuck(self) -> None:
-        """Exit with code 1 if a collective on GPUs has waited for `timeout_s`, or NCCL has failed."""
+        """Exit if a collective on GPUs has waited for `timeout_s`, or NCCL has failed."""
         if self.nccl and self.nccl.waited_s() > self.timeout_s:
-            self.exit_beside_main_thread(f"{TIMED_OUT} {self.timeout_s:g} s")
+            self.exit_beside_main_thread(PeerLost(f"{TIMED_OUT} {self.timeout_s:g} s"))
         elif self.nccl and self.nccl.backend.get_error().name == "COMM_ERROR":
-            self.exit_beside_main_thread(f"NCCL: {NCCL_LOST}")
+            self.exit_beside_main_thread(PeerLost(f"NCCL: {NCCL_LOST}"))
 
-    def exit_beside_main_thread(self, said: str) -> None:
-        """Exit with code 1 since a worker is gone or silent. The thread of StopSignal calls this.
+    def plan(self, error: BaseException | None) -> ExitPlan:
+        """Return `how_to_exit` by what is known now."""
+        has_met, is_orphan = self.rendezvous is not None, self.launch.is_orphan()
+        return how_to_exit(error, self.launch, self.last_step(), self.timed_out(), has_met, is_orphan)
 
-        `said`, what is known of that, is the exit reason. Calls `leave_peers` first, and `note_end_of_job` if
-        no restart is left. Does nothing if another thread is exiting.
-        """
-        is_first = self.exiting.acquire(blocking=False)
-        if not is_first:
-            return
-        are_frozen = said.startswith(TIMED_OUT)
-        self.leave_peers(said if are_frozen else f"{LOST_PEER} ({said})", are_frozen)
-        if not self.launch.has_restarts_left():
-            # With a time limit: the main thread may be noting the failure, or be stuck because of the disk.
-            try_within(NOTE_FAILURE_S, lambda: self.note_end_of_job(said))
-        self.report_lost_peer(said)
-        os._exit(1)
-
-    def note_end_of_job(self, why: str) -> None:
-        """Record in run.json, once, why the job failed, on a rank where `on_failure` was called."""
-        with self.noting:
-            note, self.note_failure = self.note_failure, None
-            if note is not None:
-                note(why)
-
-    def exit_with_error(self, error: BaseException) -> NoReturn:
-        """Record why this worker failed, print the error, and exit with code 1.
-
-        An ExpectedError is printed as one sentence, any other error with its traceback. If a peer was
-        lost, the error is not printed, and workers of this agent that may hang are killed (`leave_peers`).
-        """
-        self.exit_if_orphaned()  # torch would log C++ frames about the agent's store
-        self.exiting.acquire()
-        is_timeout = time.monotonic() - self.progress_at >= self.timeout_s
-        if is_lost_peer(error) and is_timeout:
-            self.leave_peers(f"{TIMED_OUT} {self.timeout_s:g} s", are_frozen=True)
-        elif is_lost_peer(error):
-            self.leave_peers(f"{LOST_PEER} ({first_line(error)})", are_frozen=False)
-        else:
-            self.record_exit_reason(describe_failure(error))
-        if isinstance(error, ExpectedError):
-            write_stderr(f"error: worker {self.launch.rank}: {error}\n")
-        elif is_lost_peer(error):
-            if self.launch.rank == 0 or self.how_peer_ended(0) != PeerEnd.AGREED:
-                self.report_lost_peer(first_line(error))  # otherwise rank 0 has ended the job and printed why
-        else:
-            write_stderr("".join(traceback.format_exception(error)))
-        os._exit(1)
-
-    def report_lost_peer(self, said: str) -> None:
-        """Print, if no restart is left, that a peer was lost, and what is `said` of that.
-
-        Under plain python only rank 0 prints, and only if no worker was killed or failed: then the agent, or
-        the failed worker, tells what happened.
-        """
-        if self.launch.has_restarts_left():
-            return
-        option = "torchrun --max-restarts"
-        if self.launch.status_file and self.rendezvous:
-            others = [rank for rank in range(self.launch.world_size) if rank != self.launch.rank]
-            reasons = [self.rendezvous.read_exit_reason(rank)[1] for rank in others]
-            if self.launch.rank or not all(reason and is_loss(reason) for reason in reasons):
-                return
-            option = "trainer.max_restarts"
-        write_stderr(
-            f"worker {self.launch.rank} lost a peer after step {self.step}, "
-            f"and no restart is left ({option}): {said}\n"
-        )
-
-    def exit_without_rendezvous(self, error: BaseException) -> NoReturn:
-        """Exit with code 1 after PeersMissing. Print it if no restart is left: then no generation logs it."""
-        self.exiting.acquire()
-        if not self.launch.has_restarts_left():
-            write_stderr(f"{error}\n")
-        os._exit(1)
-
-    def abort_job(
-        self, error: Exception, sigterm_received: Callable[[], bool], by_all: bool = True
-    ) -> NoReturn:
-        """End the job even if restarts are left. The exit code is 2 after a UserError, else 1.
-
-        Rank 0 prints the error. Local rank 0 of any node prints it, too, before the rendezvous, or if it is a
-        NodeRefused or ClaimLost. No exit code ends a job under torchrun, so local rank 0 of each node
-        releases its claims and sends SIGTERM to its agent; other workers wait for the agent to pass it on.
-        If not all ranks call this method (`by_all` is False), this worker does what local rank 0 does.
-        """
-        self.exiting.acquire()
-        self.record_exit_reason(f"ended the job ({type(error).__name__}: {first_line(error)})", agreed=True)
-        code = 2 if isinstance(error, UserError) else 1
-        agent_pid = self.launch.agent_pid
-        if agent_pid and self.launch.local_rank and by_all:
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-            signal.set_wakeup_fd(-1)  # from here on a signal ends this process with this exit code
-            while not sigterm_received():  # SIGTERM may have come before this call
-                time.sleep(POLL_S)
-            os._exit(code)
-        signal.set_wakeup_fd(-1)
-        self.write_status(code, is_final=True)
-        is_of_node = isinstance(error, (NodeRefused, ClaimLost))  # rank 0 may not know of the error
-        is_first = self.launch.rank == 0 or (is_of_node and self.launch.local_rank == 0)
-        if is_first or self.rendezvous is None:  # before the rendezvous, rank 0 may not know of it
-            write_stderr(f"error: {error}\n")
-        # With a time limit: storage may be the cause of the failure.
-        try_within(RELEASE_S, self.release_claims)
-        if agent_pid:
+    def perform(self, plan: ExitPlan, is_told: Callable[[], bool] = lambda: False) -> NoReturn:
+        """Carry out a plan. What needs storage or the store has a time limit."""
+        launch = self.launch
+        if plan.ends_agent:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its workers
-            os.kill(agent_pid, signal.SIGTERM)
-        os._exit(code)
+        if plan.status and launch.status_file:
+            # Without the file the agent exits with 1. If it exists, another worker has ended the job.
+            mode = "w" if plan.ends_agent else "x"
+            with contextlib.suppress(OSError), launch.status_file.open(mode) as file:
+                file.write(plan.status)
+        sys.stdout.flush()
+        write_stderr(plan.text)
+        if plan.reason and self.rendezvous:
+            reason = {"why": plan.reason, "step": self.last_step()}
+            self.rendezvous.record_exit_reason(launch.rank, reason)
+        if plan.kills:
+            self.kill_silent(plan.kills)
+        if self.stacks:
+            try_within(STORAGE_S, self.stacks.close)
+        note = self.note_failure
+        if plan.failure and note:
+            try_within(STORAGE_S, lambda: note(plan.failure))
+        if plan.releases_claims:
+            try_within(STORAGE_S, self.release_claims)
+        if plan.removes:
+            shutil.rmtree(plan.removes, ignore_errors=True)
+        if plan.ends_agent and launch.agent_pid:
+            os.kill(launch.agent_pid, signal.SIGTERM)
+        while plan.awaits_agent and not (is_told() or launch.is_orphan()):
+            time.sleep(POLL_S)
+        os._exit(plan.code)
 
-    def leave_peers(self, why: str, are_frozen: bool) -> None:
-        """Record why this worker exits, and kill other workers of the agent that may hang. Does not exit.
-
-        The others have PEER_EXIT_S seconds to exit or to record an exit reason. The agent would kill a frozen
-        worker only after 30 s. If `are_frozen`, the killed workers are the cause of the generation's end.
-        Otherwise they are not, so the exit reason LOST_PEER is recorded for each.
-        """
-        self.record_exit_reason(why)
-        waiting = dict(self.local_peer_pidfds)
-        deadline = time.monotonic() + PEER_EXIT_S
-        while waiting and time.monotonic() < deadline:
-            for rank in wait_readable(waiting, POLL_S):
-                del waiting[rank]
-            if self.rendezvous is not None:
-                waiting = {
-                    rank: pidfd
-                    for rank, pidfd in waiting.items()
-                    if self.rendezvous.read_exit_reason(rank)[1] is None
-                }
-        for rank, pidfd in waiting.items():
-            if self.rendezvous is not None and not are_frozen:
-                self.rendezvous.record_exit_reason(LOST_PEER, self.step, rank)
-            kill_by_pidfd(pidfd)
+    def kill_silent(self, ranks: Sequence[int]) -> None:
+        """Kill those of `ranks` that are workers of this agent and store no exit reason in PEER_EXIT_S."""
+        siblings, deadline = open_siblings(self.launch.agent_pid), time.monotonic() + PEER_EXIT_S
+        silent = [rank for rank in siblings if rank in ranks]
+        while silent and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            silent = [rank for rank in silent if self.read_exit_reason(rank)[1] is None]
+        for rank in silent:
+            kill_by_pidfd(siblings[rank])
 
 
 def write_stderr(text: str) -> None:
@@ -370,17 +371,14 @@ def first_line(error: BaseException) -> str:
     return (f"NCCL: {lines[-1]}" if lines[0].startswith("NCCL error") else lines[0])[:200]
 
 
-def describe_failure(error: BaseException) -> str:
-    """Return the exit reason for a failure: "failed", the error's type and the first line of its text."""
-    return f"{FAILED} ({type(error).__name__}: {first_line(error)})"
-
-
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error means that a worker is gone or silent, by its type and the place of its origin.
 
     That is a DistError, or a RuntimeError that torch.distributed has raised: gloo's errors have no type. Of
     NCCL's errors only NCCL_LOST counts: the others come from this machine, such as no room in /dev/shm.
     """
+    if isinstance(error, PeerLost) or "torch.distributed" not in sys.modules:
+        return isinstance(error, PeerLost)
     from torch.distributed import DistError
 
     if str(error).startswith("NCCL error"):

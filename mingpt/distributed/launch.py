@@ -43,7 +43,7 @@ class Launch:
     max_restarts: int = 0
     omp_threads: int | None = None
     job: str | None = None  # a random token, if the launcher gives one
-    round: int | None = None  # number of the job's rendezvous, from 1, if known
+    rdzv_round: int | None = None  # number of the job's rendezvous, from 1, if known
     has_known_launcher: bool = False
     slurm_tasks: int = 1  # tasks of the job step that srun started
     status_file: Path | None = None  # rank 0 writes the job's exit code there; see mingpt.launch.agent
@@ -94,7 +94,7 @@ class Launch:
             restart_count=number("TORCHELASTIC_RESTART_COUNT"),
             max_restarts=number("TORCHELASTIC_MAX_RESTARTS"),
             job=env.get(JOB),
-            round=number(ROUND) if ROUND in env else None,
+            rdzv_round=number(ROUND) if ROUND in env else None,
             status_file=Path(env[STATUS_FILE]) if STATUS_FILE in env else None,
             memory_file=Path(env[MEMORY_FILE]) if MEMORY_FILE in env else None,
             has_known_launcher=any(name in env for name in LAUNCHERS),
@@ -125,3 +125,7 @@ class Launch:
     def has_restarts_left(self) -> bool:
         """Return whether the agent starts a next generation if this one fails."""
         return self.agent_pid is not None and self.restart_count < self.max_restarts
+
+    def is_orphan(self) -> bool:
+        """Return whether the agent is gone."""
+        return self.agent_pid not in (None, os.getppid())

@@ -15,9 +15,18 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from mingpt.distributed.exit import JOB_ENDS, ProcessExit, before_first_step, write_stderr
+from mingpt.base.errors import StopRequested
+from mingpt.base.processes import open_siblings, wait_readable
+from mingpt.distributed.ends import DISORDER
+from mingpt.distributed.exit import (
+    JOB_ENDS,
+    PeerLost,
+    ProcessExit,
+    SignalReceived,
+    before_first_step,
+    write_stderr,
+)
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.rendezvous import PeerEnd, wait_readable
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +56,7 @@ class StopSignal:
     A second signal, more than REPEAT_S after the first, ends this process at once; after a file STOP, a
     signal counts as the first. This process also ends if its agent is gone, a worker of the same agent was
     lost, or a collective on GPUs has waited for `timeout_s`; and, while a signal other than SIGUSR1 waits, if
-    a worker of the same agent was stopped alone or no collective has ended for `timeout_s`.
+    no collective has ended for `timeout_s`.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
@@ -57,8 +66,8 @@ class StopSignal:
         self.stop_file: Path | None = None
         self.note_stop: Callable[[], None] | None = None  # records a stop before the first step in run.json
         self.received_at = float("-inf")
-        self.exited_at: dict[int, float] = {}  # rank -> when it was seen to have exited
-        self.ends: dict[int, PeerEnd] = {}  # rank -> how it ended, once known
+        self.siblings: dict[int, int] = {}  # rank -> pidfd of each other worker of this agent that runs
+        self.exited_at: dict[int, float] = {}  # rank of one that does not -> when this was seen
         self.closed = threading.Event()
         self.read_end, self.write_end = os.pipe()
         os.set_blocking(self.write_end, False)
@@ -70,6 +79,10 @@ class StopSignal:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, signal.SIGUSR2])
         self.thread = threading.Thread(target=self.listen, daemon=True)
         self.thread.start()
+
+    def watch_siblings(self) -> None:
+        """From now on, exit if another worker of this agent fails, or exits without an exit reason."""
+        self.siblings = open_siblings(self.launch.agent_pid)
 
     def watch_stop_file(self, path: Path, note_stop: Callable[[], None] | None = None) -> None:
         """Take a file `path` for a request to stop. In `exit_before_training`, rank 0 calls `note_stop`."""
@@ -94,9 +107,9 @@ class StopSignal:
             if self.note_stop is not None:
                 self.note_stop()
             write_stderr(before_first_step(reason))
-        self.exit.exit_process(reason)
+        self.exit.exit_process(StopRequested(reason))
 
-    def close(self, handler: Callable[[int, FrameType | None], None]) -> None:
+    def hand_over(self, handler: Callable[[int, FrameType | None], None]) -> None:
         """Stop listening; `handler` receives further signals. No signal is lost. For the main thread only."""
         for number in SIGNALS:
             signal.signal(number, handler)
@@ -108,30 +121,30 @@ class StopSignal:
     def listen(self) -> None:
         while True:
             self.wait()
-            self.read_signals()  # also a signal just before `close`
+            self.read_signals()  # also a signal just before `hand_over`
             if self.closed.is_set():
                 return
-            self.exit.exit_if_orphaned()
+            if self.launch.is_orphan():
+                self.exit.exit_beside_main_thread()
             # False also if a network folder is unreachable for a moment; the next turn looks again.
             is_there = self.stop_file is not None and os.path.exists(self.stop_file)
             if is_there and not self.reason:
                 self.request("STOP")
-            self.check_peers()
+            self.look_at_siblings()
             self.exit.exit_if_nccl_stuck()
             if self.deferred and self.launch.world_size > 1 and self.reason not in (None, *JOB_ENDS):
                 since = max(self.received_at, self.exit.progress_at)
                 if time.monotonic() - since > self.exit.timeout_s:  # nothing has moved
-                    self.exit.exit_stopped(signal.Signals[self.reason])
+                    number = signal.Signals[self.reason]
+                    self.exit.exit_beside_main_thread(SignalReceived(number, is_first=False))
 
     def wait(self) -> None:
         """Wait, at most POLL_S seconds, until a signal comes or a worker of the same agent exits."""
-        peers = self.exit.local_peer_pidfds
-        watched = {rank: pidfd for rank, pidfd in peers.items() if rank not in self.exited_at}
-        is_soon = len(self.exited_at) > len(self.ends)
-        readable = wait_readable({READ_END: self.read_end, **watched}, POLL_S / 4 if is_soon else POLL_S)
-        for rank in readable:
+        timeout_s = POLL_S / 4 if self.exited_at else POLL_S
+        for rank in wait_readable({READ_END: self.read_end, **self.siblings}, timeout_s):
             if rank != READ_END:
                 self.exited_at[rank] = time.monotonic()
+                del self.siblings[rank]
 
     def read_signals(self) -> None:
         while wait_readable({READ_END: self.read_end}, 0.0):
@@ -142,12 +155,11 @@ class StopSignal:
                 self.received_at = now
 
     def receive(self, number: signal.Signals) -> None:
-        if self.reason and self.reason != "STOP":
-            self.exit.exit_on_signal(number, is_first=False)
-        if not self.deferred and number == signal.SIGUSR1:
+        is_first = self.reason in (None, "STOP")
+        if is_first and number == signal.SIGUSR1 and not self.deferred:
             self.request(number.name)
-        elif not self.deferred:
-            self.exit.exit_on_signal(number, is_first=True)
+        elif not (is_first and self.deferred):
+            self.exit.exit_at_once(SignalReceived(number, is_first))
         self.reason = number.name
 
     def request(self, reason: str) -> None:
@@ -156,23 +168,14 @@ class StopSignal:
             self.exit_before_training(reason)
         self.reason = self.reason or reason
 
-    def check_peers(self) -> None:
-        """End this process if a worker of the same agent has failed or was killed.
-
-        After `defer`, if a signal other than SIGUSR1 has come, also end this process if a worker of the same
-        agent was stopped by a signal at once: that worker can no longer agree.
-        """
-        is_told = self.deferred and self.reason not in (None, *JOB_ENDS)
-        for rank, exited_at in self.exited_at.items():
-            waited = time.monotonic() - exited_at
-            if rank not in self.ends and waited > PEER_GRACE_S:
-                end = self.exit.how_peer_ended(rank)
-                if end is None and waited > UNKNOWN_GRACE_S:
-                    end = PeerEnd.LOST
-                if end is not None:
-                    self.ends[rank] = end
-            end = self.ends.get(rank)
-            if end == PeerEnd.LOST:
-                self.exit.exit_without_peer(rank)
-            elif end == PeerEnd.STOPPED and is_told:
-                self.exit.exit_stopped(signal.SIGTERM)
+    def look_at_siblings(self) -> None:
+        """Exit if a worker of the same agent has exited in no order, as one that failed or was killed."""
+        for rank, exited_at in list(self.exited_at.items()):
+            waited_s = time.monotonic() - exited_at
+            if waited_s > PEER_GRACE_S:
+                is_known, reason = self.exit.read_exit_reason(rank)
+                if reason and not reason["why"].startswith(DISORDER):
+                    del self.exited_at[rank]
+                elif is_known or waited_s > UNKNOWN_GRACE_S:
+                    why = reason["why"] if reason else "vanished"
+                    self.exit.exit_beside_main_thread(PeerLost(f"worker {rank} {why}"))

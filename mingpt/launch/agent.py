@@ -5,8 +5,6 @@ output, and with the exit code of a single process: 0 finished or stopped, 2 a u
 else.
 """
 
-import contextlib
-import dataclasses
 import gc
 import logging
 import os
@@ -16,30 +14,30 @@ import signal
 import socket
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mingpt.base.errors import NonRetryableError
 from mingpt.base.files import temporary_folder
-from mingpt.base.system import ipv4_addresses, loopback_address
+from mingpt.base.processes import kill_by_pidfd, open_siblings
+from mingpt.base.system import allow_open_files, loopback_address, usable_cores
 from mingpt.config import Config, check_workers
-from mingpt.distributed.device import allow_open_files, usable_cores
+from mingpt.distributed.ends import LOST_PEER, TIMED_OUT, GenerationEnd
 from mingpt.distributed.exit import before_first_step, write_stderr
 from mingpt.distributed.launch import AGENT_FOLDER, AGENT_PID, STATUS_FILE, Launch
-from mingpt.distributed.rendezvous import find_local_peers, kill_by_pidfd, wait_readable
-from mingpt.distributed.signals import POLL_S, REPEAT_S, SIGNALS, StopSignal
+from mingpt.distributed.rendezvous import read_generation_end
+from mingpt.distributed.signals import SIGNALS, StopSignal
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
     from torch.distributed.launcher.api import LaunchConfig
 
 MAX_WORKERS = 8  # with `trainer.workers=auto`
 SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop need time to write a snapshot
 BACKEND = "mingpt-one-node"
-DEAF_S = 4.0  # the main thread hears a signal within so many seconds, or waits in C++ code
 
 
 def choose_workers(config: Config, launch: Launch) -> int:
@@ -81,29 +79,6 @@ class StopRequest:
         if self.is_obeyed:
             self.obey()
 
-    def listen(self) -> None:
-        """Start a thread that receives signals, also while the main thread runs C++ code. For that thread."""
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # Python writes the signals' numbers there
-        threading.Thread(target=self.watch, args=(read_end,), daemon=True).start()
-
-    def watch(self, read_end: int) -> None:
-        """End this process if `note` is not called within DEAF_S of a signal, or before a second signal.
-
-        The main thread is then in C++ code, where Python runs no handlers, and has started no workers.
-        """
-        received_at, is_second = float("inf"), False
-        while self.first is None and not is_second and time.monotonic() - received_at < DEAF_S:
-            readable = wait_readable({0: read_end}, POLL_S)
-            if readable and os.read(read_end, 1)[0] in SIGNALS:
-                is_second = time.monotonic() - received_at > REPEAT_S
-                received_at = min(received_at, time.monotonic())
-        if self.first is None:
-            write_stderr(before_first_step("a signal"))
-            os._exit(0)
-        threading.Event().wait()  # this thread goes on receiving signals, which the main thread blocks
-
     def obey(self, before_start: bool = False) -> None:
         """If the job was told to stop, raise SignalException, which ends the agent and its workers.
 
@@ -117,19 +92,46 @@ class StopRequest:
             self.is_obeyed = True
             raise SignalException(f"got {self.first.name}", sigval=self.first)
 
-    def exit_code(self) -> int:
-        """Return the stopped job's exit code by the status file, 1 without it; print the file's sentence."""
-        try:
-            code, sentence = self.status_file.read_text().split(" ", 1)
-        except (OSError, ValueError):  # rank 0 was killed before it wrote the file, or the disk is full
-            code, sentence = "1", "error: the job was told to stop, but worker 0 could not end in order\n"
-        write_stderr(sentence)
-        return int(code)
+    def read_status(self) -> str:
+        """Return the status file's content; "" if worker 0 has not ended in order, or the disk is full."""
+        return self.status_file.read_text() if self.status_file.exists() else ""
+
+
+def how_to_exit(
+    is_told: bool, status: str, codes: Mapping[int, int], end: GenerationEnd | None, command: str
+) -> tuple[int, str]:
+    """Return the exit code of a job whose workers have ended, and what is printed.
+
+    `is_told` is whether the job was told to stop, `status` the status file's content, `codes` the exit codes
+    of the workers that failed, by rank, and `end` how the last generation that met has ended. `command` is
+    what the workers ran.
+    """
+    # A worker that ends the job writes the status file and sends a signal. Its exit may be seen first.
+    if is_told and (status or not codes):
+        told = status or "1 error: the job was told to stop, but worker 0 could not end in order\n"
+        code, _, sentence = told.partition(" ")
+        return int(code), sentence
+    if not codes and status:  # worker 0 writes the status file once the run has ended in order
+        return 0, ""
+    if not codes:
+        return 1, f"error: the workers ended without training: {command}\n"
+    killed = [(rank, signal.Signals(-code)) for rank, code in sorted(codes.items()) if code < 0]
+    if killed:
+        rank, number = killed[0]
+        what = f"worker {rank} was killed by {number.name}"
+    elif end and all(
+        reason and reason["why"].startswith((LOST_PEER, TIMED_OUT)) for reason in end.exit_reasons
+    ):
+        what = end.sentence()
+    else:
+        return 1, ""  # a worker that failed has printed why
+    return 1, f"error: {what} and no restart is left (trainer.max_restarts)\n"
 
 
 def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
     """Run `python *command` in `workers` processes, restart up to `max_restarts` times, exit as they did."""
     allow_open_files(workers)
+    from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
@@ -138,11 +140,12 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     logger.propagate = False
 
     with temporary_folder(AGENT_FOLDER) as folder:
+        # `stop_signal` still listens: this C++ code asks a resolver, which may not answer.
+        store = TCPStore(loopback_address(), 0, is_master=True, wait_for_workers=False)
         stop = StopRequest(Path(folder) / "status")
-        stop_signal.close(stop.note)
-        stop.listen()
+        stop_signal.hand_over(stop.note)
         signal.signal(signal.SIGUSR2, pass_on)
-        register_rendezvous(stop)
+        register_rendezvous(store, stop)
         os.environ[STATUS_FILE] = str(stop.status_file)
         os.environ[AGENT_PID] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
@@ -150,13 +153,14 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         agent = elastic_launch(launch_config(workers, max_restarts, Path(folder)), sys.executable)
         gc.enable()
         # The workers inherit this thread's mask, so these signals wait until a worker's StopSignal unblocks
-        # them. The agent's own signals arrive in the thread of `stop`, which does not block them.
+        # them. The agent's own signals arrive in another thread, which does not block them.
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
         signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, signal.SIGUSR2])
-        failures: Mapping[int, Any] = {}  # torch's ProcessFailure, by rank
+        codes: Mapping[int, int] = {}
         try:
             agent(*command)
         except ChildFailedError as error:
-            failures = error.failures
+            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         except BlockingIOError:  # EAGAIN of fork
             raise NonRetryableError(
                 f"{workers} workers cannot be started: the system allows no more processes (ulimit -u); "
@@ -168,85 +172,53 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
                 raise
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # nothing is left to stop
-        # A worker that ends the job writes the status file and sends a signal. Its exit may be seen first.
-        if stop.first and (stop.status_file.exists() or not failures):
-            code = stop.exit_code()
-        else:
-            # Worker 0 creates the file as soon as the run has ended in order.
-            has_trained = stop.status_file.exists()
-            code = 0 if has_trained and not failures else 1
-            if not (has_trained or failures):
-                write_stderr(f"error: the workers ended without training: {shlex.join(command)}\n")
-            killed = [rank for rank in sorted(failures) if failures[rank].exitcode < 0]
-            if killed:  # the killed worker could not report it itself
-                name = signal.Signals(-failures[killed[0]].exitcode).name
-                write_stderr(
-                    f"error: worker {killed[0]} was killed by {name} and no restart is left "
-                    "(trainer.max_restarts)\n"
-                )
+        found = read_generation_end(store)
+        end = found[0] if found else None
+        code, text = how_to_exit(stop.first is not None, stop.read_status(), codes, end, shlex.join(command))
+        write_stderr(text)
     os._exit(code)
 
 
 def pass_on(number: int, frame: FrameType | None) -> None:
     """Pass SIGUSR2 on to the workers, which then write their stacks. This is the handler of SIGUSR2."""
-    for pidfd in find_local_peers(os.getpid()).values():
+    for pidfd in open_siblings(os.getpid()).values():
         kill_by_pidfd(pidfd, number)
         os.close(pidfd)
 
 
 def avoid_names() -> None:
     """Have gloo and torch's agent do without this host's name: a resolver may fail, or take 20 s."""
-    with contextlib.suppress(OSError):  # no Linux: then gloo looks the name up
-        interfaces = [name for name, address in ipv4_addresses() if address.ip.is_loopback]
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces[0] if interfaces else "lo")
+    if sys.platform == "linux":  # elsewhere gloo looks the name up
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     socket.getfqdn = lambda name="": name or platform.node()  # for torch's events, which nobody reads
 
 
-def register_rendezvous(stop: StopRequest) -> None:
+def register_rendezvous(store: "TCPStore", stop: StopRequest) -> None:
     """Register, as BACKEND, a rendezvous of this agent alone, which needs no host name and obeys `stop`."""
-    from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import (
-        RendezvousHandler,
         RendezvousInfo,
-        RendezvousParameters,
         RendezvousStoreInfo,
         rendezvous_handler_registry,
     )
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    class Rendezvous(RendezvousHandler):
-        use_agent_store = True  # the workers meet in this store
-
-        def __init__(self, params: RendezvousParameters) -> None:
-            self.run_id, host = params.run_id, loopback_address()
-            self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            self.place = RendezvousStoreInfo(host, self.store.port)
-
+    class Rendezvous(StaticTCPRendezvous):
         def get_backend(self) -> str:
             return BACKEND
-
-        def get_run_id(self) -> str:
-            return self.run_id
 
         def next_rendezvous(self) -> RendezvousInfo:
             """Return the rendezvous, or obey `stop`. The agent calls this before it starts workers."""
             stop.obey(before_start=True)
-            return RendezvousInfo(self.store, 0, 1, self.place)
+            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(store.host, store.port))
 
         def num_nodes_waiting(self) -> int:
             """Return 0, or obey `stop`. The agent calls this every 0.1 s."""
             stop.obey()
             return 0
 
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            pass  # no other agent could join
-
-        def shutdown(self) -> bool:
-            return True
-
-    rendezvous_handler_registry.register(BACKEND, Rendezvous)
+    rendezvous_handler_registry.register(
+        BACKEND, lambda params: Rendezvous(store.host, store.port, 0, 1, params.run_id, 0)
+    )
 
 
 def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":
@@ -254,12 +226,7 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    newer: dict[str, Any] = {
-        "shutdown_timeout": SHUTDOWN_TIMEOUT_S,
-        "signals_to_handle": "",  # `StopRequest.note` stays the handler
-    }
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # older versions of torch lack some
-    return LaunchConfig(
+    config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=workers,
@@ -267,5 +234,7 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
         rdzv_backend=BACKEND,
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-        **{name: value for name, value in newer.items() if name in known},
     )
+    config.shutdown_timeout = SHUTDOWN_TIMEOUT_S  # torch 2.11 has no such field, and ignores it
+    config.signals_to_handle = ""  # `StopRequest.note` stays the handler
+    return config

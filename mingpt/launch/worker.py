@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 
 from mingpt.base import events
 from mingpt.base.command import open_streams
-from mingpt.base.errors import NonRetryableError, PeersMissing, StopRequested, UserError
-from mingpt.base.system import check_working_directory
-from mingpt.distributed.device import use_one_arena
-from mingpt.distributed.exit import ProcessExit, describe_failure, first_line, is_lost_peer
+from mingpt.base.errors import StopRequested, UserError
+from mingpt.base.system import check_working_directory, use_one_arena
+from mingpt.distributed.exit import ProcessExit
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.rendezvous import note_failed_start
 from mingpt.distributed.signals import StopSignal
 
 if TYPE_CHECKING:
@@ -103,25 +101,9 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self.exit.exit_process(self.stopped_by)
         if isinstance(error, StopRequested):
             self.stop_signal.exit_before_training(error.reason)
-        if isinstance(error, (UserError, NonRetryableError)):
-            self.exit.abort_job(error, self.sigterm_received)
-        if isinstance(error, PeersMissing):
-            self.exit.exit_without_rendezvous(error)
-        if isinstance(error, Exception):
-            if self.exit.rendezvous is not None:
-                self.exit.exit_with_error(error)
-            if "torch" in sys.modules and is_lost_peer(error):
-                sys.exit(
-                    f"worker {self.launch.rank} could not rendezvous with the other workers: "
-                    f"{first_line(error)}"
-                )
-            repeated = note_failed_start(self.launch, describe_failure(error))
-            if repeated:
-                self.exit.abort_job(NonRetryableError(repeated), self.sigterm_received, by_all=False)
-
-    def sigterm_received(self) -> bool:
-        return self.stop_signal.reason == "SIGTERM"
+        if self.stopped_by:
+            error = StopRequested(self.stopped_by)
+        if error is None or isinstance(error, Exception):
+            self.exit.exit_process(error, lambda: self.stop_signal.reason == "SIGTERM")

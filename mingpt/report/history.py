@@ -14,10 +14,10 @@ from typing import Any
 import pydantic
 
 from mingpt.base.files import BadJson, Count, RunId, Seconds, read_json, reason_of, write_atomic
-from mingpt.distributed.rendezvous import MAX_REPEATS, repeated_sentence
 from mingpt.report.metrics import RunStart
 from mingpt.report.writing import MayWrite, ReportFile
 
+MAX_REPEATS = 3  # consecutive generations that fail at the same step
 PHASES = ("start_s", "evaluation_s", "snapshot_wait_s")
 log = logging.getLogger(__name__)
 
@@ -231,7 +231,9 @@ class RunHistory:
             return None
         if any(entry["end"].startswith("stopped by") or entry["end"].endswith(" joined") for entry in ended):
             return None  # stopped in order, perhaps for a node that joined or left
-        return repeated_sentence(f"at step {ended[0]['to_step'] + 1}", ended[-1]["end"])
+        where, how = f"at step {ended[0]['to_step'] + 1}", ended[-1]["end"]
+        repeats = f"{MAX_REPEATS} generations failed one after the other {where} ({how})"
+        return f"{repeats}: a restart would repeat it"
 
     def note_missing(self, first_step: int, last_step: int) -> None:
         """Record that the metrics from `first_step` to `last_step` could not be written and are lost."""

@@ -13,9 +13,10 @@ from typing import TypeVar
 
 import torch
 
+from mingpt.base.system import usable_cores
 from mingpt.config import TrainerConfig, to_yaml
 from mingpt.data import CharDataset
-from mingpt.distributed.device import Environment, gpu_facts, usable_cores
+from mingpt.distributed.device import Environment, gpu_facts
 from mingpt.report.history import RunHistory, load_history, plural
 from mingpt.report.log import ConsoleSink
 from mingpt.report.metrics import RunStart, Sink, StepStats, Values, training_values

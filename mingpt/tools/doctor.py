@@ -58,8 +58,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
         examine(launch, parse(settings))
     except Exception as error:  # which a next generation would meet again
         what = NonRetryableError(f"worker {launch.rank} on {platform.node()}: {first_line(error)}")
-        process_exit.abort_job(error if isinstance(error, UserError) else what, lambda: False)
-    process_exit.exit_process(None)
+        process_exit.exit_process(error if isinstance(error, UserError) else what)
+    process_exit.exit_process()
 
 
 def examine(launch: Launch, config: Config) -> None:

@@ -102,7 +102,6 @@ def build_run(config: Config, context: DistributedContext, start: StartPoint) ->
         load_state(state, start.snapshot, context)
     else:
         init_weights(state, config, context, start)
-    context.exit.step = start.step
     environment = context.environment()
     if start.step >= trainer.max_steps or trainer.eval_only:
         state.strategy.prepare(LossModule(state.model))

@@ -130,7 +130,7 @@ def claim_run_folder(context: DistributedContext, folder: RunFolder) -> Claim:
 def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object]) -> None:
     """Call `work` on every rank, and end the generation if it raises UserError on any. Collective.
 
-    In a job's first generation, or if the launcher does not number its generations (Launch.round), all ranks
+    In a job's first generation, or if the launcher does not number its generations (rdzv_round), all ranks
     raise that UserError. In later generations they do so only if `work` fails on all nodes: else the job goes
     on without the nodes where it fails, which raise NodeRefused, and the others raise PeersMissing.
     """
@@ -147,7 +147,7 @@ def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object
     if not failed:
         return
     nodes = {place.node_rank for place in context.places}
-    goes_on = (context.launch.round or 1) > 1 and len(failed) < len(nodes)
+    goes_on = (context.launch.rdzv_round or 1) > 1 and len(failed) < len(nodes)
     if not goes_on:
         host, why = next(iter(failed.values()))
         raise UserError(f"{why} (on {host})" if context.launch.has_several_nodes else why)

@@ -104,8 +104,6 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     folder = open_run_folder(config, context)
     claim = claim_run_folder(context, folder)
     open_log(context.rank, folder.path if folder.is_kept else None, claim.may_write)
-    if context.rendezvous and context.rendezvous.missing_workers:
-        log.warning(context.rendezvous.missing_workers)
     if context.idle_gpus:
         log.info(context.idle_gpus)
     data = load_data(config, context)

@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -65,9 +66,7 @@ class Trainer:
         """Return a new RunLogger; None on a rank without a run folder, or if nothing is left."""
         if not run.start.folder.is_kept or self.nothing_left:
             return None
-        logger = RunLogger(run.start, run.environment)
-        run.context.exit.on_failure(lambda why: logger.failed(self.state.step, why))
-        return logger
+        return RunLogger(run.start, run.environment)
 
     def run(self) -> str | None:
         """Train up to max_steps, or until a request to stop; then save, and wait until that is on disk.
@@ -77,7 +76,7 @@ class Trainer:
         failure that repeats or a last snapshot that cannot be written. One rank alone may raise ExpectedError
         for too little memory, or ClaimLost. Otherwise raises as `Replay.check` does. Collective.
         """
-        with self.failure_recorded():
+        with self.failure_handled():
             if not self.begin_run():
                 return None
             context, max_steps = self.context, self.config.trainer.max_steps
@@ -131,7 +130,6 @@ class Trainer:
         self.audit.end_step()
         state.step += 1
         state.windows_seen += config.trainer.batch_size
-        self.context.exit.step = state.step
         events.emit("step_end", step=state.step)
         return grad_norm
 
@@ -195,7 +193,8 @@ class Trainer:
                 assignment,
                 self.saving.store.url,
             )
-        self.context.exit.open_stacks(self.config.run_dir, bool(self.run_logger))
+        note = (lambda why: logger.failed(state.step, why)) if logger else None
+        self.context.exit.start_run(Path(self.config.run_dir), lambda: state.step, note)
         self.saving.allocate()
         events.emit("run_start", state=state, strategy=self.strategy)
         return True
@@ -303,22 +302,20 @@ class Trainer:
         self.saving.evaluated_step, self.evaluation_missing = self.state.step, False
 
     @contextlib.contextmanager
-    def failure_recorded(self) -> Iterator[None]:
-        """Record in run.json an error in this block that ends the job; every error is raised again.
+    def failure_handled(self) -> Iterator[None]:
+        """If this block raises an error, wait for the save of a single worker; raise the error again.
 
-        A NonRetryableError is not recorded here: whoever raises it does that.
+        A UserError ends the job: then all wait, and remove the snapshots in memory.
         """
         try:
             yield
-        except UserError as error:
+        except UserError:
             self.saving.saver.wait()
-            self.context.exit.note_end_of_job(str(error))
             self.saving.remove_memory_snapshots()
             raise
-        except Exception as error:
-            is_noted = isinstance(error, NonRetryableError) or self.context.launch.has_restarts_left()
-            if not is_noted:
-                self.context.exit.note_end_of_job(f"{type(error).__name__}: {error}".splitlines()[0])
+        except Exception:
+            if self.context.world_size == 1:
+                self.saving.saver.wait()  # of several workers others may be gone
             raise
 
 

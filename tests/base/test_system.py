@@ -1,12 +1,27 @@
+import math
+import os
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from mingpt.base.errors import UserError
-from mingpt.base.system import OutOfTime, check_working_directory, loopback_address, run_within, try_within
+from mingpt.base.system import (
+    OutOfTime,
+    allow_open_files,
+    cgroup_quota,
+    check_working_directory,
+    loopback_address,
+    run_within,
+    try_within,
+    usable_cores,
+)
 
 
 def test_a_working_directory_that_was_removed_is_named(
@@ -45,3 +60,98 @@ def test_a_host_without_ipv4_has_a_loopback_address(monkeypatch: pytest.MonkeyPa
     assert loopback_address() == "127.0.0.1"
     monkeypatch.setattr(socket, "AF_INET", 9999)  # the kernel knows no such family
     assert loopback_address() == "::1"
+
+
+# Prints the page faults of 8 MB in the first thread, and then in another thread.
+FAULTS = """
+import resource, threading
+from mingpt.base.system import keep_freed_memory
+from mingpt.launch.worker import Worker
+
+def touch():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(8 << 20)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+Worker()
+thread = threading.Thread(target=touch)
+keep_freed_memory()
+touch()
+thread.start()
+thread.join()
+"""
+
+
+def make_cgroups(tmp_path: Path, membership: str, limits: dict[str, str]) -> tuple[Path, Path]:
+    """Make a membership file, and a mount whose folders have these cpu.max files."""
+    file, mount = tmp_path / "cgroup", tmp_path / "mount"
+    file.write_text(membership)
+    mount.mkdir()
+    for folder, limit in limits.items():
+        place = mount / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "cpu.max").write_text(limit + "\n")
+    return file, mount
+
+
+@pytest.mark.parametrize(
+    ("limits", "cores"),
+    [
+        ({"pod/job": "150000 100000"}, 1.5),
+        ({"pod/job": "max 100000", "pod": "200000 100000"}, 2.0),  # a parent's limit counts
+        ({"pod/job": "400000 100000", "pod": "200000 100000"}, 2.0),  # the smallest limit counts
+        ({"pod/job": "300000 100000", "pod": "max 100000"}, 3.0),
+        ({"pod/job": "max 100000", ".": "50000 100000"}, 0.5),
+        ({"pod/other": "100000 100000", "pod/job": "800000 100000"}, 8.0),  # a neighbour's limit does not
+        ({"pod": "700000 100000"}, 7.0),  # there is no file on the lowest level
+        ({"pod/job": "damaged", "pod": "600000 100000"}, 6.0),
+        ({"pod/job": "max 100000"}, math.inf),
+        ({}, math.inf),
+    ],
+)
+def test_the_smallest_quota_of_a_cgroup_and_those_above_it_counts(
+    limits: dict[str, str], cores: float, tmp_path: Path
+) -> None:
+    assert cgroup_quota(*make_cgroups(tmp_path, "0::/pod/job\n", limits)) == pytest.approx(cores)
+
+
+def test_the_affinity_and_the_quota_both_limit_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    for quota, cores in ((3.9, 3), (1e9, 6), (0.5, 1)):
+        monkeypatch.setattr("mingpt.base.system.cgroup_quota", lambda *_, quota=quota: quota)
+        assert usable_cores() == cores
+
+
+def refuse(*_: object) -> NoReturn:
+    raise PermissionError("Operation not permitted")
+
+
+@pytest.mark.parametrize("affinity", [None, refuse])
+def test_without_an_affinity_all_cores_are_usable(affinity: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Linux, such as a Mac; and a sandbox."""
+    monkeypatch.setattr(os, "sched_getaffinity", affinity, raising=False)
+    if affinity is None:
+        monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr("mingpt.base.system.cgroup_quota", lambda *_: math.inf)
+    assert usable_cores() == 3
+
+
+def test_a_low_limit_of_open_files_is_raised_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (35, hard))
+        allow_open_files(workers=2)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (36, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (28, 28))
+    with pytest.raises(UserError, match=r"2 workers need 36 open files.* 28 \(ulimit -n\)"):
+        allow_open_files(workers=2)
+
+
+def test_what_a_worker_has_freed_is_used_again_by_all_of_its_threads() -> None:
+    """Otherwise glibc returns the memory to the kernel, or keeps it for one thread."""
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    first, other = map(int, done.stdout.split())
+    assert other < 0.1 * first

@@ -1,4 +1,5 @@
 import os
+import signal
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistBackendError, DistNetworkError
 
-from mingpt.distributed.exit import MAX_STACK_FILES, ProcessExit, is_lost_peer
+from mingpt.base.errors import (
+    ExpectedError,
+    NodeRefused,
+    NonRetryableError,
+    PeersMissing,
+    StopRequested,
+    UserError,
+)
+from mingpt.distributed.exit import (
+    MAX_STACK_FILES,
+    ExitPlan,
+    PeerLost,
+    ProcessExit,
+    SignalReceived,
+    how_to_exit,
+    is_lost_peer,
+)
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.rendezvous import LOST_PEER, stuck_place
+
+Facts = dict[str, Any]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +77,10 @@ def test_stacks_of_the_present_generation_are_never_removed(tmp_path: Path) -> N
         for generation in ("earlier1", "earlier2"):
             (folder / f"worker-{rank}-{generation}.txt").write_text("stacks" if rank < 5 else "")
     os.utime(folder / "worker-0-earlier1.txt", (0, 0))
-    rendezvous: Any = SimpleNamespace(generation="present1-and-more", local_peer_pidfds={})
+    rendezvous: Any = SimpleNamespace(generation="present1-and-more")
     process_exit = ProcessExit(Launch(rank=3, world_size=MAX_STACK_FILES + 5))
     process_exit.join(rendezvous, timeout_s=60.0)
-    process_exit.open_stacks(str(tmp_path), is_kept=True)
+    process_exit.start_run(tmp_path, lambda: 0, lambda why: None)
     left = sorted(path.name for path in folder.iterdir())
     assert len([name for name in left if "present1" in name]) == MAX_STACK_FILES + 5
     assert "worker-0-earlier1.txt" not in left and not any("-19-earlier" in name for name in left)
@@ -70,29 +88,91 @@ def test_stacks_of_the_present_generation_are_never_removed(tmp_path: Path) -> N
     process_exit.stacks.close()
 
 
-def test_the_place_where_a_worker_is_stuck_is_not_taken_from_stacks_that_a_user_asked_for(
-    tmp_path: Path,
-) -> None:
-    thread = 'hread 0x00007f (most recent call first):\n  File "/home/me/{}.py", line 7 in step\n'
-    path = tmp_path / "worker-1-present1.txt"
-    path.write_text("Current t" + thread.format("asked"))
-    assert stuck_place(path) == "it wrote no stacks (stopped, or its machine is lost)"
-    path.write_text(path.read_text() + "Timeout (0:00:06)!\nT" + thread.format("trainer"))
-    assert stuck_place(path).startswith("trainer.py:7 in step")
+WRONG, FULL, VANISHED = (
+    UserError("no such file"),
+    ExpectedError("out of memory"),
+    PeerLost("worker 1 vanished"),
+)
+TOLD_FIRST = SignalReceived(signal.SIGTERM, True)
+BEFORE = "stopped by SIGTERM before the first step\n"
+ALONE: Facts = {"agent_pid": None, "world_size": 1}
+SECOND: Facts = {"rank": 1, "local_rank": 1}
+PLAIN: Facts = {"status_file": Path("/tmp/mingpt-x/status")}
+EARLY: Facts = {"has_met": False}
+LATE = "timed out waiting for a peer after 60 s"
+ABORTS = "ended the job (UserError: no such file)"
+
+
+def case(
+    error: Exception | None, launch: Facts, known: Facts, code: int, reason: str = "", **plan: Any
+) -> tuple[Exception | None, Facts, Facts, ExitPlan]:
+    return error, launch, known, ExitPlan(code, reason=reason, **plan)
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
-    [({"why": f"{LOST_PEER} (refused)"}, True), ({"why": "failed (OSError)"}, False), (None, False)],
-)
-def test_workers_that_all_lost_a_peer_say_what_the_backend_said_once(
-    other: dict[str, str] | None, says: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Under plain python: of a killed worker the agent tells, and a worker that failed has told it."""
-    rendezvous: Any = SimpleNamespace(local_peer_pidfds={}, read_exit_reason=lambda rank: (True, other))
-    for rank in (0, 1):
-        process_exit = ProcessExit(Launch(rank=rank, world_size=2, status_file=tmp_path / "status"))
-        process_exit.join(rendezvous, timeout_s=60.0)
-        process_exit.report_lost_peer("the backend's words")
-    what = "worker 0 lost a peer after step 0, and no restart is left (trainer.max_restarts)"
-    assert capsys.readouterr().err == f"{what}: the backend's words\n" * says
+    ("error", "launch", "known", "plan"),
+    [
+        case(None, {}, {}, 0, "finished", status="0 ", releases_claims=True),
+        case(StopRequested("STOP"), SECOND, {}, 0, "stopped by STOP", releases_claims=True),
+        case(StopRequested("SIGTERM"), {}, {}, 143, "told to stop by SIGTERM", status="0 "),
+        case(StopRequested("SIGTERM"), ALONE, {}, 0, "stopped by SIGTERM", status="0 ", releases_claims=True),
+        case(TOLD_FIRST, {}, {}, 143, "told to stop by SIGTERM", status=f"0 {BEFORE}"),
+        case(TOLD_FIRST, ALONE, {}, 0, "told to stop by SIGTERM", text=BEFORE, status=f"0 {BEFORE}"),
+        case(TOLD_FIRST, SECOND, {}, 143, "told to stop by SIGTERM"),
+        case(SignalReceived(signal.SIGTERM, False), ALONE, {}, 143, "told to stop by SIGTERM"),
+        case(
+            WRONG, {}, {}, 2, ABORTS, ends_agent=True, status="2 ", text="error: no such file\n",
+            failure="no such file", releases_claims=True,
+        ),
+        case(
+            WRONG, {"rank": 2}, {}, 2, ABORTS, ends_agent=True, status="2 ", failure="no such file",
+            releases_claims=True,
+        ),
+        case(WRONG, SECOND, {}, 2, ABORTS, failure="no such file", awaits_agent=True),
+        case(
+            NodeRefused("no GPU"), {"rank": 2}, {}, 2, "ended the job (NodeRefused: no GPU)", ends_agent=True,
+            status="2 ", text="error: no GPU\n", failure="no GPU", releases_claims=True,
+        ),
+        case(
+            NonRetryableError("not finite"), SECOND, {}, 1, "ended the job (NonRetryableError: not finite)",
+            awaits_agent=True,
+        ),
+        case(
+            ImportError("torch"), SECOND, EARLY, 1, "failed (ImportError: torch)", ends_agent=True,
+            status="1 ", text="ImportError: torch\n",
+        ),
+        case(ImportError("torch"), SECOND, {}, 1, "failed (ImportError: torch)", text="ImportError: torch\n"),
+        case(OSError("stale"), {}, EARLY, 1, "failed (OSError: stale)", text="OSError: stale\n"),
+        case(PeersMissing("worker 1 ...", [1]), {}, EARLY, 1, text="worker 1 ...\n", kills=[1]),
+        case(PeersMissing("worker 1 ...", [1]), {"rank": 2}, EARLY, 1, kills=[1]),
+        case(
+            FULL, {}, {}, 1, "failed (ExpectedError: out of memory)", text="error: worker 0: out of memory\n"
+        ),
+        case(
+            FULL, {"restart_count": 1}, {}, 1, "failed (ExpectedError: out of memory)",
+            text="error: worker 0: out of memory\n", failure="ExpectedError: out of memory",
+        ),
+        case(VANISHED, {}, {}, 1, "lost a peer (worker 1 vanished)"),
+        case(
+            VANISHED, {"restart_count": 1}, {}, 1, "lost a peer (worker 1 vanished)",
+            text="worker 0 lost a peer after step 7, and no restart is left (torchrun --max-restarts): "
+            "worker 1 vanished\n",
+            failure="worker 1 vanished",
+        ),
+        case(
+            VANISHED, PLAIN | {"restart_count": 1}, {}, 1, "lost a peer (worker 1 vanished)",
+            failure="worker 1 vanished",
+        ),
+        case(VANISHED, {}, {"timed_out": LATE}, 1, LATE, kills=range(2)),
+        case(PeerLost(LATE), {}, {}, 1, LATE, kills=range(2)),
+        case(
+            FULL, PLAIN, {"is_orphan": True}, 1, removes=Path("/tmp/mingpt-x"),
+            text="error: the agent (process 9) was lost after step 7\n",
+        ),
+        case(None, SECOND, {"is_orphan": True}, 1),
+    ],
+)  # fmt: skip
+def test_how_a_worker_exits(error: Exception | None, launch: Facts, known: Facts, plan: ExitPlan) -> None:
+    """The worker is rank 0 of two under torchrun with a restart left, unless `launch` says otherwise."""
+    usual: Facts = {"world_size": 2, "local_world_size": 2, "agent_pid": 9, "max_restarts": 1}
+    assert how_to_exit(error, Launch(**usual | launch), 7, **known) == plan

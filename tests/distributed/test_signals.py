@@ -15,18 +15,15 @@ from support.needs import need
 PROGRAM = """
 import os, subprocess, sys, threading, time
 from pathlib import Path
+from types import SimpleNamespace
 from mingpt.distributed import Launch, ProcessExit, signals
 from mingpt.distributed.signals import StopSignal
-from mingpt.distributed.rendezvous import PeerEnd
-
-class Exit(ProcessExit):
-    def how_peer_ended(self, rank):
-        return {end}
 
 signals.UNKNOWN_GRACE_S = 0.5
 launch = Launch(world_size={workers}, agent_pid={agent}, master_addr="localhost")
-listener = StopSignal(launch, Exit(launch))
-listener.exit.timeout_s = 0.5
+listener = StopSignal(launch, ProcessExit(launch))
+store = SimpleNamespace(read_exit_reason=lambda rank: {end}, record_exit_reason=lambda rank, reason: None)
+listener.exit.join(store, timeout_s=0.5)
 {code}
 print("ready", flush=True)
 {then}
@@ -38,12 +35,19 @@ for _ in range(2000):
     time.sleep(0.01)
 sys.exit(77)
 """
-PEER = "listener.exit.local_peer_pidfds = {1: os.pidfd_open(subprocess.Popen(['sleep', '0.2']).pid)}"
+PEER = "listener.siblings = {1: os.pidfd_open(subprocess.Popen(['sleep', '0.2']).pid)}"
+KILLED = "(True, None)"
+FAILED = "(True, {'why': 'failed (OSError: planted)'})"
 WATCH = "listener.watch_stop_file(Path(sys.argv[1]))"
 
 
 def listen(
-    code: str = "", *arguments: str, workers: int = 2, end: str = "None", agent: str = "None", then: str = ""
+    code: str = "",
+    *arguments: str,
+    workers: int = 2,
+    end: str = "(False, None)",
+    agent: str = "None",
+    then: str = "",
 ) -> subprocess.Popen[str]:
     """Start the process; returns when the process listens."""
     if PEER in code:
@@ -133,9 +137,9 @@ def test_a_stuck_or_failed_collective_on_gpus_ends_the_process_though_its_main_t
         assert process.stderr is not None and said in process.stderr.read()
 
 
-@pytest.mark.parametrize("end", ["PeerEnd.LOST", "None"])
+@pytest.mark.parametrize("end", [KILLED, FAILED, "(False, None)"])
 def test_a_peer_that_is_gone_without_an_orderly_reason_ends_the_process(end: str) -> None:
-    """`end` None: the store does not answer for longer than an orderly end could take."""
+    """The last case: the store does not answer for longer than an orderly end could take."""
     process = listen(PEER, end=end)
     assert code_of(process) == 1
     assert process.stderr is not None and "lost a peer" in process.stderr.read()
@@ -144,9 +148,9 @@ def test_a_peer_that_is_gone_without_an_orderly_reason_ends_the_process(end: str
 @pytest.mark.parametrize(
     ("code", "end"),
     [
-        ("", "PeerEnd.AGREED"),
-        ("", "PeerEnd.STOPPED"),
-        ("listener.exit.exiting.acquire()", "PeerEnd.LOST"),  # another thread is exiting
+        ("", "(True, {'why': 'finished'})"),
+        ("", "(True, {'why': 'told to stop by SIGTERM'})"),
+        ("listener.exit.exiting.acquire()", KILLED),  # another thread is exiting
     ],
 )
 def test_a_peer_that_left_in_order_does_not_nor_one_during_an_exit(code: str, end: str) -> None:
@@ -157,17 +161,11 @@ def test_a_peer_that_left_in_order_does_not_nor_one_during_an_exit(code: str, en
     process.wait()
 
 
-def test_sigterm_is_obeyed_at_once_if_the_peer_was_told_to_stop_alone() -> None:
-    process = listen(PEER + "\nlistener.defer()\nlistener.exit.timeout_s = 60", end="PeerEnd.STOPPED")
-    process.send_signal(signal.SIGTERM)
-    assert code_of(process) == 143
-
-
 @pytest.mark.parametrize(
     "notices_it",
     [
-        "listener.exit.launch = launch",
-        "listener.exit.launch = launch\nlistener.exit.exit_with_error(RuntimeError('Connection closed'))",
+        "listener.exit.launch = listener.launch = launch",
+        "listener.exit.launch = launch\nlistener.exit.exit_process(RuntimeError('Connection closed'))",
     ],
 )
 @pytest.mark.parametrize("folder", ["mingpt-agent", "of_somebody_else"])

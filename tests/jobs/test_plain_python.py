@@ -26,7 +26,7 @@ from conftest import (
 )
 from support.jobs import children, descendants, read_history
 
-from mingpt.distributed.device import usable_cores
+from mingpt.base.system import usable_cores
 from mingpt.tools.jobs import torchrun
 
 TORCHRUN_OUTPUT = ("OMP_NUM_THREADS", "torch.distributed.elastic", "torchelastic", "ChildFailedError", "****")

@@ -8,9 +8,8 @@ import pytest
 from support.runs import make_run
 
 from mingpt.distributed import GenerationEnd
-from mingpt.distributed.rendezvous import MAX_REPEATS
 from mingpt.report import load_history, mark_ended, read_job_start
-from mingpt.report.history import RunHistory
+from mingpt.report.history import MAX_REPEATS, RunHistory
 
 RUN_ID = "abc123"
 FAILURE = {"why": "failed (ValueError: twice two)"}
@@ -64,7 +63,7 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
     begin(history, hosts=("a", "b", "c"))
     history.note_step(12, 0.5)
     history.write()  # otherwise the file is written a moment later
-    end = GenerationEnd(3, {0: {"why": "left without a peer", "step": 14}})
+    end = GenerationEnd([{"why": "left without a peer", "step": 14}, None, None])
     sentence = begin(open_history(tmp_path), 10, True, end, ("a", "b"))
     assert sentence == "workers 1, 2 vanished at step 14; resumed from 10 with 2 workers"
     content = read(tmp_path)
@@ -127,7 +126,7 @@ def fail_repeatedly(run_dir: Path, steps: Sequence[int | None]) -> RunHistory:
     previous = None
     for number, step in enumerate([*steps, 0]):
         begin(history, 0, number > 0, previous)
-        previous = GenerationEnd(1, {} if step is None else {0: FAILURE | {"step": step}})
+        previous = GenerationEnd([None if step is None else FAILURE | {"step": step}])
     return history
 
 
@@ -137,7 +136,7 @@ def test_three_failures_at_the_same_step_end_the_job_unless_a_user_starts_it_aga
         "3 generations failed one after the other at step 5 "
         "(worker 0 failed (ValueError: twice two)): a restart would repeat it"
     )
-    begin(history, 0, False, GenerationEnd(1, {0: FAILURE | {"step": 4}}))
+    begin(history, 0, False, GenerationEnd([FAILURE | {"step": 4}]))
     assert history.repeated_failure() is None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mingpt.distributed.rendezvous import rank_of
+from mingpt.base.processes import rank_of
 from mingpt.tools.jobs import ROOT
 from support.jobs import read_history, tensor_hash
 from support.nodes import Cluster, Node, NodeJob

@@ -22,12 +22,16 @@ class ThreadContext(DistributedContext):
         world_size: int,
         barrier: threading.Barrier,
         board: list[Any],
-        round: int | None,
+        rdzv_round: int | None,
         one_node: bool = False,
     ) -> None:
         node_rank, local_rank = (0, rank) if one_node else (rank, 0)
         self.launch = Launch(
-            rank=rank, world_size=world_size, node_rank=node_rank, local_rank=local_rank, round=round
+            rank=rank,
+            world_size=world_size,
+            node_rank=node_rank,
+            local_rank=local_rank,
+            rdzv_round=rdzv_round,
         )
         Group.__init__(self, rank, world_size)
         self.places = [Place(0, r, HOST) if one_node else Place(r, 0, HOST) for r in range(world_size)]
@@ -72,4 +76,4 @@ def run_ranks(
 
 def lone_rank(rank: int = 0, world_size: int = 1) -> DistributedContext:
     """A rank that meets no other rank: it is alone, or exchanges nothing."""
-    return ThreadContext(rank, world_size, threading.Barrier(1), [None] * world_size, round=None)
+    return ThreadContext(rank, world_size, threading.Barrier(1), [None] * world_size, rdzv_round=None)

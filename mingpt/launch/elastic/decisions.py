@@ -194,17 +194,6 @@ def must_restart(me: Entry, alive: Collection[Entry], max_nodes: int) -> Restart
     return None
 
 
-def has_lost_member(me: Entry, alive: Collection[Entry], gone: Collection[str]) -> bool:
-    """Return whether a member of the round of `me` is in `gone` (ended or silent), or has left the round."""
-    members = set(me.members) - {me.id}
-    left = {
-        entry.id
-        for entry in alive
-        if entry.number > me.number or (entry.state == WAITING and entry.round == me.round)
-    }
-    return not members.isdisjoint(left | set(gone))
-
-
 def list_nodes(entries: Iterable[Entry]) -> str:
     return ", ".join(str(entry) for entry in sorted(entries, key=lambda entry: entry.key))
 

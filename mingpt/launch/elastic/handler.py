@@ -6,8 +6,7 @@ members' ranks are in the order of their addresses. Workers find the job's token
 of the round in MINGPT_ROUND.
 
 Workers share a torch TCPStore, which the leader's agent hosts. The agents themselves share no store, which
-would be lost with its host: every agent knows all ranks, and when its workers have finished, it asks the
-other agents whether theirs have, too.
+would be lost with its host: every agent knows all ranks, and none waits for the others at the job's end.
 """
 
 import atexit
@@ -21,14 +20,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
     RendezvousInfo,
@@ -80,46 +78,23 @@ def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
     return found
 
 
-class RoundStore:
-    """The part of a torch Store that torchrun's agent uses, without a server that could be lost or cut off.
+class RoundStore(HashStore):
+    """The store of one torchrun's agent, in its own memory, so that it cannot be lost or cut off.
 
-    torchrun's agent reads the workers' ranks in it, which are `known`. And when its workers have finished, it
-    waits for the other agents: `add` calls `come` to announce this agent, and `wait` returns once
-    `is_passed()`.
+    It has the workers' ranks, `known`, from the start. No agent waits for the others in it: a worker exits
+    with 0 only when all have ended the job, and an agent whose workers fail then learns that it is finished.
     """
 
-    def __init__(
-        self, known: Mapping[str, str], come: Callable[[], None], is_passed: Callable[[], bool]
-    ) -> None:
-        self.timeout = timedelta(seconds=60)
-        self._known, self._come, self._is_passed = known, come, is_passed
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Do nothing: each agent already has the values that it reads, in `known`."""
+    def __init__(self, known: Mapping[str, str]) -> None:
+        super().__init__()
+        for key, value in known.items():
+            self.set(key, value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Do nothing, like `set`."""
-
-    def get(self, key: str) -> bytes:
-        return self._known[key].encode()
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def add(self, key: str, amount: int) -> int:
-        self._come()
-        return 0  # the agent compares the sum only to decide whether to `set` a key
+        """Do nothing: the agent of rank 0 computes the workers' ranks, which are known."""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until `is_passed()`. Raises DistStoreError after the timeout, by default that of the store."""
-        deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
-        while not self._is_passed():
-            if time.monotonic() > deadline:
-                raise DistStoreError("not all nodes have come to the end of the job in time")
-            time.sleep(POLL_S)
+        """Return at once. torchrun's agent calls this when its workers have finished."""
 
 
 class ElasticRendezvous(RendezvousHandler):
@@ -260,16 +235,10 @@ class ElasticRendezvous(RendezvousHandler):
         os.environ[JOB], os.environ[ROUND] = round.job, str(round.number)
         self._say(f"round {round.number}: {decisions.list_nodes(round.members)}")
         known = assigned_ranks([member.nproc for member in round.members])
-        store: Any = RoundStore(known, self._node.note_done, self._is_passed)
+        store = RoundStore(known)
         rank = [member.id for member in round.members].index(self._node.id)
         bootstrap = RendezvousStoreInfo(round.members[0].address, round.store_port)
         return RendezvousInfo(store, rank, len(round.members), bootstrap)
-
-    def _is_passed(self) -> bool:
-        """Return whether there is nobody to wait for: all are done, or one has ended, left or is silent."""
-        view = self._node.view()
-        are_here = set(view.me.members) <= view.done | {view.me.id}
-        return are_here or decisions.has_lost_member(view.me, view.alive, view.gone)
 
     def num_nodes_waiting(self) -> int:
         """Return 1 if the round has to end, so that torchrun's agent restarts its workers, else 0."""

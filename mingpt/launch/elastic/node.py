@@ -41,7 +41,6 @@ class View:
     me: Entry
     alive: tuple[Entry, ...]  # of agents that wait or run, including `me`
     gone: frozenset[str]  # ids of agents that have ended, or are silent on boards and network
-    done: frozenset[str]  # ids of agents that have come to the end of the round that `me` is in
     finished: bool  # an agent of this job, or one seen running, has posted FINISHED; no earlier job counts
     is_fresh: bool
     troubles: tuple[str, ...]  # boards and agents that do not answer, or why they cannot be used
@@ -56,7 +55,6 @@ class Peer:
     pulses: dict[str, Pulse] = field(default_factory=dict)
     answered_at: float = -math.inf  # when the last ping that it has answered was sent
     has_ended: bool = False  # its port refuses connections, or is another agent's
-    done: object = None  # the id of the last round whose end it has reached
 
 
 class Node:
@@ -72,7 +70,6 @@ class Node:
         self._seen_running: set[str] = set()  # ids of agents
         self._promise: tuple[str, str, float] = ("", "", 0.0)  # leader, round, when the promise expires
         self.entered: Round | None = None  # the round that has taken this agent in since `wait_for_round`
-        self._done = ""  # the id of the last round whose end this agent has reached
         self._posted: dict[str, str] = {}  # the state that was last posted, by a board's name
 
     def operations(self) -> dict[str, Operation]:
@@ -136,18 +133,18 @@ class Node:
     def _ping(self, peer: Peer) -> None:
         """Ping an agent, and note whether it answers, until the agent is forgotten."""
         while self._peers.get(peer.entry.id) is peer:
-            entry, answered_at, has_ended, done = peer.entry, peer.answered_at, False, peer.done
+            entry, answered_at, has_ended = peer.entry, peer.answered_at, False
             began = time.monotonic()
             try:
                 answer = request(entry.address, entry.port, {"op": "ping"}, PING_TIMEOUT_S)
                 has_ended = answer.get("id") != entry.id
-                answered_at, done = began, answer.get("done")
+                answered_at = began
             except ConnectionRefusedError:
                 has_ended = True
             except OSError:
                 pass  # no answer: the agent is out of reach after REACH_S
             with self._changed:
-                peer.has_ended, peer.done = has_ended, done
+                peer.has_ended = has_ended
                 peer.answered_at = -math.inf if has_ended else answered_at
             time.sleep(PING_S)
 
@@ -180,7 +177,6 @@ class Node:
                 me=me,
                 alive=tuple(alive),
                 gone=frozenset(gone),
-                done=frozenset(id for id, peer in self._peers.items() if peer.done == me.round),
                 # The agent that has finished may be gone by now, if this one was frozen or cut off.
                 finished=any(
                     peer.entry.state == FINISHED
@@ -209,12 +205,8 @@ class Node:
         self._entry = dataclasses.replace(self._entry, state=state)
         self._changed.notify_all()
 
-    def note_done(self) -> None:
-        """Note that this agent has come to the end of its round; its peers learn it by their next ping."""
-        self._done = self._entry.round
-
     def _on_ping(self, message: Message) -> Message:
-        return {"id": self.id, "done": self._done}
+        return {"id": self.id}
 
     def _on_propose(self, message: Message) -> Message:
         return {"ok": self.promise(check_json(message["round"], Round))}

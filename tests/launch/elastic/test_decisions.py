@@ -11,7 +11,6 @@ from mingpt.launch.elastic.decisions import (
     Pulse,
     best_group,
     describe_wait,
-    has_lost_member,
     is_complete,
     job_of,
     must_restart,
@@ -154,16 +153,6 @@ def test_of_two_rounds_the_larger_goes_on_and_of_one_size_exactly_one() -> None:
     assert must_restart(b, [a, b, c], 3) is None and must_restart(c, [a, b, c], 3) is None
     alone = running("b", "r2", "b")
     assert must_restart(a, [a, alone], 3) is None and must_restart(alone, [a, alone], 3) is not None
-
-
-def test_a_barrier_is_over_once_a_member_has_gone_or_left() -> None:
-    a, b = running("a", "r", "ab", number=2), running("b", "r", "ab", number=2)
-    assert not has_lost_member(a, [a, b], set())
-    assert not has_lost_member(a, [a, entry("b", round="r0", number=1)], set())  # an old view of b
-    assert not has_lost_member(a, [a, b, entry("c", number=5)], {"c"})  # c is no member
-    assert has_lost_member(a, [a], {"b"})
-    assert has_lost_member(a, [a, entry("b", round="r", number=2)], set())
-    assert has_lost_member(a, [a, running("b", "r3", "bc", number=3)], set())
 
 
 def test_who_waits_says_for_whom() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
-from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.utils.store import barrier
@@ -93,27 +92,8 @@ def test_an_agent_whose_port_is_taken_hosts_its_board_once_it_is_free(
     wait_until(answers)
 
 
-@pytest.mark.parametrize("act", [Node.note_done, Node.wait_for_round])
-def test_the_barrier_at_the_end_holds_until_a_peer_has_come_or_left(
-    act: Callable[[Node], None], new_handler: Callable[..., ElasticRendezvous], tmp_path: Path
-) -> None:
-    handler, peer = new_handler(), Peer(tmp_path / "meet", lambda: True)
-    store = handler.next_rendezvous().store
-    waiting = threading.Thread(target=barrier, args=(store, 2, "end"), daemon=True)
-    waiting.start()
-    waiting.join(1.5)  # time for several pings
-    assert waiting.is_alive()
-    act(peer.node)
-    waiting.join(10)
-    assert not waiting.is_alive()
-
-
-def test_the_barrier_has_the_time_limit_that_torchrun_sets() -> None:
-    came: list[bool] = []
-    store = RoundStore({}, lambda: came.append(True), lambda: False)
-    with pytest.raises(DistStoreError, match="not all nodes have come"):
-        barrier(store, 2, "end", barrier_timeout=0.2)
-    assert came == [True]
+def test_an_agent_whose_workers_have_finished_waits_for_no_other_agent() -> None:
+    barrier(RoundStore({}), 2, "end", barrier_timeout=0.2)
 
 
 def test_torchrun_ranks_the_workers_of_unequal_nodes_without_asking_anybody(
@@ -121,7 +101,7 @@ def test_torchrun_ranks_the_workers_of_unequal_nodes_without_asking_anybody(
 ) -> None:
     monkeypatch.delenv("TORCH_ELASTIC_WORKER_IDENTICAL", raising=False)
     counts = (2, 1, 3)
-    store = RoundStore(assigned_ranks(counts), lambda: None, lambda: False)
+    store = RoundStore(assigned_ranks(counts))
     ranks = []
     for group_rank, count in enumerate(counts):
         spec: Any = SimpleNamespace(role="default", local_world_size=count)

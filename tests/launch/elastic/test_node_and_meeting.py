@@ -153,9 +153,7 @@ def test_a_promise_lapses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def view(me: Entry, *others: Entry, gone: str = "", is_fresh: bool = True) -> View:
-    return View(
-        me, (me, *others), frozenset(gone), frozenset(), finished=False, is_fresh=is_fresh, troubles=()
-    )
+    return View(me, (me, *others), frozenset(gone), finished=False, is_fresh=is_fresh, troubles=())
 
 
 def entry(name: str, **fields: Any) -> Entry:

@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 from support.needs import need, need_proc
 
-from mingpt.distributed.rendezvous import find_local_peers, kill_by_pidfd, wait_readable
+from mingpt.base.processes import kill_by_pidfd, open_siblings, wait_readable
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -19,9 +19,9 @@ def test_siblings_are_found_by_their_rank_and_killed_by_pidfd() -> None:
     worker = subprocess.Popen(SLEEP, env=environment | {"RANK": "7"})
     other = subprocess.Popen(SLEEP, env=environment)  # a child of the agent, but no worker
     try:
-        found = find_local_peers(os.getpid())
+        found = open_siblings(os.getpid())
         assert list(found) == [7]
-        assert find_local_peers(os.getppid()) == find_local_peers(None) == {}
+        assert open_siblings(os.getppid()) == open_siblings(None) == {}
         assert wait_readable(found, 0.0) == []
         kill_by_pidfd(found[7])
         assert wait_readable(found, 10.0) == [7]
@@ -43,12 +43,12 @@ def test_without_proc_or_pidfds_no_sibling_is_found(monkeypatch: pytest.MonkeyPa
     try:
         with monkeypatch.context() as patch:
             patch.setattr(Path, "glob", lambda *_: iter([]))  # /proc is empty
-            assert find_local_peers(os.getpid()) == {}
+            assert open_siblings(os.getpid()) == {}
         with monkeypatch.context() as patch:
             patch.setattr(os, "pidfd_open", refuse)  # by a sandbox
-            assert find_local_peers(os.getpid()) == {}
+            assert open_siblings(os.getpid()) == {}
         monkeypatch.delattr(os, "pidfd_open")
-        assert find_local_peers(os.getpid()) == {}
+        assert open_siblings(os.getpid()) == {}
     finally:
         worker.kill()
         worker.wait()

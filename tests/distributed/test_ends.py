@@ -1,0 +1,42 @@
+import pytest
+
+from mingpt.distributed.ends import LOST_PEER, TIMED_OUT, TOLD, GenerationEnd, stuck_place
+
+FAILED = "failed (OSError: planted)"
+NO_PEER = f"{LOST_PEER} (Connection closed by peer)"
+
+
+@pytest.mark.parametrize(
+    ("whys", "sentence"),
+    [
+        ({}, "workers 0, 1 vanished"),
+        ({"r0": NO_PEER}, "worker 1 vanished"),
+        ({"r0": "finished"}, "worker 1 vanished"),
+        ({"r0": f"{TIMED_OUT} 2.5 s"}, "worker 1 did not answer for 2.5 s"),
+        ({"r0": NO_PEER, "r1": FAILED}, f"worker 1 {FAILED}"),
+        ({"r0": FAILED, "r1": FAILED}, f"worker 0 {FAILED}; worker 1 {FAILED}"),
+        (
+            {"r0": f"{TOLD} by SIGTERM", "r1": NO_PEER},
+            f"the workers {NO_PEER}; the workers were told to stop by SIGTERM",
+        ),
+        ({"r0": NO_PEER, "r1": LOST_PEER}, "the workers lost a peer (Connection closed by peer)"),
+        ({"r0": "finished", "r1": "finished"}, "the workers finished"),
+        ({"r0": "stopped by STOP", "r1": "stopped by STOP"}, "the workers were stopped by STOP"),
+    ],
+)
+def test_the_end_of_a_generation_is_one_sentence(whys: dict[str, str], sentence: str) -> None:
+    reasons = [{"why": whys[rank], "step": 0} if rank in whys else None for rank in ("r0", "r1")]
+    assert GenerationEnd(reasons).sentence() == sentence
+
+
+def test_the_last_step_is_the_furthest_that_any_rank_has_reported() -> None:
+    reasons = [{"why": NO_PEER, "step": 10 + rank} for rank in (0, 1)]
+    assert GenerationEnd([*reasons, None]).step() == 11
+    assert GenerationEnd([None, None]).step() is None
+
+
+def test_the_place_where_a_worker_is_stuck_is_not_taken_from_stacks_that_a_user_asked_for() -> None:
+    thread = 'hread 0x00007f (most recent call first):\n  File "/home/me/{}.py", line 7 in step\n'
+    asked = "Current t" + thread.format("asked")
+    assert stuck_place(asked) == "it wrote no stacks (stopped, or its machine is lost)"
+    assert stuck_place(asked + "Timeout (0:00:06)!\nT" + thread.format("trainer")) == "trainer.py:7 in step"
