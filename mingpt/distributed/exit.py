@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 from mingpt.base.errors import ClaimLost, ExpectedError, NodeRefused, UserError
 from mingpt.base.system import try_within
@@ -30,8 +30,6 @@ from mingpt.distributed.rendezvous import (
     wait_readable,
 )
 
-if TYPE_CHECKING:
-    from mingpt.distributed.nccl import NcclWatch
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
 NOTE_FAILURE_S = 0.5
@@ -91,7 +89,7 @@ class ProcessExit:
         self.local_peer_pidfds: dict[int, int] = {}  # rank -> pidfd of the other workers of our agent
         self.note_failure: Callable[[str], None] | None = None  # on ranks with a run folder, for run.json
         self.stacks: StackFile | None = None
-        self.nccl: NcclWatch | None = None  # if several workers train on GPUs
+        self.nccl: Any = None  # the NcclWatch, if several workers train on GPUs
         self.noting = threading.Lock()
         self.exiting, self.orphaned = threading.Lock(), threading.Lock()  # never released
         if launch.rank == 0 and launch.status_file:
