@@ -73,12 +73,13 @@ import torch
 from mingpt.base.rows import RowMap
 from mingpt.config import Config
 from mingpt.model import GPT
-from mingpt.optim import Exchange, Optimizer
-from mingpt.parallel.ddp import allocate
+from mingpt.distributed.transport import Transport
+from mingpt.optim import Optimizer
+from mingpt.parallel.strategy import allocate
 import mingpt.training.trainer, mingpt.distributed
 weights = dict(GPT(Config().model, vocab_size=5, block_size=4).named_parameters())
 shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-optimizer = Optimizer(weights, Config().optimizer, Exchange(0, RowMap(shapes), None, None))
+optimizer = Optimizer(weights, Config().optimizer, RowMap(shapes), Transport(0, 1))
 with torch.device("meta"):
     model = GPT(Config().model, vocab_size=5, block_size=4)
 allocate(model, torch.device("cpu"))

@@ -1,14 +1,15 @@
-"""A worker's rank in its generation, and the collectives of the ranks besides the reduction of gradients.
+"""A worker in its generation: its rank, device and dtype, and what the ranks agree on.
 
-Every method that exchanges something is collective: all ranks must call it, in the same order. torch is
-imported late, so that a wrong setting is reported without waiting.
+Tensors travel by `DistributedContext.transport`. Every method that exchanges something is collective: all
+ranks must call it, in the same order. torch is imported late, so that a wrong setting is reported without
+waiting.
 """
 
+import functools
 import logging
-import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -24,8 +25,8 @@ from mingpt.distributed.device import (
     resolve_dtype,
 )
 from mingpt.distributed.ends import GenerationEnd
-from mingpt.distributed.exit import ProcessExit, first_line, is_lost_peer
-from mingpt.distributed.group import Group, wait_for
+from mingpt.distributed.exit import ProcessExit
+from mingpt.distributed.group import Group
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import Rendezvous
 from mingpt.distributed.signals import REASONS, StopSignal
@@ -34,32 +35,11 @@ if TYPE_CHECKING:
     import torch
 
     from mingpt.config import TrainerConfig
-    from mingpt.distributed.nccl import NcclWatch
-    from mingpt.distributed.shared_memory import SharedMemory
+    from mingpt.distributed.shared_memory import Address
 T = TypeVar("T")
 SLOWEST_START = 3.0  # a worker waits for the others so many times as long as its own start took
 UNMANAGED_WAIT_S = 180.0  # without an agent, workers are started one by one, and are not restarted
-BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
 log = logging.getLogger(__name__)
-
-
-def connect_gpus(watch: "NcclWatch", device: "torch.device") -> Exception | None:
-    """Have NCCL connect the GPUs of all ranks; return its error if a peer or the network is the cause.
-
-    Another rank may know more then. Raises UserError for any other error of NCCL's. Collective.
-    """
-    from torch.distributed import DistError
-
-    try:
-        watch.connect(device)
-    except DistError as error:
-        if is_lost_peer(error):
-            return error
-        raise UserError(
-            f"{platform.node()} cannot connect its GPUs ({first_line(error)}): remove the cause, or set "
-            "trainer.device=cpu"
-        ) from None
-    return None
 
 
 class Place(NamedTuple):
@@ -71,7 +51,7 @@ class Place(NamedTuple):
 
 
 class DistributedContext(Group):
-    """Rank, world size, device, dtype and collectives. Constructing a context waits for the other workers.
+    """Rank, world size, device, dtype and transport. Constructing a context waits for the other workers.
 
     During the work of `on_rank`, `on_all` or `gather_on_all`, this process exits if a peer is lost, or for a
     request to stop before `StopSignal.defer`. After the work, all ranks raise the UserError of any.
@@ -89,53 +69,74 @@ class DistributedContext(Group):
     ) -> None:
         import torch
 
-        from mingpt.distributed import nccl
+        from mingpt.distributed.shared_memory import listen
+        from mingpt.distributed.transport import connect
 
         super().__init__(launch.rank, launch.world_size, stop_signal)
         self.launch, self.exit = launch, process_exit
         self.threads = launch.threads(config)
         torch.set_num_threads(self.threads)
-        self.previous_generation: GenerationEnd | None = None  # its end, as far as the store tells
-        self.rendezvous: Rendezvous | None = None
-        self.memory: SharedMemory | None = None  # of all ranks, once a strategy has connected it
-        if launch.is_distributed:
-            own_start_s = time.monotonic() - process_exit.began_at
-            least_s = 0.0 if launch.agent_pid else UNMANAGED_WAIT_S
-            wait_s = max(config.timeout_s, SLOWEST_START * own_start_s, least_s)
-            check_gloo()
-            self.rendezvous = Rendezvous(launch, wait_s)
-            process_exit.join(self.rendezvous, config.timeout_s)
-            stop_signal.watch_siblings()
-            self.previous_generation = self.rendezvous.previous_generation
-            # NCCL's dump would leave a signal in the agent's store, which ends all later generations.
-            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # NcclWatch needs it
-            torch.distributed.init_process_group(
-                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                store=self.rendezvous.process_group_store,
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=timedelta(seconds=config.timeout_s),
-            )
-        self.device = self.on_all(lambda: find_device(config.device, launch))
-        own_dtype = resolve_dtype(config.dtype, self.device)
-        place = Place(launch.node_rank, launch.local_rank, platform.node())
-        found = self.all_gather_object((self.device.type, own_dtype, place))
-        self.places = [place for *_, place in found]  # by rank
-        types, dtypes = [kind for kind, *_ in found], {dtype for _, dtype, _ in found}
-        check_device_types(types)
+        self.rendezvous = self.join_generation(config.timeout_s) if launch.is_distributed else None
+        listener, address = listen() if self.world_size > 1 else (None, None)
+        found = self.gather_on_all(lambda: self.find_own(config, address))
+        devices, dtypes, places, addresses = zip(*found, strict=True)
+        check_device_types([device.type for device in devices])
+        self.device, self.places = devices[self.rank], list(places)
         self.idle_gpus = idle_gpus(config.device, launch)
         # If auto is not the same on all ranks, it is what all can do: all GPUs have float16.
         common = torch.float16 if self.device.type == "cuda" else torch.float32
-        self.dtype = dtypes.pop() if len(dtypes) == 1 else common
+        self.dtype = dtypes[0] if len(set(dtypes)) == 1 else common
+        self.transport = connect(self.rank, listener, addresses, self.all_gather_object, config.timeout_s)
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.device.type == "cuda" and self.world_size > 1:
-            watch = nccl.NcclWatch(config.timeout_s)
-            process_exit.watch_gpus(watch)
-            lost = self.on_all(lambda: connect_gpus(watch, self.device))
-            if lost is not None:  # no other rank knows why, and all are alive
-                raise lost
+            self.connect_gpus(config.timeout_s)
+
+    def join_generation(self, timeout_s: float) -> Rendezvous:
+        """Meet the other workers of this generation, and make the process group. Collective."""
+        import torch
+
+        from mingpt.distributed import nccl
+
+        own_start_s = time.monotonic() - self.exit.began_at
+        least_s = 0.0 if self.launch.agent_pid else UNMANAGED_WAIT_S
+        check_gloo()
+        rendezvous = Rendezvous(self.launch, max(timeout_s, SLOWEST_START * own_start_s, least_s))
+        self.exit.join(rendezvous, timeout_s)
+        self.stop_signal.watch_siblings()
+        nccl.set_defaults()
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=rendezvous.process_group_store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        return rendezvous
+
+    def find_own(
+        self, config: "TrainerConfig", address: "Address | None"
+    ) -> "tuple[torch.device, torch.dtype, Place, Address | None]":
+        """Return this rank's device, dtype, place, and the address at which it shares memory, if it does."""
+        device = find_device(config.device, self.launch)
+        place = Place(self.launch.node_rank, self.launch.local_rank, platform.node())
+        shares = device.type == "cpu"
+        return device, resolve_dtype(config.dtype, device), place, address if shares else None
+
+    def connect_gpus(self, timeout_s: float) -> None:
+        """Have NCCL connect the GPUs of all ranks, and StopSignal's thread watch NCCL. Collective."""
+        from mingpt.distributed.nccl import NcclWatch
+
+        watch = NcclWatch(timeout_s)
+        self.exit.watch_gpus(watch)
+        lost = self.on_all(lambda: watch.connect(self.device))
+        if lost is not None:  # no other rank knows why, and all are alive
+            raise lost
+
+    @property
+    def previous_generation(self) -> GenerationEnd | None:
+        """The end of the generation before, as far as the store tells."""
+        return self.rendezvous.previous_generation if self.rendezvous else None
 
     def environment(self) -> Environment:
         """Return what the weights' bits depend on besides the configuration; the caller sets `compiled`."""
@@ -164,94 +165,6 @@ class DistributedContext(Group):
         self.exit.note_progress()
         return values
 
-    def broadcast(self, tensor: "torch.Tensor", source: int) -> None:
-        """Copy rank `source`'s `tensor` into the other ranks' `tensor`; all are contiguous. Collective."""
-        self.broadcast_async(tensor, source)()
-
-    def broadcast_async(self, tensor: "torch.Tensor", source: int) -> Callable[[], None]:
-        """Begin a `broadcast`; return a function that waits for it: use `tensor` only then. Collective."""
-        import torch
-
-        works = []
-        if self.world_size > 1 and tensor.numel():
-            for piece in tensor.view(-1).split(max(1, BROADCAST_BYTES // tensor.element_size())):
-                works.append(torch.distributed.broadcast(piece, src=source, async_op=True))
-
-        def wait() -> None:
-            for work in works:
-                wait_for(work)
-
-        return wait
-
-    def all_to_all(
-        self, tensor: "torch.Tensor", send: Sequence[int], receive: Sequence[int]
-    ) -> "torch.Tensor":
-        """Send elements of a vector to the ranks, `send[rank]` to each; return those received. Collective.
-
-        `receive[rank]` is how many a rank sends to this one. The elements of lower ranks come first.
-        """
-        if self.world_size == 1:
-            return tensor
-        import torch
-
-        received = tensor.new_empty(sum(receive))
-        torch.distributed.all_to_all_single(received, tensor, list(receive), list(send))
-        return received
-
-    def all_reduce_async(self, tensor: "torch.Tensor") -> Callable[[], "torch.Tensor"]:
-        """Begin to sum over the ranks in place; return a function that waits and returns `tensor`, the sum.
-
-        Exact if all ranks but one have zeros. Collective.
-        """
-        import torch
-
-        work = torch.distributed.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
-
-        def wait() -> "torch.Tensor":
-            if work is not None:
-                wait_for(work)
-            return tensor
-
-        return wait
-
-    def all_gather(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Return the ranks' vectors, equally long, as one tensor, (workers, n), on all ranks. Collective."""
-        if self.world_size == 1:
-            return tensor.unsqueeze(0)
-        from torch import distributed
-
-        # all_gather_into_tensor is the name before torch 2.13.
-        gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-        gathered = tensor.new_empty(self.world_size, len(tensor))
-        gather(gathered.flatten(), tensor)
-        return gathered
-
-    def all_gather_parts(self, own: "torch.Tensor", sizes: Sequence[int]) -> "Iterator[torch.Tensor]":
-        """Yield the vector `own` of each rank, with `sizes[rank]` elements; each is valid until the next.
-
-        Collective: all ranks must read to the end.
-        """
-        if self.memory is not None:
-            yield from self.memory.all_gather_parts(own, sizes)
-            return
-        received = [own if rank == self.rank else own.new_empty(size) for rank, size in enumerate(sizes)]
-        waits = [self.broadcast_async(part, rank) for rank, part in enumerate(received)]
-        for wait, part in zip(waits, received, strict=True):
-            wait()
-            yield part
-
-    def connect_memory(self, timeout_s: float) -> "SharedMemory | None":
-        """Have all ranks share memory from now on, and return the memory. Collective.
-
-        Return None, on all ranks, with one rank, on GPUs, on several nodes, or if the system refuses.
-        """
-        from mingpt.distributed.shared_memory import connect
-
-        if self.world_size > 1:
-            is_on_cpu = self.device.type == "cpu"
-            self.memory = connect(self.rank, self.all_gather_object, is_on_cpu, timeout_s)
-        return self.memory
-
     def reduce_step_status(
         self, losses: "torch.Tensor", newest_written: int
     ) -> Callable[[], tuple[list[float], int]]:
@@ -267,21 +180,15 @@ class DistributedContext(Group):
         reasons = [float(self.stop_signal.reason == name) for name in REASONS]
         status = torch.tensor([newest_written, *reasons], dtype=torch.float64)
 
+        @functools.cache
         def begin() -> Callable[[], torch.Tensor]:
-            values = torch.cat([losses.detach().cpu().double(), status])
-            if self.memory is None or values.nbytes > self.memory.max_message_bytes:
-                return self.all_reduce_async(values)
-            gathered = self.memory.all_gather(values.numpy().tobytes())
-            total = torch.frombuffer(bytearray(b"".join(gathered)), dtype=torch.float64)
-            total = total.view(self.world_size, -1).sum(0)
-            return lambda: total
+            return self.transport.all_reduce_async(torch.cat([losses.detach().cpu().double(), status]))
 
-        # Copying losses from a GPU waits for the GPU, so they are copied when the result is asked for.
-        started = None if losses.is_cuda else begin()
+        if not losses.is_cuda:  # copying losses from a GPU waits for the GPU
+            begin()
 
         def wait() -> tuple[list[float], int]:
-            wait_for_sum = started or begin()
-            values = wait_for_sum().tolist()
+            values = begin()().tolist()
             self.exit.note_progress()
             count = len(losses)
             self.agree_to_stop(

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 from mingpt.base.errors import (
     ClaimLost,
@@ -30,8 +30,6 @@ from mingpt.distributed.ends import FAILED, LOST_PEER, TIMED_OUT, TOLD, ExitReas
 from mingpt.distributed.launch import AGENT_FOLDER, Launch
 from mingpt.distributed.rendezvous import Rendezvous
 
-if TYPE_CHECKING:
-    from mingpt.distributed.nccl import NcclWatch
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
 STORAGE_S = 5.0  # time for what needs storage, which may be the cause of the exit
@@ -220,7 +218,7 @@ class ProcessExit:
         self.launch = launch
         self.began_at = self.progress_at = time.monotonic()
         self.rendezvous: Rendezvous | None = None
-        self.nccl: NcclWatch | None = None  # if several workers train on GPUs
+        self.nccl: Any = None  # the NcclWatch, if several workers train on GPUs
         self.timeout_s = 0.0
         self.last_step: Callable[[], int] = lambda: 0
         self.release_claims: Callable[[], None] = lambda: None
@@ -235,8 +233,8 @@ class ProcessExit:
         self.rendezvous, self.timeout_s = rendezvous, timeout_s
         self.note_progress()
 
-    def watch_gpus(self, nccl: "NcclWatch") -> None:
-        """From now on `exit_if_nccl_stuck` looks at the GPUs' collectives."""
+    def watch_gpus(self, nccl: Any) -> None:
+        """From now on `exit_if_nccl_stuck` looks, by this NcclWatch, at the GPUs' collectives."""
         self.nccl = nccl
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:

@@ -5,6 +5,8 @@ NCCL's. The watchdog, a thread of torch's, can only end the process by SIGABRT, 
 """
 
 import json
+import os
+import platform
 import time
 from datetime import timedelta
 
@@ -12,9 +14,19 @@ import torch
 from torch import distributed
 from torch._C import _distributed_c10d
 
+from mingpt.base.errors import UserError
+from mingpt.distributed.exit import first_line, is_lost_peer
+
 # torch counts a collective's time from its call, when the GPU may have much to compute before it. So torch's
 # own limit is only for a process in which nothing else acts.
 SLACK = 10
+
+
+def set_defaults() -> None:
+    """Set NCCL's environment variables, unless the user did. Call it before there is a process group."""
+    # NCCL's dump would leave a signal in the agent's store, which ends all later generations.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # NcclWatch needs it
 
 
 class NcclWatch:
@@ -29,12 +41,24 @@ class NcclWatch:
         self.since = time.monotonic()
         self.waited_s()  # raises here if this torch does not tell
 
-    def connect(self, device: torch.device) -> None:
-        """Connect the GPUs of all ranks by a first collective. Raises NCCL's errors. Collective."""
+    def connect(self, device: torch.device) -> Exception | None:
+        """Connect the GPUs of all ranks; return NCCL's error if a peer or the network is the cause.
+
+        Another rank may know more then. Raises UserError for any other error of NCCL's. Collective.
+        """
         self.connects = True
-        distributed.all_reduce(torch.zeros(1, device=device))
-        torch.cuda.synchronize()
+        try:
+            distributed.all_reduce(torch.zeros(1, device=device))
+            torch.cuda.synchronize()
+        except distributed.DistError as error:
+            if is_lost_peer(error):
+                return error
+            raise UserError(
+                f"{platform.node()} cannot connect its GPUs ({first_line(error)}): remove the cause, or set "
+                "trainer.device=cpu"
+            ) from None
         self.connects = False
+        return None
 
     def waited_s(self) -> float:
         """Return for how long a collective on the GPU, or `connect`, has waited for a peer; 0.0 if none does.

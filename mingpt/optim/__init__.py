@@ -4,7 +4,7 @@ An optimizer updates the rows of each parameter that a worker holds. Its state i
 snapshot stores it. Of the model only names and shapes are used.
 """
 
-from mingpt.optim.muon import Exchange
+from mingpt.optim.muon import Collectives
 from mingpt.optim.optimizer import Optimizer, learning_rate, state_shapes
 
-__all__ = ["Exchange", "Optimizer", "learning_rate", "state_shapes"]
+__all__ = ["Collectives", "Optimizer", "learning_rate", "state_shapes"]

@@ -1,16 +1,20 @@
 """Muon (Jordan 2024): Nesterov momentum, orthogonalised by a Newton-Schulz iteration.
 
 Matrices of equal shape are orthogonalised in batched products, and the workers share the batches. One worker
-computes a whole batch, so the bits do not depend on which worker it is. Workers that hold whole matrices
-receive the updates that each of them has computed. Workers that hold rows send them to the worker of each
-batch, and receive the same rows of the update. `Exchange` tells which rows each worker holds, and has the
-collectives.
+computes a whole batch, so the bits do not depend on which worker it is. Phases of communication, where each
+worker holds rows of all matrices:
+
+1. All-to-all: each worker sends its rows of the momentum to the worker that computes their batch, which then
+   holds its matrices whole, and orthogonalises them.
+2. All-to-all back: it returns to each worker the rows of the update that the worker holds.
+
+Workers that hold whole matrices need no first phase, and in the second one each sends its updates to all.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,24 +28,22 @@ BATCH_SIZE = {"cpu": 4, "cuda": 12}
 NEWTON_SCHULZ = 5 * [(3.4445, -4.7750, 2.0315)]
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """The rows that each worker holds, and the collectives between the workers, if there are several."""
+class Collectives(Protocol):
+    """What the workers exchange; mingpt.distributed has it. A vector is given in pieces, at least one."""
 
     rank: int
-    rows: RowMap  # of the parameters
-    # all_to_all(elements, send, receive): sends (sum(send),) elements to the ranks in order, returns the
-    # (sum(receive),) elements received; `send` and `receive` are counts per rank.
-    all_to_all: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
-    # all_gather(elements, sizes): sends this rank's (sizes[rank],) elements, yields the elements of each rank
-    # in order as soon as they arrive. All ranks must read the iterator to its end.
-    all_gather: Callable[[Tensor, Sequence[int]], Iterator[Tensor]]
+
+    def all_to_all(self, pieces: list[Tensor], send: list[int], receive: list[int]) -> Tensor:
+        """Send `send[rank]` elements of a vector to each rank; return `receive[rank]` elements of each."""
+
+    def all_gather_parts(self, pieces: list[Tensor], sizes: list[int]) -> Iterator[Tensor]:
+        """Yield each rank's vector, with `sizes[rank]` elements. All ranks must read to the end."""
 
 
 class Muon:
     """Muon, with updates scaled to the root mean square of AdamW's updates (Liu et al. 2025).
 
-    `weights` are this worker's rows of at least one matrix, contiguous, updated in place. All workers
+    `weights` are this worker's `rows` of at least one matrix, contiguous, updated in place. All workers
     construct it with the same names in the same order, and call `step` together.
     """
 
@@ -49,21 +51,23 @@ class Muon:
         self,
         weights: Mapping[str, Tensor],
         config: OptimizerConfig,
-        exchange: Exchange,
+        rows: RowMap,
+        transport: Collectives,
         product_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.config, self.exchange, self.product_dtype = config, exchange, product_dtype
+        self.config, self.rows, self.transport, self.product_dtype = config, rows, transport, product_dtype
         self.weights = {name: weight.detach() for name, weight in weights.items()}
         assert all(weight.is_contiguous() for weight in self.weights.values())
-        self.rows, self.rank = exchange.rows, exchange.rank
-        self.shapes = {name: self.rows.shapes[name] for name in weights}
-        self.is_sharded = any(self.rows.by_rank(name) for name in weights)
+        self.shapes = {name: rows.shapes[name] for name in weights}
+        self.is_sharded = any(rows.by_rank(name) for name in weights)
         self.state = {
             name: {"momentum_buffer": torch.zeros_like(weight)} for name, weight in self.weights.items()
         }
-        self.device = next(iter(self.weights.values())).device
-        self.batches_by_rank = assign_batches(self.shapes, self.rows.workers, self.device.type)
+        device = next(iter(self.weights.values())).device
+        self.empty = torch.empty(0, dtype=torch.bfloat16, device=device)
+        self.batches_by_rank = assign_batches(self.shapes, rows.workers, device.type)
         self.names_by_rank = [[name for batch in part for name in batch] for part in self.batches_by_rank]
+        self.mine = self.names_by_rank[transport.rank]
 
     @torch.no_grad()
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
@@ -80,56 +84,52 @@ class Muon:
         self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
     ) -> None:
         """Compute this worker's updates, receive those of the other workers, and apply all. Collective."""
-        mine = self.names_by_rank[self.rank]
-        nesterov = {name: self.nesterov(gradients[name], buffers[name]) for name in mine}
-        computed = self.join(list(self.orthogonal(nesterov).values()))
+        updates = self.orthogonal({name: self.nesterov(gradients[name], buffers[name]) for name in self.mine})
         sizes = [[self.weights[name].numel() for name in names] for names in self.names_by_rank]
-        arriving = self.exchange.all_gather(computed, [sum(of_rank) for of_rank in sizes])
-        for updates, names, of_rank in zip(arriving, self.names_by_rank, sizes, strict=True):
-            self.apply(names, updates.split(of_rank), lr)
+        arriving = self.transport.all_gather_parts(
+            self.flat(updates.values()), [sum(of_rank) for of_rank in sizes]
+        )
+        for vector, names, of_rank in zip(arriving, self.names_by_rank, sizes, strict=True):
+            self.apply(names, vector.split(of_rank), lr)
 
     def step_on_rows(self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Send rows to the workers that compute the updates, apply the updates' rows received. Collective."""
-        mine, ranks = self.names_by_rank[self.rank], range(self.rows.workers)
         names = [name for part in self.names_by_rank for name in part]
         sizes = [self.weights[name].numel() for name in names]
         by_owner = [sum(self.weights[name].numel() for name in part) for part in self.names_by_rank]
-        rows = {name: [self.rows.of(name, rank) for rank in ranks] for name in mine}
-        pieces = [
-            (rank, name, len(rows[name][rank]) * self.shapes[name][1]) for rank in ranks for name in mine
-        ]
-        by_holder = [sum(size for holder, _, size in pieces if holder == rank) for rank in ranks]
+        counts = [self.rows.numel(name) for name in self.mine]  # [matrix][rank], in elements
+        counts_by_rank = [[count[rank] for count in counts] for rank in range(self.rows.workers)]
+        by_holder = [sum(of_rank) for of_rank in counts_by_rank]
 
-        sent = self.join([self.nesterov(gradients[name], buffers[name]) for name in names])
-        received = self.exchange.all_to_all(sent, by_owner, by_holder).split([size for *_, size in pieces])
+        rows = [self.nesterov(gradients[name], buffers[name]) for name in names]
+        received = self.transport.all_to_all(self.flat(rows), by_owner, by_holder)
+        pieces = received.split([count for of_rank in counts_by_rank for count in of_rank])
         matrices = {
-            name: torch.cat(received[number :: len(mine)]).view(self.shapes[name])
-            for number, name in enumerate(mine)
+            name: torch.cat(pieces[place :: len(self.mine)]).view(self.shapes[name])
+            for place, name in enumerate(self.mine)
         }
-        updates = self.orthogonal(matrices)
-        returned = [updates[name][rows[name][rank].start : rows[name][rank].stop] for rank, name, _ in pieces]
-        flat = self.join(returned)
-        self.apply(names, self.exchange.all_to_all(flat, by_holder, by_owner).split(sizes), lr)
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Join bfloat16 tensors to one vector, (n,); there may be no tensors."""
-        empty = torch.empty(0, dtype=torch.bfloat16, device=self.device)
-        return torch.cat([empty, *(tensor.flatten() for tensor in tensors)])
+        updates = self.orthogonal(matrices)
+        cut = [updates[name].flatten().split(count) for name, count in zip(self.mine, counts, strict=True)]
+        returned = [piece for of_rank in zip(*cut, strict=True) for piece in of_rank]
+        arrived = self.transport.all_to_all(self.flat(returned), by_holder, by_owner)
+        self.apply(names, arrived.split(sizes), lr)
+
+    def flat(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Return bfloat16 tensors as pieces of a vector, after an empty piece: there may be none."""
+        return [self.empty, *(tensor.flatten() for tensor in tensors)]
 
     def nesterov(self, gradient: Tensor, buffer: Tensor) -> Tensor:
         return gradient.lerp(buffer, self.config.momentum).bfloat16()
 
     def orthogonal(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return {name: whole update}, not yet scaled, of the matrices that this worker computes.
-
-        These are names_by_rank[rank]; `matrices` has each of them whole.
-        """
+        """Return {name: whole update}, not yet scaled, of the whole `matrices` named `mine`."""
         updates = {}
-        for batch in self.batches_by_rank[self.rank]:
-            stacked = torch.stack([wide(matrices[name]) for name in batch])
+        for batch in self.batches_by_rank[self.transport.rank]:
+            stacked = torch.stack([wide(matrices[name], self.shapes[name]) for name in batch])
             computed = newton_schulz(stacked, self.product_dtype).bfloat16()
             for name, update in zip(batch, computed, strict=True):
-                updates[name] = update if is_wide(self.shapes[name]) else update.T
+                updates[name] = wide(update, self.shapes[name])
         return updates
 
     def apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
@@ -166,13 +166,9 @@ def split_evenly(names: list[str], most: int) -> list[list[str]]:
     return [names[first:last] for first, last in itertools.pairwise(ends)]
 
 
-def is_wide(shape: Shape) -> bool:
-    return shape[0] <= shape[1]
-
-
-def wide(matrix: Tensor) -> Tensor:
-    """Return the matrix, or its transpose if that has fewer rows."""
-    return matrix if is_wide(tuple(matrix.shape)) else matrix.T
+def wide(matrix: Tensor, shape: Shape) -> Tensor:
+    """Return the matrix, transposed if `shape` has more rows than columns; a second call undoes it."""
+    return matrix if shape[0] <= shape[1] else matrix.T
 
 
 def newton_schulz(matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:

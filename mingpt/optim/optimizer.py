@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from mingpt.base.rows import RowMap
 from mingpt.config import OptimizerConfig
-from mingpt.optim.muon import Exchange, Muon
+from mingpt.optim.muon import Collectives, Muon
 
 EPSILON = 1e-8
 CPU_MULTIPLE = 16  # elements
@@ -38,20 +39,15 @@ class AdamW:
         decaying = [name for name in weights if len(shapes[name]) >= 2]
         others = [name for name in weights if len(shapes[name]) < 2]
         self.groups = [(decaying, config.weight_decay), (others, 0.0)]
+        self.steps = {name: torch.zeros((), device=weight.device) for name, weight in self.weights.items()}
         # The tensors that the kernel updates; `state` shows the same memory without padding.
-        self.stored = {
-            name: {
-                "step": torch.zeros((), device=weight.device),
-                "exp_avg": padded(torch.zeros_like(weight)),
-                "exp_avg_sq": padded(torch.zeros_like(weight)),
-            }
-            for name, weight in self.weights.items()
-        }
+        self.means = {name: padded(torch.zeros_like(weight)) for name, weight in self.weights.items()}
+        self.squares = {name: torch.zeros_like(mean) for name, mean in self.means.items()}
         self.state = {
             name: {
-                "step": self.stored[name]["step"],
-                "exp_avg": unpadded(self.stored[name]["exp_avg"], weight),
-                "exp_avg_sq": unpadded(self.stored[name]["exp_avg_sq"], weight),
+                "step": self.steps[name],
+                "exp_avg": unpadded(self.means[name], weight),
+                "exp_avg_sq": unpadded(self.squares[name], weight),
             }
             for name, weight in self.weights.items()
         }
@@ -63,7 +59,7 @@ class AdamW:
         for names, weight_decay in self.groups:
             if not names:
                 continue
-            torch._foreach_add_([self.stored[name]["step"] for name in names], 1)
+            torch._foreach_add_([self.steps[name] for name in names], 1)
             filled = [name for name in names if self.weights[name].numel()]
             if filled:
                 self.update(filled, gradients, lr, weight_decay)
@@ -73,8 +69,9 @@ class AdamW:
     ) -> None:
         weights = [padded(self.weights[name]) for name in names]
         grads = [padded(gradients[name]) for name in names]
-        stored = [self.stored[name] for name in names]
-        steps, means, squares = ([one[key] for one in stored] for key in ("step", "exp_avg", "exp_avg_sq"))
+        steps, means, squares = (
+            [stored[name] for name in names] for stored in (self.steps, self.means, self.squares)
+        )
         torch._fused_adamw_(
             weights, grads, means, squares, [], steps,
             lr=lr, beta1=self.config.beta1, beta2=self.config.beta2, weight_decay=weight_decay,
@@ -130,24 +127,26 @@ def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
 class Optimizer:
     """AdamW for every tensor, or Muon for the blocks' matrices and AdamW for the rest.
 
-    `weights` are this worker's rows of each parameter (all of them, unless `exchange.rows` says otherwise),
-    contiguous, updated in place, by name in the same order on all workers; there may be no rows. All workers
-    call `step` together. Muon's products are in `product_dtype`.
+    `weights` are this worker's `rows` of each parameter, contiguous, updated in place, by name in the same
+    order on all workers; there may be no rows. All workers call `step` together. Muon's products are in
+    `product_dtype`.
     """
 
     def __init__(
         self,
         weights: Mapping[str, Tensor],
         config: OptimizerConfig,
-        exchange: Exchange,
+        rows: RowMap,
+        transport: Collectives,
         product_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        shapes = exchange.rows.shapes
-        hidden = {name: weight for name, weight in weights.items() if uses_muon(name, shapes[name], config)}
+        hidden = {
+            name: weight for name, weight in weights.items() if uses_muon(name, rows.shapes[name], config)
+        }
         rest = {name: weight for name, weight in weights.items() if name not in hidden}
-        self.parts: list[AdamW | Muon] = [AdamW(rest, shapes, config)]
+        self.parts: list[AdamW | Muon] = [AdamW(rest, rows.shapes, config)]
         if hidden:
-            self.parts.append(Muon(hidden, config, exchange, product_dtype))
+            self.parts.append(Muon(hidden, config, rows, transport, product_dtype))
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
         """Update the weights in place from gradients of the same shapes; keep the gradients. Collective."""

@@ -66,26 +66,24 @@ def total_norm(norms: Tensor) -> Tensor:
 class RowGatherer:
     """Gathers the norms of all ranks' rows, in the order of the tensors `names`, which are sharded.
 
-    `all_gather` is collective: from a vector of n elements on each rank it returns (workers, n) on all.
+    `all_gather` is collective: from each rank's vector, and a length, it returns (workers, length) on all.
     """
 
-    def __init__(self, rows: RowMap, names: Iterable[str], all_gather: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, rows: RowMap, names: Iterable[str], all_gather: Callable[[Tensor, int], Tensor]
+    ) -> None:
         self.all_gather = all_gather
-        parts = [[len(rows.of(name, rank)) for rank in range(rows.workers)] for name in names]
-        self.size = max(map(sum, zip(*parts, strict=True)))
-        places, taken = [], [0] * rows.workers
-        for part in parts:
-            for rank, count in enumerate(part):
-                begin = rank * self.size + taken[rank]
-                places.append(torch.arange(begin, begin + count))
-                taken[rank] += count
-        self.order = torch.cat(places)
+        counts = [[len(part) for part in rows.by_rank(name) or []] for name in names]
+        by_rank = [list(of_rank) for of_rank in zip(*counts, strict=True)]
+        self.length = max(map(sum, by_rank))
+        places = torch.arange(rows.workers * self.length).split(self.length)  # of the norms when gathered
+        parts = [row[: sum(part)].split(part) for row, part in zip(places, by_rank, strict=True)]
+        self.order = torch.cat([part for of_tensor in zip(*parts, strict=True) for part in of_tensor])
 
     def gather(self, norms: Tensor) -> Tensor:
         """Return the norms of all rows, given those of this rank's rows, tensor by tensor. Collective."""
-        padded = torch.cat([norms, norms.new_zeros(self.size - len(norms))])
         self.order = self.order.to(norms.device)
-        return self.all_gather(padded).flatten()[self.order]
+        return self.all_gather(norms, self.length).flatten()[self.order]
 
 
 def clip(gradients: Mapping[str, Tensor], norm: Tensor, max_norm: float) -> None:
@@ -120,6 +118,31 @@ class StrategySetup:
         return sum(map(len, self.micro_batches_by_rank))
 
 
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Replace parameters and buffers on meta by uninitialised ones on `device`. Shared ones stay shared."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in [*parameters, *buffers]:
+            if tensor.is_meta and tensor not in made:
+                made[tensor] = empty_like(tensor, device)
+            if tensor.is_meta:
+                setattr(module, name, made[tensor])
+
+
+def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return an uninitialised tensor, or parameter, like `tensor` on `device`.
+
+    For a meta tensor torch.empty_like would import sympy, which takes a fifth of torch's import time.
+    """
+    if type(tensor) in (Tensor, nn.Parameter):
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    else:
+        empty = torch.empty_like(tensor, device=device)  # a DTensor of FSDP2, which has more than a shape
+    return nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+
+
 class Strategy(ABC):
     """A way of training in parallel. Constructing it allocates the model's weights, for the caller to fill.
 
@@ -150,12 +173,15 @@ class Strategy(ABC):
         self.my_micro_batches = setup.micro_batches_by_rank[self.rank]
         self.loss_weight = 1.0 / setup.micro_batches  # of each micro-batch in the step's mean loss
         self.loss_scale = 1.0
-        self.row_gatherer: RowGatherer | None = None
 
     @functools.cached_property
     def rows(self) -> RowMap:
         """The rows of each parameter, by name, that each rank updates."""
         return RowMap(self.shapes, self.world_size, ("",) if self.updates_are_sharded else ())
+
+    @functools.cached_property
+    def row_gatherer(self) -> RowGatherer:
+        return RowGatherer(self.rows, self.shapes, self.context.transport.all_gather)
 
     def state_rows(self, shapes: Mapping[str, Shape]) -> RowMap:
         """Return the rows that each rank holds of a state's tensors, "model.*" and "optimizer.*"."""
@@ -173,9 +199,9 @@ class Strategy(ABC):
     def pieces(self) -> dict[str, Tensor]:
         """Return, by name, the rows of parameters that this rank updates, in the parameters' own memory."""
 
-    @abstractmethod
     def held_weights(self) -> dict[str, Tensor]:
         """Return, by name, all rows of parameters that this rank holds, in the parameters' own memory."""
+        return self.pieces()
 
     def start_step(self, loss_scale: float = 1.0) -> None:
         """Prepare for the first micro-batch of a step. Gradients were freed after the step before.
@@ -239,8 +265,6 @@ class Strategy(ABC):
             torch._foreach_mul_(list(gradients.values()), 1.0 / self.loss_scale)
         norms = torch.cat([row_norms(gradient) for gradient in gradients.values()])
         if self.updates_are_sharded:
-            if self.row_gatherer is None:
-                self.row_gatherer = RowGatherer(self.rows, gradients, self.context.all_gather)
             norms = self.row_gatherer.gather(norms)
         norm = total_norm(norms)
         clip(gradients, norm, max_norm)
@@ -249,7 +273,7 @@ class Strategy(ABC):
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank, if forward passes are collective; else return `flag`.
 
-        By it, ranks end a loop at the same place. Collective if forward passes are; any thread may call it.
+        By it, ranks end a loop at the same place. Collective if forward passes are.
         """
         return flag
 

@@ -5,8 +5,11 @@ its right half. If the right half would lie past the last leaf, the node is its 
 addition is not associative: the tree, and not which ranks add, determines the bits of a sum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 V = TypeVar("V")
 PartialSums = list[tuple[int, int, V]]  # (level, index, sum), from left to right
@@ -31,9 +34,26 @@ def push(
     stack.append((level, index, value))
 
 
+def add_nodes(
+    nodes: Iterable[tuple[int, int]], values: Iterable[V], leaves: int, add: Callable[[V, V], V]
+) -> V:
+    """Return the sum of all leaves, given the sums of nodes, left to right, that together hold them all."""
+    stack: PartialSums[V] = []
+    for (level, index), value in zip(nodes, values, strict=True):
+        push(stack, level, index, value, leaves, add)
+    ((_, _, total),) = stack
+    return total
+
+
 def cover(leaves: Sequence[int], total: int) -> list[tuple[int, int]]:
     """Return the fewest nodes, left to right, that hold exactly `leaves`, neighbours among `total` leaves."""
     stack: PartialSums[None] = []
     for leaf in leaves:
         push(stack, 0, leaf, None, total, lambda *_: None)
     return [(level, index) for level, index, _ in stack]
+
+
+def add_lists(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    """Add each tensor of `left` to its counterpart in `right`, in place; return `right`."""
+    torch._foreach_add_(right, left)
+    return right

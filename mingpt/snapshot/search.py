@@ -212,7 +212,7 @@ class StoredState:
             buffer = context.on_all(functools.partial(read_all, batch))  # a store may be slow
             if context.rank != rank:
                 buffer = torch.empty(sum(sizes))
-            context.broadcast(buffer, rank)
+            context.transport.broadcast(buffer, rank)
             for source, part in zip(batch, buffer.split(sizes), strict=True):
                 yield source.name, source.rows.start, part.view(-1, *self.shapes[source.name][1:])
 

@@ -64,7 +64,7 @@ class Audit:
         if not digests:
             return self.pending
         # A sum gathers the digests, since every entry is zero on all ranks but one.
-        summed = context.all_reduce_async(torch.frombuffer(bytearray(digests), dtype=torch.uint8))
+        summed = context.transport.all_reduce_async(torch.frombuffer(bytearray(digests), dtype=torch.uint8))
 
         @functools.cache
         def chain() -> str:

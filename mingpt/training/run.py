@@ -29,7 +29,7 @@ from mingpt.model import (
     draw_weight,
     import_compiler,
 )
-from mingpt.optim import Exchange, Optimizer
+from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
 from mingpt.training.audit import make_sampler
 from mingpt.training.initial_weights import match_weights
@@ -155,12 +155,9 @@ def build_state(
 
 def build_optimizer(config: Config, context: DistributedContext, strategy: Strategy) -> Optimizer:
     """Return the optimizer of this rank's rows of the parameters, with an empty state."""
-    exchange = Exchange(  # how a rank's part of the optimizer communicates with the others' parts
-        context.rank, strategy.rows, all_to_all=context.all_to_all, all_gather=context.all_gather_parts
-    )
     # GPUs without bfloat16 compute in float16, Muon's products, too.
     product_dtype = torch.float16 if context.dtype == torch.float16 else torch.bfloat16
-    return Optimizer(strategy.pieces(), config.optimizer, exchange, product_dtype)
+    return Optimizer(strategy.pieces(), config.optimizer, strategy.rows, context.transport, product_dtype)
 
 
 def init_weights(state: TrainState, config: Config, context: DistributedContext, start: StartPoint) -> None:
@@ -183,7 +180,7 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
         weights = dict(zip(names, buffer.split([sizes[name] for name in names]), strict=True))
         for name, weight in weights.items() if context.rank == 0 else ():
             weight.copy_((given.pop(name) if name in given else draw(name, shapes[name])).view(-1))
-        context.broadcast(buffer, 0)
+        context.transport.broadcast(buffer, 0)
         for name, weight in weights.items():
             first = state.rows.of(f"model.{name}", context.rank).start
             copy_rows(parts[f"model.{name}"], first, 0, weight.view(shapes[name]))

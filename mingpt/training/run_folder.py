@@ -375,5 +375,5 @@ def read_on(source: int, context: DistributedContext, read: Callable[[], bytes])
 
     buffer = torch.empty(sum(context.gather_on_all(read_here)), dtype=torch.uint8)
     memory_of(buffer)[: len(content)] = content
-    context.broadcast(buffer, source)
+    context.transport.broadcast(buffer, source)
     return content or buffer.numpy().tobytes()

@@ -88,7 +88,7 @@ def test_the_workers_micro_batches_are_neighbours_in_the_order_of_the_ranks(work
 
 @pytest.mark.parametrize("workers", range(1, 12))
 def test_workers_that_take_turns_pass_through_a_step_in_rounds(workers: int) -> None:
-    """Worker r has micro-batch r of each round; the sum of parallel/fsdp.py relies on this."""
+    """Worker r has micro-batch r of each turn; the sum of parallel/fsdp.py relies on this."""
     samplers = [sampler(rank, workers, batch_size=16, takes_turns=True) for rank in range(workers)]
     parts = [one.my_micro_batches() for one in samplers]
     assert parts == [range(rank, 8, workers) for rank in range(workers)]

@@ -9,7 +9,6 @@ from torch._C import _distributed_c10d
 from torch.distributed import DistBackendError, distributed_c10d
 
 from mingpt.base.errors import UserError
-from mingpt.distributed.context import connect_gpus
 from mingpt.distributed.nccl import NcclWatch
 
 NCCL_ERROR = "NCCL error in: a.cpp:94, {}, NCCL version 2.30\nkind\nno room in /dev/shm"
@@ -46,9 +45,9 @@ def test_an_error_of_nccls_own_is_told_by_its_last_line_and_a_lost_peer_is_none_
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     all_reduce.side_effect = DistBackendError(NCCL_ERROR.format("unhandled system error"))
     with pytest.raises(UserError, match=r"cannot connect its GPUs \(NCCL: no room in /dev/shm\)"):
-        connect_gpus(watch, torch.device("cpu"))
+        watch.connect(torch.device("cpu"))
     lost: Exception = DistBackendError(
         NCCL_ERROR.format("remote process exited or there was a network error")
     )
     all_reduce.side_effect = lost
-    assert connect_gpus(watch, torch.device("cpu")) == lost
+    assert watch.connect(torch.device("cpu")) == lost

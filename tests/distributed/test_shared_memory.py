@@ -1,6 +1,7 @@
 """Real ranks of this machine that share memory, and the errors they raise if a peer is gone or frozen."""
 
 import functools
+import itertools
 import os
 import resource
 import signal
@@ -10,12 +11,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.forks import fork_ranks, results_of
+from support.forks import fork_ranks, results_of, share_memory
 from support.needs import need, need_proc
 
-from mingpt.distributed import DistributedContext, shared_memory
+from mingpt.distributed import DistributedContext, shared_memory, transport
 from mingpt.distributed.exit import is_lost_peer
-from mingpt.distributed.shared_memory import SharedMemory, listen, meet
+from mingpt.distributed.shared_memory import Address, Segments, listen, meet
+from mingpt.distributed.transport import SharedMemoryTransport, Transport
 
 TIMEOUT_S = 10.0
 
@@ -25,31 +27,30 @@ def need_shared_memory() -> None:
     need(os, "memfd_create")
 
 
-def connected(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> SharedMemory:
+def connected(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> SharedMemoryTransport:
     need_shared_memory()
-    memory = context.connect_memory(timeout_s)
-    assert memory is not None
-    return memory
+    carrier = share_memory(context, timeout_s)
+    assert isinstance(carrier, SharedMemoryTransport)
+    return carrier
 
 
 def exchange_numbers(context: DistributedContext) -> list[list[float]]:
     """The numbers that this rank reads in all segments, round by round; segments grow from round to round.
 
-    Between the rounds the ranks exchange an object through the sockets, which leaves the segments alone.
+    Between the rounds the ranks sum up a vector in other segments.
     """
-    memory, rounds, kept = connected(context), [], []
+    carrier, rounds, kept = connected(context), [], []
+    segments = Segments(carrier.peers, range(context.world_size))
     for count in (3, 10, 10, 1_000_000):
-        memory.begin(8 * count)
-        memory.of(context.rank, torch.float64, 8, count - 1).fill_(100 * context.rank + count)
-        memory.barrier()
-        seen = [memory.of(rank, torch.float64, 8, count - 1) for rank in range(context.world_size)]
+        segments.begin(8 * count)
+        segments.of(context.rank, torch.float64, 8, count - 1).fill_(100 * context.rank + count)
+        carrier.peers.barrier()
+        seen = [segments.of(rank, torch.float64, 8, count - 1) for rank in range(context.world_size)]
         rounds.append([float(part.max()) for part in seen])
         kept.append(seen)
-        memory.end()
-        for size in (1, memory.max_message_bytes // 2):
-            said = memory.all_gather(bytes([len(rounds), context.rank]) * size)
-            expected = [bytes([len(rounds), rank]) * size for rank in range(context.world_size)]
-            assert said == expected
+        carrier.peers.end()
+        total = carrier.all_reduce_async(torch.full((2, count), 2**context.rank, dtype=torch.uint8))
+        assert total().equal(torch.full((2, count), 2**context.world_size - 1, dtype=torch.uint8))
     assert float(kept[0][1].max()) == 110, "tensors keep the segment that they lie in"
     context.all_gather_object(None)  # wait for all, since a rank that ends early is a lost peer
     return rounds
@@ -64,15 +65,13 @@ def test_after_a_barrier_all_ranks_see_what_each_has_written(ranks: int) -> None
 def gather_parts(context: DistributedContext) -> list[bool]:
     """Whether each rank's part arrives unchanged, by gloo and by the segments, in rounds of other sizes."""
     as_expected = []
-    for memory in (None, connected(context)):
-        context.memory = memory
-        for longest in (1, 7, 100_000):
+    for carrier in (Transport(context.rank, context.world_size), connected(context)):
+        for longest, at_once in itertools.product((1, 7, 100_000), (False, True)):
             sizes = [0, *range(longest, longest + context.world_size - 1)]
             own = torch.full((sizes[context.rank],), context.rank, dtype=torch.bfloat16)
-            parts = context.all_gather_parts(own, sizes)
+            parts = carrier.all_gather_parts(list(own.split(5)), sizes, at_once)
             for rank, (size, part) in enumerate(zip(sizes, parts, strict=True)):
                 as_expected.append(part.shape == (size,) and bool((part == rank).all()))
-    context.memory = None
     context.all_gather_object(None)
     return as_expected
 
@@ -80,23 +79,23 @@ def gather_parts(context: DistributedContext) -> list[bool]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parts_of_several_sizes_reach_all_ranks(ranks: int) -> None:
     """One of the parts has no elements."""
-    assert results_of(ranks, gather_parts) == [6 * ranks * [True]] * ranks
+    assert results_of(ranks, gather_parts) == [12 * ranks * [True]] * ranks
 
 
 def end_after_rank_0_has_gone(context: DistributedContext) -> bool:
     """Rank 0 has read all that it needs, and leaves before the other ranks have read their numbers."""
-    memory = connected(context)
-    memory.begin(8)
-    memory.barrier()
+    carrier = connected(context)
+    carrier.segments.begin(8)
+    carrier.peers.barrier()
     if context.rank == 0:
-        memory.end()
-        memory.peers[1].close()
+        carrier.peers.end()
+        carrier.peers.sockets[1].close()
     context.all_gather_object(None)
     if context.rank == 1:
-        memory.end()
-        memory.begin(8)  # rank 0 had already ended
+        carrier.peers.end()
+        carrier.segments.begin(8)  # rank 0 had already ended
         with pytest.raises(Exception, match="Connection closed by worker 0"):
-            memory.barrier()
+            carrier.peers.barrier()
     return True
 
 
@@ -106,14 +105,13 @@ def test_a_peer_may_leave_once_it_has_read() -> None:
 
 def lose_rank_1(context: DistributedContext, kind: signal.Signals, timeout_s: float, message: str) -> float:
     """The seconds until the ranks notice that rank 1 got this signal; rank 0 wakes it afterwards."""
-    memory, pids = connected(context, timeout_s), context.all_gather_object(os.getpid())
-    memory.begin(8)
+    peers, pids = connected(context, timeout_s).peers, context.all_gather_object(os.getpid())
     if context.rank == 1:
         os.kill(os.getpid(), kind)
         return 0.0
     began = time.monotonic()
     with pytest.raises(Exception, match=message) as raised:
-        memory.barrier()
+        peers.barrier()
     assert is_lost_peer(raised.value)
     os.kill(pids[1], signal.SIGCONT)
     return time.monotonic() - began
@@ -137,27 +135,27 @@ def test_a_killed_peer_is_noticed_at_once_and_a_frozen_one_after_the_time_limit(
 def without_memfd_on_rank_1(context: DistributedContext) -> bool:
     if context.rank == 1:
         vars(os).pop("memfd_create", None)
-    return context.connect_memory(TIMEOUT_S) is None
+    return type(share_memory(context)) is Transport
 
 
 def on_another_node(context: DistributedContext) -> bool:
     if context.rank == 1:
         shared_memory.node = lambda: "another"
-    return context.connect_memory(TIMEOUT_S) is None
+    return type(share_memory(context)) is Transport
 
 
 def refused_on_rank_1(context: DistributedContext) -> bool:
     """Rank 1 behaves as in a sandbox that allows making sockets but not connecting them."""
     if context.rank == 1:
-        shared_memory.meet = lambda *_: None
-    return context.connect_memory(4.0) is None
+        vars(transport)["meet"] = lambda *_: None
+    return type(share_memory(context, 4.0)) is Transport
 
 
 def limited_on_rank_1(context: DistributedContext, limit: int) -> bool:
     """Rank 1 may make a segment, but not a large one."""
     if context.rank == 1:
         resource.setrlimit(limit, (1 << 33, -1))
-    return context.connect_memory(TIMEOUT_S) is None
+    return type(share_memory(context)) is Transport
 
 
 @pytest.mark.parametrize(
@@ -174,10 +172,10 @@ def test_where_one_rank_cannot_no_rank_does(work: Callable[[DistributedContext],
     assert results_of(3, work) == [True] * 3
 
 
-def meet_as_rank_1(name: bytes, pids: list[int]) -> None:
-    own = listen()
-    assert own is not None
-    peers = meet(own, 1, [pids[0], os.getpid()], [name, own.getsockname()], TIMEOUT_S)
+def meet_as_rank_1(rank_0: Address) -> None:
+    own, address = listen()
+    assert own is not None and address is not None
+    peers = meet(own, 1, [rank_0, address], TIMEOUT_S)
     assert peers is not None
     peers[0].send(b"\1")
 
@@ -193,13 +191,12 @@ def fork(work: Callable[[], None]) -> int:
 def test_a_process_that_is_no_peer_is_turned_away() -> None:
     """The process has found the name, and comes first."""
     need_shared_memory()
-    listener = listen()
-    assert listener is not None
-    name, parent = listener.getsockname(), os.getpid()
+    listener, address = listen()
+    assert listener is not None and address is not None
     stranger = socket.socket(socket.AF_UNIX)
-    stranger.connect(name)
-    peer = fork(lambda: meet_as_rank_1(name, [parent]))
-    peers = meet(listener, 0, [parent, peer], [name, b""], TIMEOUT_S)
+    stranger.connect(address.name)
+    peer = fork(lambda: meet_as_rank_1(address))
+    peers = meet(listener, 0, [address, Address(address.node, peer, address.name)], TIMEOUT_S)
     assert peers is not None and list(peers) == [1]
     assert peers[1].recv(1) == b"\1"
     assert stranger.recv(1) == b"", "its connection has been closed"

@@ -2,11 +2,12 @@ from functools import cache
 
 import pytest
 import torch
-from support.exchanges import FakeWorkers, pieces, single_worker
+from support.exchanges import pieces, run_workers
 from torch import Tensor
 
+from mingpt.base.rows import RowMap
 from mingpt.config import OptimizerConfig
-from mingpt.optim import Exchange
+from mingpt.distributed.transport import Transport
 from mingpt.optim.optimizer import AdamW
 
 STEPS = 4
@@ -25,25 +26,25 @@ def gradient(step: int) -> dict[str, Tensor]:
     return {str(shape): torch.randn(shape, generator=generator) * 0.01 for shape in SHAPES}
 
 
-def trained(exchange: Exchange) -> dict[str, dict[str, Tensor]]:
+def trained(rows: RowMap, transport: Transport) -> dict[str, dict[str, Tensor]]:
     """{parameter: {"weight" or the state's name: this worker's rows}} after some steps."""
-    weights = pieces(initial(), exchange)
-    optimizer = AdamW(weights, exchange.rows.shapes, OptimizerConfig())
+    weights = pieces(initial(), rows, transport.rank)
+    optimizer = AdamW(weights, rows.shapes, OptimizerConfig())
     for step in range(STEPS):
-        optimizer.step(0.01, pieces(gradient(step), exchange))
+        optimizer.step(0.01, pieces(gradient(step), rows, transport.rank))
     return {name: optimizer.state[name] | {"weight": weight} for name, weight in weights.items()}
 
 
 @cache
 def trained_whole() -> dict[str, dict[str, Tensor]]:
-    return trained(single_worker({str(shape): shape for shape in SHAPES}))
+    return trained(RowMap({str(shape): shape for shape in SHAPES}), Transport(0, 1))
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
 def test_the_rows_of_several_workers_have_the_bits_of_whole_tensors(workers: int) -> None:
     """Without padding, a fused kernel rounds the last elements of a tensor differently."""
     whole = trained_whole()
-    parts = FakeWorkers(workers, True, {str(shape): shape for shape in SHAPES}).run(trained)
+    parts = run_workers(RowMap({str(shape): shape for shape in SHAPES}, workers, ("",)), trained)
     for name, expected in whole.items():
         for key in ("weight", "exp_avg", "exp_avg_sq"):
             together = torch.cat([part[name][key] for part in parts])

@@ -1,10 +1,12 @@
 import pytest
 import torch
-from support.exchanges import FakeWorkers, pieces, single_worker
+from support.exchanges import pieces, run_workers
 from torch import Tensor
 
+from mingpt.base.rows import RowMap
 from mingpt.config import OptimizerConfig
-from mingpt.optim.muon import Exchange, Muon, newton_schulz
+from mingpt.distributed.transport import Transport
+from mingpt.optim.muon import Muon, newton_schulz
 
 SHAPES = {
     f"h.{number}": shape
@@ -20,16 +22,16 @@ def make_matrices() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def trained(exchange: Exchange) -> list[dict[str, Tensor]]:
+def trained(rows: RowMap, transport: Transport) -> list[dict[str, Tensor]]:
     """The weights and momentum after some steps, this worker's rows or all rows."""
     matrices = make_matrices()
-    weights = pieces(matrices, exchange)
-    muon = Muon(weights, OptimizerConfig(), exchange)
+    weights = pieces(matrices, rows, transport.rank)
+    muon = Muon(weights, OptimizerConfig(), rows, transport)
     for step in range(STEPS):
         gradients = {name: (matrix + step).square() for name, matrix in matrices.items()}
-        given = pieces(gradients, exchange)
+        given = pieces(gradients, rows, transport.rank)
         muon.step(0.01, given)
-        for name, gradient in pieces(gradients, exchange).items():
+        for name, gradient in pieces(gradients, rows, transport.rank).items():
             assert torch.equal(given[name], gradient)
     return [weights, {name: state["momentum_buffer"] for name, state in muon.state.items()}]
 
@@ -37,8 +39,8 @@ def trained(exchange: Exchange) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 13])
 def test_several_workers_compute_the_bits_of_one(workers: int) -> None:
     """Some workers have no batch to compute."""
-    alone = trained(single_worker(SHAPES))
-    for together in FakeWorkers(workers, False, SHAPES).run(trained):
+    alone = trained(RowMap(SHAPES), Transport(0, 1))
+    for together in run_workers(RowMap(SHAPES, workers), trained):
         for expected, found in zip(alone, together, strict=True):
             assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
     assert not any(torch.equal(alone[0][name], matrix) for name, matrix in make_matrices().items())
@@ -47,8 +49,8 @@ def test_several_workers_compute_the_bits_of_one(workers: int) -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 13])
 def test_rows_of_several_workers_have_the_bits_of_whole_matrices(workers: int) -> None:
     """Some matrices have fewer rows than there are workers."""
-    alone = trained(single_worker(SHAPES))
-    parts = FakeWorkers(workers, True, SHAPES).run(trained)
+    alone = trained(RowMap(SHAPES), Transport(0, 1))
+    parts = run_workers(RowMap(SHAPES, workers, ("",)), trained)
     for number, expected in enumerate(alone):
         for name in SHAPES:
             together = torch.cat([part[number][name] for part in parts])

@@ -1,18 +1,19 @@
 import torch
 from torch import nn
 
-from mingpt.parallel.ddp import BUCKET_BYTES, allocate, make_buckets
+from mingpt.parallel.ddp import BUCKET_BYTES, make_buckets
+from mingpt.parallel.strategy import allocate
 
 
-def sizes_of(elements: list[int]) -> list[list[int]]:
-    return make_buckets([nn.Parameter(torch.empty(size, device="meta")) for size in elements])
+def names_of(elements: list[int]) -> list[list[str]]:
+    return make_buckets(
+        {str(number): torch.empty(size, device="meta") for number, size in enumerate(elements)}
+    )
 
 
 def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
     full = BUCKET_BYTES // 4
-    buckets = sizes_of([3, full, 5, full // 2, full // 2, 7])
-    assert [number for bucket in buckets for number in bucket] == [5, 4, 3, 2, 1, 0]
-    assert buckets == [[5, 4, 3], [2, 1], [0]]
+    assert names_of([3, full, 5, full // 2, full // 2, 7]) == [["5", "4", "3"], ["2", "1"], ["0"]]
 
 
 def test_what_has_memory_keeps_it() -> None:

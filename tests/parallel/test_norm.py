@@ -48,8 +48,8 @@ def gather_norms(gradients: list[Tensor], workers: int) -> list[Tensor]:
     norms = []
     for rank in range(workers):
 
-        def all_gather(mine: Tensor, rank: int = rank) -> Tensor:
-            assert torch.equal(mine, padded[rank])
+        def all_gather(mine: Tensor, length: int, rank: int = rank) -> Tensor:
+            assert torch.equal(mine, own[rank]) and length == longest
             return padded
 
         gatherer = RowGatherer(rows, rows.shapes, all_gather)

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from mingpt.distributed import DistributedContext, Group, Launch, Place
+from mingpt.distributed import DistributedContext, Group, Launch, Place, shared_memory
+from mingpt.distributed.transport import Transport, connect
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
@@ -34,8 +35,16 @@ class ForkedContext(DistributedContext):
         Group.__init__(self, rank, world_size, signals)
         self.places = [Place(0, other, "localhost") for other in range(world_size)]
         self.device, self.threads = torch.device("cpu"), 1
-        self.rendezvous = self.memory = None
+        self.rendezvous, self.transport = None, Transport(rank, world_size)
         self.exit: Any = SimpleNamespace(note_progress=lambda: None)
+
+
+def share_memory(context: DistributedContext, timeout_s: float = 10.0) -> Transport:
+    """The context's transport from now on, as a worker has it: through memory if possible."""
+    listener, address = shared_memory.listen()
+    addresses = context.all_gather_object(address)
+    context.transport = connect(context.rank, listener, addresses, context.all_gather_object, timeout_s)
+    return context.transport
 
 
 def fork_ranks(

@@ -25,7 +25,7 @@ from mingpt.config import ModelConfig
 from mingpt.distributed import DistributedContext
 from mingpt.model import GPT, LossModule, draw_weight
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, ddp
-from support.forks import results_of
+from support.forks import results_of, share_memory
 
 MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, STEPS = 7, 2, 4, 11, 2
 MAX_NORM = 0.05
@@ -186,6 +186,7 @@ def train(case: Case, context: DistributedContext) -> Outcome:
 
 
 def train_all(cases: dict[str, Case], context: DistributedContext) -> dict[str, Outcome]:
+    share_memory(context)
     return {name: train(case, context) for name, case in cases.items()}
 
 

@@ -2,15 +2,40 @@
 
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from mingpt.distributed import DistributedContext, Group, Launch, Place
+from mingpt.distributed.transport import Transport
 
 T = TypeVar("T")
 HOST = platform.node()
+
+
+class ThreadTransport(Transport):
+    """The tensors of one rank of several, which travel as objects."""
+
+    def __init__(self, context: DistributedContext) -> None:
+        super().__init__(context.rank, context.world_size)
+        self.context = context
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        tensor.copy_(self.context.all_gather_object(tensor.clone())[source])
+
+    def all_to_all(self, pieces: list[Tensor], send: list[int], receive: list[int]) -> Tensor:
+        chunks = [parts[self.rank] for parts in self.context.all_gather_object(torch.cat(pieces).split(send))]
+        assert [len(chunk) for chunk in chunks] == receive
+        return torch.cat(chunks)
+
+    def all_gather_parts(
+        self, pieces: list[Tensor], sizes: list[int], at_once: bool = False
+    ) -> Iterator[Tensor]:
+        parts = self.context.all_gather_object(torch.cat(pieces))
+        assert [len(part) for part in parts] == sizes
+        yield from parts
 
 
 class ThreadContext(DistributedContext):
@@ -36,6 +61,7 @@ class ThreadContext(DistributedContext):
         Group.__init__(self, rank, world_size)
         self.places = [Place(0, r, HOST) if one_node else Place(r, 0, HOST) for r in range(world_size)]
         self.barrier, self.board = barrier, board
+        self.transport = ThreadTransport(self)
 
     def all_gather_object(self, value: T) -> list[T]:
         self.board[self.rank] = value
@@ -46,9 +72,6 @@ class ThreadContext(DistributedContext):
 
     def broadcast_object(self, value: T | None, source: int) -> T:
         return self.all_gather_object(value)[source]  # type: ignore[return-value]
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        tensor.copy_(self.all_gather_object(tensor.clone())[source])
 
     fail_beside_work = Group.fail_beside_work  # which does not exit
 
@@ -74,6 +97,6 @@ def run_ranks(
     return results
 
 
-def lone_rank(rank: int = 0, world_size: int = 1) -> DistributedContext:
-    """A rank that meets no other rank: it is alone, or exchanges nothing."""
-    return ThreadContext(rank, world_size, threading.Barrier(1), [None] * world_size, rdzv_round=None)
+def lone_rank() -> DistributedContext:
+    """A rank that is alone."""
+    return ThreadContext(0, 1, threading.Barrier(1), [None], rdzv_round=None)

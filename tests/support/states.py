@@ -4,13 +4,14 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
+from mingpt.base.rows import RowMap
 from mingpt.config import OptimizerConfig
+from mingpt.distributed.transport import Transport
 from mingpt.optim import Optimizer
 from mingpt.parallel import ExactReduction, StrategySetup
 from mingpt.parallel.strategy import Strategy
 from mingpt.training.state import TrainState
-from support.exchanges import FakeWorkers, pieces
-from support.ranks import lone_rank
+from support.exchanges import pieces
 from support.single_process import SingleProcess
 from support.training import Arch, Name, make_model
 
@@ -25,8 +26,8 @@ def shard_state(rank: int, workers: int, weights_too: bool) -> TrainState:
     """The state of one rank of several: its rows of the optimizer's state and, if `weights_too`, weights."""
     model, _ = make_model("adamw", "gpt2")
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    exchange = FakeWorkers(workers, True, shapes).exchange(lone_rank(rank, workers))
-    held = pieces({name: weight.detach() for name, weight in model.named_parameters()}, exchange)
+    rows = RowMap(shapes, workers, ("",))
+    held = pieces({name: weight.detach() for name, weight in model.named_parameters()}, rows, rank)
     strategy: Any = SimpleNamespace(
         shapes=shapes,
         rank=rank,
@@ -36,4 +37,5 @@ def shard_state(rank: int, workers: int, weights_too: bool) -> TrainState:
         held_weights=lambda: held if weights_too else dict(model.named_parameters()),
     )
     strategy.state_rows = functools.partial(Strategy.state_rows, strategy)
-    return TrainState(model, Optimizer(held, OptimizerConfig(name="adamw"), exchange), strategy)
+    optimizer = Optimizer(held, OptimizerConfig(name="adamw"), rows, Transport(rank, workers))
+    return TrainState(model, optimizer, strategy)

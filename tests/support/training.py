@@ -5,10 +5,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from mingpt.base.rows import RowMap
 from mingpt.config import ModelConfig, OptimizerConfig
+from mingpt.distributed.transport import Transport
 from mingpt.model import GPT
 from mingpt.optim import Optimizer
-from support.exchanges import single_worker
 from support.models import ARCHITECTURES as ARCHITECTURES
 from support.models import Arch as Arch
 
@@ -27,7 +28,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """The optimizer of a single worker."""
     weights = dict(model.named_parameters())
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    return Optimizer(weights, config, single_worker(shapes))
+    return Optimizer(weights, config, RowMap(shapes), Transport(0, 1))
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

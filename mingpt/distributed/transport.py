@@ -1,0 +1,275 @@
+"""How tensors travel among the ranks: by gloo or NCCL, or through memory that the CPUs of one node share.
+
+`Transport` has the collectives, and only this file knows which way the bytes go. Work on objects, such as
+settings and errors, is in group.py.
+"""
+
+import copy
+import itertools
+import math
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mingpt.distributed.group import wait_for
+from mingpt.distributed.shared_memory import Address, Peers, Segments, meet
+
+BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
+MEETING_SHARE = 0.25  # share of the time limit, for which the ranks wait for a peer to connect
+# The names before torch 2.13 are all_gather_into_tensor and reduce_scatter_tensor.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How vectors of all ranks are added up; each rank adds up one chunk of each of them."""
+
+    counts: list[int]  # of each rank's vectors, perhaps 0
+    sizes: list[int]  # elements of each rank's chunk of a vector
+    like: Tensor  # has the dtype and device of the vectors
+    add: Callable[[list[Tensor]], Tensor]  # chunks, by rank, to their sum in the memory of the first of them
+    gathers: bool  # whether each rank gets the whole sum, not only its chunk
+
+
+class Transport:
+    """The collectives of all ranks, by a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
+
+    All ranks must call all methods in the same order, from one thread of each at a time. With one rank there
+    need not be a process group. A vector is sent in pieces, at least one, which are joined.
+    """
+
+    group: dist.ProcessGroup | None = None  # the default one
+    fsdp_all_gather: "SharedAllGather | None" = None  # the all-gather that FSDP2 calls, if not its own
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def with_own_group(self, timeout_s: float) -> "Transport":
+        """Return a transport with a new process group, of which another thread may use the collectives."""
+        if not dist.is_initialized():  # without a launcher
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        other = copy.copy(self)
+        other.group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+        return other
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Copy rank `source`'s `tensor` into the other ranks' `tensor`; all are contiguous."""
+        for work in self.begin_broadcast(tensor, source):
+            wait_for(work)
+
+    def begin_broadcast(self, tensor: Tensor, source: int) -> list[dist.Work | None]:
+        """Begin a `broadcast`; use `tensor` only after `wait_for` of all that is returned."""
+        works = []
+        if self.world_size > 1 and tensor.numel():
+            for piece in tensor.view(-1).split(max(1, BROADCAST_BYTES // tensor.element_size())):
+                works.append(dist.broadcast(piece, source, self.group, async_op=True))
+        return works
+
+    def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum over the ranks; return a function that waits and returns the sum.
+
+        `tensor` may be overwritten. The sum is exact if all ranks but one have zeros.
+        """
+        work = dist.all_reduce(tensor, group=self.group, async_op=True) if self.world_size > 1 else None
+
+        def wait() -> Tensor:
+            if work is not None:
+                wait_for(work)
+            return tensor
+
+        return wait
+
+    def all_gather(self, vector: Tensor, length: int) -> Tensor:
+        """Return the ranks' vectors, (workers, length); vectors shorter than `length` end with zeros."""
+        missing = length - len(vector)
+        padded = torch.cat([vector, vector.new_zeros(missing)]) if missing else vector
+        if self.world_size == 1:
+            return padded.unsqueeze(0)
+        gathered = vector.new_empty(self.world_size, length)
+        all_gather_single(gathered.flatten(), padded, group=self.group)
+        return gathered
+
+    def all_gather_parts(
+        self, pieces: list[Tensor], sizes: list[int], at_once: bool = False
+    ) -> Iterator[Tensor]:
+        """Yield the vector of each rank, with `sizes[rank]` elements; each is valid until the next.
+
+        All ranks must read to the end. `at_once` is for parts of about equal sizes, which are gathered by one
+        collective. Otherwise each part is broadcast, and is yielded when it has arrived.
+        """
+        own = torch.cat(pieces)
+        if at_once:
+            gathered = self.all_gather(own, max(sizes))
+            yield from (row[:size] for row, size in zip(gathered, sizes, strict=True))
+            return
+        parts = [own if rank == self.rank else own.new_empty(size) for rank, size in enumerate(sizes)]
+        begun = [self.begin_broadcast(part, rank) for rank, part in enumerate(parts)]
+        for part, works in zip(parts, begun, strict=True):
+            for work in works:
+                wait_for(work)
+            yield part
+
+    def all_to_all(self, pieces: list[Tensor], send: list[int], receive: list[int]) -> Tensor:
+        """Send elements of a vector to the ranks, `send[rank]` to each; return those received.
+
+        `receive[rank]` is how many a rank sends to this one. The elements of lower ranks come first.
+        """
+        vector = torch.cat(pieces)
+        if self.world_size == 1:
+            return vector
+        received = vector.new_empty(sum(receive))
+        dist.all_to_all_single(received, vector, receive, send, group=self.group)
+        return received
+
+    def reduce(self, vectors: list[list[Tensor]], reduction: Reduction) -> Tensor:
+        """Return the sum of the ranks' vectors, or this rank's chunk of it, as `reduction` says.
+
+        This rank's `vectors` are given in pieces.
+        """
+        counts, sizes = reduction.counts, reduction.sizes
+        count, my_size = sum(counts), sizes[self.rank]
+        pieces = vectors[0] if len(vectors) == 1 else chunks_by_rank(vectors, reduction)
+        received = self.all_to_all(
+            pieces, [len(vectors) * size for size in sizes], [other * my_size for other in counts]
+        )
+        total = reduction.add(list(received.view(count, my_size)))
+        if reduction.gathers:
+            return self.all_gather(total, max(sizes)).flatten()[: sum(sizes)]
+        return total if count == 1 else total.clone()  # a view would keep the memory of all chunks
+
+    def empty_scattered(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a vector that `scattered` exchanges."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    @contextmanager
+    def scattered(self, vector: Tensor) -> Iterator[Sequence[Tensor]]:
+        """Yield this rank's chunk of each rank's vector, all of equal size. Chunks may be overwritten."""
+        received = torch.empty_like(vector)
+        dist.all_to_all_single(received, vector, group=self.group)
+        yield received.view(self.world_size, -1).unbind()
+
+    def reduce_scatter(self, chunk: Tensor, vector: Tensor, op: Any) -> None:
+        """Reduce the ranks' vectors by `op`, in any order; write this rank's chunk to `chunk`."""
+        reduce_scatter_single(chunk, vector, op=op, group=self.group)
+
+
+def chunks_by_rank(vectors: list[list[Tensor]], reduction: Reduction) -> list[Tensor]:
+    """Return the chunks of vectors, by rank, then by vector, after an empty one: there may be no vectors."""
+    chunks = [torch.cat(pieces).split(reduction.sizes) for pieces in vectors]
+    empty = reduction.like.new_empty(0)
+    return [empty, *(chunk for of_rank in zip(*chunks, strict=True) for chunk in of_rank)]
+
+
+class SharedMemoryTransport(Transport):
+    """A transport of CPUs on one node: what a step exchanges passes through memory, the rest through gloo."""
+
+    def __init__(self, rank: int, world_size: int, peers: Peers) -> None:
+        super().__init__(rank, world_size)
+        self.peers, self.segments = peers, Segments(peers, range(world_size))
+        self.fsdp_all_gather = SharedAllGather(peers)
+
+    def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
+        sizes = self.world_size * [tensor.numel()]
+        parts = [part.clone() for part in self.all_gather_parts([tensor.flatten()], sizes)]
+        total = torch.stack(parts).sum(0, dtype=tensor.dtype).view(tensor.shape)
+        return lambda: total
+
+    def all_gather_parts(
+        self, pieces: list[Tensor], sizes: list[int], at_once: bool = False
+    ) -> Iterator[Tensor]:
+        dtype = pieces[0].dtype
+        self.segments.begin(max(sizes) * dtype.itemsize)
+        torch.cat(pieces, out=self.segments.of(self.rank, dtype, 0, sizes[self.rank]))
+        self.peers.barrier()
+        for rank, size in enumerate(sizes):
+            yield self.segments.of(rank, dtype, 0, size)
+        self.peers.end()
+
+    def reduce(self, vectors: list[list[Tensor]], reduction: Reduction) -> Tensor:
+        counts, sizes, dtype = reduction.counts, reduction.sizes, reduction.like.dtype
+        size, nbytes = sum(sizes), sum(sizes) * dtype.itemsize
+        self.segments.begin(max(counts) * nbytes)
+        shared = [
+            [self.segments.of(rank, dtype, place * nbytes, size) for place in range(count)]
+            for rank, count in enumerate(counts)
+        ]
+        for pieces, own in zip(vectors, shared[self.rank], strict=True):
+            torch.cat(pieces, out=own)
+        self.peers.barrier()
+        gathered = [vector for of_rank in shared for vector in of_rank]
+        if reduction.gathers and len(gathered) == 2:
+            # Fewer bytes to read than if ranks shared the work, and one barrier. Two vectors have one sum.
+            total = gathered[0] + gathered[1]
+        else:
+            total = reduction.add([vector.split(sizes)[self.rank] for vector in gathered])
+            if reduction.gathers:
+                self.peers.barrier()  # all ranks have written their chunks of the sum into the first vector
+                total = gathered[0]
+            total = total.clone()
+        self.peers.end()
+        return total
+
+    def empty_scattered(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.segments.begin(math.prod(size) * dtype.itemsize)
+        return self.segments.of(self.rank, dtype, 0, math.prod(size)).view(*size)
+
+    @contextmanager
+    def scattered(self, vector: Tensor) -> Iterator[Sequence[Tensor]]:
+        self.peers.barrier()
+        size = len(vector) // self.world_size
+        first_byte = self.rank * size * vector.element_size()
+        yield [self.segments.of(rank, vector.dtype, first_byte, size) for rank in range(self.world_size)]
+        self.peers.end()
+
+
+class SharedAllGather:
+    """An all-gather for FSDP2 in which all ranks write to rank 0's segment, in turns to one of two.
+
+    A rank begins a gather only after it has copied what was gathered before: once all ranks are in a gather,
+    the other segment is free.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers, self.segments = peers, itertools.cycle([Segments(peers, [0]), Segments(peers, [0])])
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        segments, count = next(self.segments), math.prod(size)
+        segments.begin(count * dtype.itemsize)
+        return segments.of(0, dtype, 0, count).view(*size)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Wait for all ranks. FSDP2 has copied this rank's input to its place in the shared output."""
+        self.peers.barrier()
+
+
+def connect(
+    rank: int,
+    listener: socket.socket | None,
+    addresses: Sequence[Address | None],
+    all_gather_object: Callable[[bool], list[bool]],
+    timeout_s: float,
+) -> Transport:
+    """Return a transport through shared memory if all ranks are on one node that allows it. Collective.
+
+    `addresses` are those at which the ranks' listeners listen, None for a rank that cannot share memory. This
+    rank's `listener` is closed. `timeout_s` limits each wait for a peer.
+    """
+    known = [address for address in addresses if address]
+    is_possible = len(known) == len(addresses) and len({address.node for address in known}) == 1
+    peers = meet(listener, rank, known, MEETING_SHARE * timeout_s) if listener and is_possible else None
+    if listener:
+        listener.close()
+    have_met = all_gather_object(peers is not None) if is_possible else [False]
+    if peers is None or not all(have_met):
+        return Transport(rank, len(addresses))
+    return SharedMemoryTransport(rank, len(addresses), Peers(rank, peers, timeout_s))

@@ -1,0 +1,58 @@
+"""Sums over real ranks, by shared memory and by gloo, against the naive sum."""
+
+import functools
+
+import pytest
+import torch
+from support.forks import results_of, share_memory
+from torch import Tensor
+
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.transport import Reduction, SharedMemoryTransport
+from mingpt.parallel.exact import naive_sum
+from mingpt.parallel.tree import PartialSums, add_nodes, cover, push
+
+LEAVES = 7
+SIZES = (12, 270_000, 5)  # elements of the buckets; the second is larger than the first segments
+
+
+def leaf(bucket: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * bucket + number)
+    return torch.randn(SIZES[bucket], generator=generator)
+
+
+def sums_are_right(context: DistributedContext, shares: bool, gathers: bool) -> bool:
+    """Whether this rank gets the naive sum of each bucket, or, unless all ranks get it, its chunk."""
+    if shares:
+        assert isinstance(share_memory(context), SharedMemoryTransport)
+    rank, ranks = context.rank, context.world_size
+    parts = [range(place * LEAVES // ranks, (place + 1) * LEAVES // ranks) for place in range(ranks)]
+    covers = [cover(part, LEAVES) for part in parts]
+    add = functools.partial(
+        add_nodes, [node for of_rank in covers for node in of_rank], leaves=LEAVES, add=Tensor.add_
+    )
+    found = []
+    for bucket, size in enumerate(SIZES):
+        leaves = [leaf(bucket, number) for number in parts[rank]]
+        expected = naive_sum(leaves, context)
+        partial_sums: PartialSums[Tensor] = []
+        for number, value in zip(parts[rank], leaves, strict=True):
+            push(partial_sums, 0, number, value, LEAVES, torch.add)
+        pieces = [list(value.split(4)) for _, _, value in partial_sums]
+        chunk = -(-size // ranks)
+        sizes = [max(0, min(chunk, size - chunk * place)) for place in range(ranks)]
+        if not gathers:  # then the other chunks may hold anything
+            sizes = [*sizes[1:], sizes[0]]
+            expected = expected.split(sizes)[rank]
+        reduction = Reduction([len(of_rank) for of_rank in covers], sizes, torch.empty(0), add, gathers)
+        found.append(torch.equal(context.transport.reduce(pieces, reduction), expected))
+    return all(found)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize(
+    ("ranks", "gathers"), [(2, True), (3, True), (3, False), (4, True), (5, True), (8, True)]
+)
+def test_the_bits_are_those_of_the_naive_sum(ranks: int, gathers: bool, shares: bool) -> None:
+    """8 ranks have one of the 7 leaves or none."""
+    assert all(results_of(ranks, functools.partial(sums_are_right, shares=shares, gathers=gathers)))
