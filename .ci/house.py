@@ -49,11 +49,11 @@ class Size:
 
 # Room for what a fork adds to the program; all additions of docs/extending.md fit in it. A fork raises it.
 ROOM = {"statements": 70, "nodes": 400, "files": 5}
-MAX_FILES = 99 + ROOM["files"]
+MAX_FILES = 100 + ROOM["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_440 + ROOM["statements"], nodes=85_220 + ROOM["nodes"]),
+    PROGRAM: Size(statements=11_220 + ROOM["statements"], nodes=83_620 + ROOM["nodes"]),
     ("tests",): Size(statements=11_600),
     ("benchmarks",): Size(lines=4_980),
 }
