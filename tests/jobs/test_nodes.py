@@ -132,7 +132,7 @@ def test_a_node_that_computes_wrongly_leaves_and_the_others_finish_with_the_righ
     undisturbed = tmp_path / "undisturbed"
     alone = start(command(run_dir=undisturbed, **underscored(given)))
     assert alone.wait() == 0, alone.err()
-    assert tensor_hash(run_dir, 100) == tensor_hash(undisturbed, 100)
+    assert job.hashes(100) == {tensor_hash(undisturbed, 100)[:16]}  # a sharded state is on one node's disk
 
 
 def underscored(given: dict[str, Any]) -> dict[str, Any]:
