@@ -32,6 +32,7 @@ from mingpt.distributed.rendezvous import Rendezvous
 
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
+STACKS_S = 0.5
 STORAGE_S = 5.0  # time for what needs storage, which may be the cause of the exit
 STACKS_AFTER = 0.9  # share of timeout_s: a stuck worker writes its stacks before others time out
 MAX_STACK_FILES = 20
@@ -58,8 +59,8 @@ class ExitPlan:
     code: int
     ends_agent: bool = False  # by SIGTERM, at last: no exit code ends a job under torchrun
     status: str = ""  # the job's exit code and a line, for the agent of `python train.py`; "": not written
-    text: str = ""  # for stderr
     reason: str = ""  # the exit reason for other workers and the next generation; "": none is stored
+    text: str = ""  # for stderr
     kills: Sequence[int] = ()  # ranks: of this agent's workers, those that store no exit reason in time
     failure: str = ""  # why the job failed, for run.json
     releases_claims: bool = False
@@ -111,8 +112,8 @@ def how_to_exit(
         )
     if not has_met:
         return ExitPlan(1, text=f"worker {launch.rank} could not rendezvous with the other workers: {said}\n")
-    if said.startswith(TIMED_OUT):
-        timed_out = said
+    if isinstance(error, PeerLost):  # a step may take longer than timeout_s
+        timed_out = said if said.startswith(TIMED_OUT) else ""
     line = (
         f"worker {launch.rank} lost a peer after step {step}, and no restart is left "
         f"(torchrun --max-restarts): {said}\n"
@@ -293,8 +294,8 @@ class ProcessExit:
         if is_first:
             self.perform(self.plan(error))
 
-    def exit_at_once(self, error: SignalReceived) -> NoReturn:
-        """Exit because of a signal, even if another thread is exiting."""
+    def exit_at_once(self, error: SignalReceived | None = None) -> NoReturn:
+        """Exit because of a signal, or since the agent is gone, even if another thread is exiting."""
         self.perform(self.plan(error))
 
     def exit_if_nccl_stuck(self) -> None:
@@ -319,15 +320,15 @@ class ProcessExit:
             mode = "w" if plan.ends_agent else "x"
             with contextlib.suppress(OSError), launch.status_file.open(mode) as file:
                 file.write(plan.status)
-        sys.stdout.flush()
-        write_stderr(plan.text)
         if plan.reason and self.rendezvous:
             reason = {"why": plan.reason, "step": self.last_step()}
             self.rendezvous.record_exit_reason(launch.rank, reason)
+        sys.stdout.flush()
+        write_stderr(plan.text)
         if plan.kills:
             self.kill_silent(plan.kills)
         if self.stacks:
-            try_within(STORAGE_S, self.stacks.close)
+            try_within(STACKS_S, self.stacks.close)
         note = self.note_failure
         if plan.failure and note:
             try_within(STORAGE_S, lambda: note(plan.failure))

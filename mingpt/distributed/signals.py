@@ -63,6 +63,7 @@ class StopSignal:
         self.launch, self.exit = launch, process_exit
         self.reason: str | None = None
         self.deferred = False
+        self.has_sigterm = False  # whether SIGTERM has come, also right after another signal
         self.stop_file: Path | None = None
         self.note_stop: Callable[[], None] | None = None  # records a stop before the first step in run.json
         self.received_at = float("-inf")
@@ -125,7 +126,7 @@ class StopSignal:
             if self.closed.is_set():
                 return
             if self.launch.is_orphan():
-                self.exit.exit_beside_main_thread()
+                self.exit.exit_at_once()
             # False also if a network folder is unreachable for a moment; the next turn looks again.
             is_there = self.stop_file is not None and os.path.exists(self.stop_file)
             if is_there and not self.reason:
@@ -149,6 +150,7 @@ class StopSignal:
     def read_signals(self) -> None:
         while wait_readable({READ_END: self.read_end}, 0.0):
             number = os.read(self.read_end, 1)[0]
+            self.has_sigterm = self.has_sigterm or number == signal.SIGTERM
             now = time.monotonic()
             if number in SIGNALS and not (self.reason and now - self.received_at < REPEAT_S):
                 self.receive(signal.Signals(number))

@@ -106,4 +106,4 @@ class Worker:
         if self.stopped_by:
             error = StopRequested(self.stopped_by)
         if error is None or isinstance(error, Exception):
-            self.exit.exit_process(error, lambda: self.stop_signal.reason == "SIGTERM")
+            self.exit.exit_process(error, lambda: self.stop_signal.has_sigterm)

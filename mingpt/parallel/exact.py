@@ -181,7 +181,7 @@ class ExactReduction(WholeWeights):
         The bucket forgets its partial sums, so that their memory is freed once the exchange has copied them.
         """
         if self.my_micro_batches:
-            self.add_gradients(bucket, self.my_micro_batches[-1])
+            self.add_gradients(bucket, self.my_micro_batches[-1], copies=self.grads_are_static)
         pieces = [self.split_by_rank(bucket, gradients) for _, _, gradients in bucket.partial_sums]
         bucket.partial_sums = []
         self.sent.append(self.overlap.run(functools.partial(self.exchange, bucket, pieces), pieces))

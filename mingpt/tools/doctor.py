@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mingpt.base.command import CommandParser, write_lines
-from mingpt.base.errors import NonRetryableError, UserError
+from mingpt.base.errors import NonRetryableError, PeersMissing, UserError
 from mingpt.base.system import ipv4_addresses, run_within, start
 from mingpt.config import Config
 from mingpt.config.cli import parse
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         examine(launch, parse(settings))
     except Exception as error:  # which a next generation would meet again
         what = NonRetryableError(f"worker {launch.rank} on {platform.node()}: {first_line(error)}")
-        process_exit.exit_process(error if isinstance(error, UserError) else what)
+        process_exit.exit_process(error if isinstance(error, (UserError, PeersMissing)) else what)
     process_exit.exit_process()
 
 

@@ -273,7 +273,7 @@ def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> 
         max(starts, default=None) if is_restart else None,
         max(one.durable_step for one in records),
         max((one.suspects for one in records), key=len),
-        records[0].is_reported,
+        all(one.is_reported for one in records),
     )
 
 

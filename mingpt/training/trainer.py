@@ -13,7 +13,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -53,20 +52,26 @@ class Trainer:
         self.has_new_best = False
         self.evaluator = Evaluator(run)
         self.batches = Batches(run, self.audit, self.timer)
+        if not run.config.trainer.eval_only:
+            run.context.stop_signal.defer()
         self.run_logger = self.open_run_logger(run)
         self.saving = Saving(run, self.audit, self.run_logger)
         self.replay = Replay(run, self.saving, self.run_logger)
-        if not run.config.trainer.eval_only:
-            run.context.stop_signal.defer()
         # From here on run.json records from which step the job began, and where this generation fails.
         if run.context.rank == 0:
             run.context.mark_started()
 
     def open_run_logger(self, run: Run) -> RunLogger | None:
-        """Return a new RunLogger; None on a rank without a run folder, or if nothing is left."""
-        if not run.start.folder.is_kept or self.nothing_left:
+        """Return a new RunLogger; None on a rank without a run folder, or if there is nothing to train.
+
+        From then on an exit knows the last step, and records in run.json why the job failed.
+        """
+        if self.nothing_left or run.config.trainer.eval_only:
             return None
-        return RunLogger(run.start, run.environment)
+        logger = RunLogger(run.start, run.environment) if run.start.folder.is_kept else None
+        note = (lambda why: logger.failed(run.state.step, why)) if logger else None
+        run.context.exit.start_run(run.start.run_dir, lambda: run.state.step, note)
+        return logger
 
     def run(self) -> str | None:
         """Train up to max_steps, or until a request to stop; then save, and wait until that is on disk.
@@ -193,8 +198,6 @@ class Trainer:
                 assignment,
                 self.saving.store.url,
             )
-        note = (lambda why: logger.failed(state.step, why)) if logger else None
-        self.context.exit.start_run(Path(self.config.run_dir), lambda: state.step, note)
         self.saving.allocate()
         events.emit("run_start", state=state, strategy=self.strategy)
         return True

@@ -100,12 +100,12 @@ mingpt.training.run_data.read_bytes = read_slowly
 SLOW_TO_BUILD = """
 import time
 from pathlib import Path
-import mingpt.training.build
+import mingpt.training.run
 def compile_slowly(*arguments, **options):
     Path({mark!r}).touch()
     time.sleep(60)
-mingpt.training.build.compile_model = compile_slowly
-mingpt.training.build.import_compiler = compile_slowly
+mingpt.training.run.compile_model = compile_slowly
+mingpt.training.run.import_compiler = compile_slowly
 """
 
 

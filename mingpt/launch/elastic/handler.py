@@ -51,7 +51,7 @@ from mingpt.launch.elastic.boards import (
     request,
     serve_once_free,
 )
-from mingpt.launch.elastic.decisions import FINISHED, LEFT, WAITING, Entry, Round
+from mingpt.launch.elastic.decisions import FINISHED, LEFT, Entry, Round
 from mingpt.launch.elastic.node import Meeting, Node
 from mingpt.snapshot.memory import LEFT_TO_AGENT
 
@@ -266,7 +266,7 @@ class ElasticRendezvous(RendezvousHandler):
             self._node.end(FINISHED, EXIT_S)
             deadline = time.monotonic() + LINGER_S
             while time.monotonic() < deadline and any(
-                entry.state == WAITING for entry in self._node.view().alive
+                entry.id != self._node.id for entry in self._node.view().alive
             ):
                 time.sleep(POLL_S)
         return True
