@@ -1,7 +1,8 @@
 """The workers of a generation (between two restarts): rendezvous, collectives, requests to stop, and exit.
 
-Importing this package does not import torch. `Launch`, `StopSignal` (signals.py) and `ProcessExit` work
-without torch until there is a process group; constructing a `DistributedContext` imports torch.
+ends.py says in words how workers and generations ended. Importing this package does not import torch.
+`Launch`, `StopSignal` (signals.py) and `ProcessExit` work without torch until there is a process group;
+constructing a `DistributedContext` imports torch.
 """
 
 from mingpt.distributed.context import DistributedContext, Place

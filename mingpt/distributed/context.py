@@ -98,6 +98,7 @@ class DistributedContext(Group):
 
         from mingpt.distributed import nccl
 
+        # A machine that is slow to start here may be as slow elsewhere.
         own_start_s = time.monotonic() - self.exit.began_at
         least_s = 0.0 if self.launch.agent_pid else UNMANAGED_WAIT_S
         check_gloo()

@@ -113,7 +113,7 @@ class ExactReduction(WholeWeights):
         self.gradient_buckets = [self.make_bucket(names) for names in self.buckets]
         self.grads_are_static = False
         self.is_last = False  # whether the micro-batch under way is this worker's last
-        self.sent: list[Future[Tensor]] = []  # the sums of the first buckets
+        self.sent: list[Future[Tensor]] = []  # the sum of each bucket that has been sent, in order
         self.sums: dict[str, Tensor] = {}  # of the rows that this rank updates
         if self.world_size > 1:
             self.overlap = Overlap(self.context.device)

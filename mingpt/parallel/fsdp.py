@@ -196,7 +196,8 @@ class ExactFSDPReduction(FSDPReduction):
             ((_, _, total),) = partial_sums
             rows.copy_(total)
             partial_sums.clear()
-        # Partial sums must not keep all received chunks, nor lie where another exchange writes.
+        # `push` adds in place, so a partial sum may lie in a received chunk: the next turn writes there, and
+        # the memory of all chunks would be kept.
         partial_sums[:] = [
             (level, index, part.clone() if any(part is chunk for chunk in chunks) else part)
             for level, index, part in partial_sums

@@ -226,10 +226,12 @@ def peak_memory() -> int:
 def is_reported(run_dir: Path) -> bool:
     """Return whether the end of a run is on record: `status` in run.json is not "running".
 
-    Also true if run.json is damaged, or if run.json and metrics.jsonl are missing, as in a copy of snapshots.
+    Also true if nothing tells that an end is missing: if run.json is damaged, or if run.json and
+    metrics.jsonl are not there, as in a copy of snapshots.
     """
     if not (run_dir / "run.json").exists():
-        return not (run_dir / "metrics.jsonl").exists()
+        was_recording = (run_dir / "metrics.jsonl").exists()
+        return not was_recording
     history = load_history(run_dir)
     return history is None or history.get("status") != "running"
 

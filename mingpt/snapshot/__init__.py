@@ -1,8 +1,9 @@
 """Write and read snapshots, the saved states of a run: files in a folder, at a URL or in /dev/shm.
 
 A snapshot is tensor files and a manifest, a JSON file that describes them. It exists when its manifest exists
-and the manifest's checksums hold. SnapshotSaver (saver.py) deletes old snapshots. No module here depends on
-the model: tensors are known by their names, and by the rows that each rank holds.
+and the manifest's checksums hold. SnapshotSaver (saver.py) deletes old snapshots, search.py chooses the
+newest for all ranks, and claim.py lets one job at a time write there. Only contents.py knows the model:
+elsewhere tensors are known by their names, and by the rows that each rank holds.
 """
 
 from mingpt.snapshot.lookup import open_snapshot

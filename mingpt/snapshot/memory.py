@@ -173,7 +173,11 @@ class MemorySaver:
             self.group = BackgroundGroup(self.rank, len(self.keepers))
 
     def create_folders(self, needed: int) -> None:
-        """Create this rank's folders. Raises OSError if that fails, or without room for `needed` bytes."""
+        """Create this rank's folders, and tell the agent of the run's folder, which it may have to remove.
+
+        Raises OSError if that fails, or if there is no room for `needed` bytes, those of older snapshots
+        included, since they make room for new ones.
+        """
         root = self.snapshots.root
         root.mkdir(mode=0o700, exist_ok=True)
         (root / LEFT_TO_AGENT).unlink(missing_ok=True)
@@ -278,9 +282,9 @@ class MemorySaver:
         return Transfer(
             make_layout(specs, step),
             self.own.staging,
-            lambda name: [(rank, specs[name].nbytes)],
-            self.group,
-            keeper,
+            sources=lambda name: [(rank, specs[name].nbytes)],  # all bytes come from one rank
+            group=self.group,
+            writer=keeper,
         )
 
     def disable(self, problem: str) -> None:

@@ -287,14 +287,13 @@ def tabulate(runs: Sequence[Run]) -> Iterator[str]:
     """Yield a header and a row for each run, with "-" for what is not known."""
     yield HEADER
     for run in runs:
-        names = ("step", "val/loss", "val/bits_per_byte", "tokens")
         steps, losses, bits, tokens = (
             [record[name] for record in run.records if is_finite(record.get(name))] or [math.nan]
-            for name in names
+            for name in ("step", "val/loss", "val/bits_per_byte", "tokens")
         )
         seconds = sum(entry.get("seconds", 0.0) for entry in run.history.get("generations", []))
         row = (max(steps), losses[-1], min(losses), bits[-1], min(bits), seconds or math.nan, tokens[-1])
-        yield ROW.format(*row).replace("nan", "  -") + run.name
+        yield ROW.format(*row).replace("nan", "  -") + run.name  # NaN stands for what is not known
 
 
 def draw(runs: Sequence[Run], path: str) -> Iterator[str]:

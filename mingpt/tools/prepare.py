@@ -248,8 +248,9 @@ def finish_shard(path: Path, dtype: np.dtype[Any]) -> dict[str, Any]:
     """Write a shard's header, make the shard durable, and return its entry in meta.json."""
     size = path.stat().st_size
     tokens = (size - HEADER_BYTES) // dtype.itemsize
+    magic, version = next(numbers for numbers, of_tokens in FORMATS.items() if of_tokens == dtype)
     with open(path, "rb+") as file:
-        file.write(struct.pack("<3i", *list(FORMATS)[dtype == UINT32], tokens))
+        file.write(struct.pack("<3i", magic, version, tokens))
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     fsync_path(path)

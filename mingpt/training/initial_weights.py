@@ -84,7 +84,7 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
     folder = Path(download(where) if is_on_hub else where)
     theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config = config_from_hf(theirs)
-    found = read_tensors(folder)
+    found = read_tensors(folder)  # `from_hf` takes out what it uses
     if config.n_layer > len(found):  # parameter_shapes takes time in proportion
         raise UserError(f"{CONFIG} asks for {config.n_layer:,} layers, and there are {len(found):,} tensors")
     sizes = {"vocab_size": theirs.vocab_size, "block_size": theirs.max_position_embeddings}

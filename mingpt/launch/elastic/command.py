@@ -82,7 +82,7 @@ def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
                 raise UserError(f"--rdzv {rdzv} cannot be created as a folder: {error.strerror}") from None
-            # If the storage fails for a while, the agent waits for it and logs that.
+            # Any other error may pass: the agent waits for the storage, and logs that.
     address, interface = check_local_addr(options.local_addr)
     wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
     variables = {name: value for name, value in wanted.items() if not os.environ.get(name)}
