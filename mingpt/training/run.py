@@ -179,7 +179,7 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
         buffer = torch.empty(sum(sizes[name] for name in names), device=context.device)
         weights = dict(zip(names, buffer.split([sizes[name] for name in names]), strict=True))
         for name, weight in weights.items() if context.rank == 0 else ():
-            weight.copy_((given.pop(name) if name in given else draw(name, shapes[name])).view(-1))
+            weight.copy_((given.pop(name) if name in given else draw(name, shapes[name])).reshape(-1))
         context.transport.broadcast(buffer, 0)
         for name, weight in weights.items():
             first = state.rows.of(f"model.{name}", context.rank).start
