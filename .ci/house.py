@@ -53,7 +53,7 @@ MAX_FILES = 100 + ROOM["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_220 + ROOM["statements"], nodes=83_620 + ROOM["nodes"]),
+    PROGRAM: Size(statements=11_220 + ROOM["statements"], nodes=83_670 + ROOM["nodes"]),
     ("tests",): Size(statements=11_600),
     ("benchmarks",): Size(lines=4_980),
 }
