@@ -1,6 +1,9 @@
 """The workers of a generation (between two restarts): rendezvous, collectives, requests to stop, and exit.
 
-ends.py says in words how workers and generations ended. Importing this package does not import torch.
+ends.py says in words how workers and generations ended. transport.py decides how tensors travel among ranks
+(gloo, NCCL, or the memory of one machine, which shared_memory.py maps).
+
+Importing this package does not import torch.
 `Launch`, `StopSignal` (signals.py) and `ProcessExit` work without torch until there is a process group;
 constructing a `DistributedContext` imports torch.
 """

@@ -72,9 +72,10 @@ def stuck_place(stacks: str) -> str:
 
     This is the innermost line outside libraries, if there is one. Without stacks, a clause says so.
     """
-    # SIGUSR2's stacks have no such title: they tell where the process was at that time.
+    # Only the timer's stacks have the title "Timeout ("; those of SIGUSR2 may be of an earlier moment.
     _, was_stuck, dump = stacks.rpartition("Timeout (")
-    main_thread = dump.rpartition("hread 0x")[2] if was_stuck else ""  # the last thread
+    # The main thread is the last, after "Thread 0x" or "Current thread 0x".
+    main_thread = dump.rpartition("hread 0x")[2] if was_stuck else ""
     frames = re.findall(r'File "(.+)", line (\d+) in (.+)', main_thread)
     own = [frame for frame in frames if "/lib/python" not in frame[0]] or frames
     if not own:

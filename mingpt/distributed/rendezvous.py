@@ -70,9 +70,10 @@ class Rendezvous:
                     f"worker 0 cannot listen at port {launch.master_port} (MASTER_PORT) of "
                     f"{platform.node()}: {str(error).splitlines()[0]}"
                 ) from None
-            if launch.agent_hosts_store or is_host or time.monotonic() < self._deadline - 1.0:
-                raise
-            self._give_up([0])
+            has_waited = time.monotonic() > self._deadline - 1.0  # TCPStore may give up a little early
+            if has_waited and not launch.agent_hosts_store and not is_host:
+                self._give_up([0])
+            raise
         store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
         return store
 

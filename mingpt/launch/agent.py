@@ -97,7 +97,7 @@ class StopRequest:
         return self.status_file.read_text() if self.status_file.exists() else ""
 
 
-def how_to_exit(
+def job_exit(
     is_told: bool, status: str, codes: Mapping[int, int], end: GenerationEnd | None, command: str
 ) -> tuple[int, str]:
     """Return the exit code of a job whose workers have ended, and what is printed.
@@ -174,7 +174,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
             signal.signal(number, signal.SIG_IGN)  # nothing is left to stop
         found = read_generation_end(store)
         end = found[0] if found else None
-        code, text = how_to_exit(stop.first is not None, stop.read_status(), codes, end, shlex.join(command))
+        code, text = job_exit(stop.first is not None, stop.read_status(), codes, end, shlex.join(command))
         write_stderr(text)
     os._exit(code)
 

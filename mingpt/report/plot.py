@@ -26,7 +26,7 @@ from mingpt.report.metrics import RunStart, Sink, Values
 from mingpt.report.writing import ReportFile, read_lines
 
 MAX_LOSS = 1e30  # larger losses are left out, as are those that are not finite
-UNSCALED = 0.1  # the losses of this first share of the steps fall fast, and do not set the y-axis's range
+EARLY_SHARE = 0.1  # of the steps: their losses fall fast, and do not set the y-axis's range
 COLORS = {
     "start": "#a8b3bf",
     "training": "#5aa469",
@@ -126,7 +126,7 @@ def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = N
         # Without the space, a name that begins with _ would not be in the legend.
         axes.plot(*val, color=color, marker="o", markersize=3, label=f" {label}")
         steps, losses = np.hstack((train, val))
-        late.extend(losses[steps >= UNSCALED * steps.max(initial=0)])
+        late.extend(losses[steps >= EARLY_SHARE * steps.max(initial=0)])
     if late:
         margin = 0.05 * np.ptp(late) + 1e-3
         axes.set_ylim(min(late) - margin, max(late) + margin)

@@ -42,9 +42,9 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     if manifest.settings.model.n_layer > len(entries):
         raise CorruptSnapshot(f"its {len(entries)} tensors cannot have config.model.n_layer blocks")
     rows, rank = stored_rows(manifest), manifest.shard.rank if manifest.shard else 0
-    whole = {name for name in rows.shapes if not rows.by_rank(name)}
-    has_whole = not manifest.shard or bool(entries.keys() & whole)
-    wanted = rows.shapes.keys() - (set() if has_whole else whole)
+    unsharded = {name for name in rows.shapes if not rows.by_rank(name)}
+    has_unsharded = not manifest.shard or bool(entries.keys() & unsharded)
+    wanted = rows.shapes.keys() - (set() if has_unsharded else unsharded)
     for name in sorted(wanted):
         if name not in entries:
             raise CorruptSnapshot(f"its tensor file lacks {name}")
@@ -59,10 +59,10 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     surplus = sorted(entries.keys() - wanted - {OLDER_TOKENIZER})
     if surplus:
         raise CorruptSnapshot(f"its tensor file holds {surplus[0]!r}, which its model lacks")
-    if has_whole and manifest.tokenizer.kind != "none":
+    if has_unsharded and manifest.tokenizer.kind != "none":
         try:
             if tokenizer is None or manifest.tokenizer.kind != "json":
-                load_carried(manifest, tokenizer)
+                load_carried(manifest, tokenizer)  # raises if there are no bytes
         except ValueError as error:
             raise CorruptSnapshot(f"its tokenizer is damaged: {error}") from None
 

@@ -27,14 +27,15 @@ class Kill(NamedTuple):
     """A kill: worker `rank` gets SIGKILL in `phase` of the first step that has this phase, from `step` on.
 
     `rank` is taken modulo the number of workers; in a save it is rank 0, which writes. In a start-up
-    `step` means nothing. After the kill the job goes on with `workers` workers and `strategy`.
+    `step` means nothing. After the kill the job goes on with `next_workers` workers and
+    `next_strategy`.
     """
 
     phase: str
     step: int
     rank: int
-    workers: int
-    strategy: str = "ddp"
+    next_workers: int
+    next_strategy: str = "ddp"
 
 
 def marker(folder: Path, number: int) -> Path:

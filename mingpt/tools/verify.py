@@ -76,11 +76,12 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
     (folder / "kills.json").write_text(json.dumps(kills))
     done, strategy = 0, "ddp"
     while True:
-        last = done  # the kill that ends this torchrun, if there is one
-        while last < len(kills) and (kills[last].workers, kills[last].strategy) == (workers, strategy):
+        last = done  # torchrun itself restarts the workers after the kills before this one
+        same = (workers, strategy)
+        while last < len(kills) and (kills[last].next_workers, kills[last].next_strategy) == same:
             last += 1
         for kill in kills[done : last + 1]:
-            then = f"{plural(kill.workers, 'worker')}, {kill.strategy}"
+            then = f"{plural(kill.next_workers, 'worker')}, {kill.next_strategy}"
             sys.stderr.write(f"a kill in {kill.phase}, from step {kill.step} on, then {then}\n")
         own = STRATEGIES[strategy] | {"run_dir": folder / "run"}
         given = [f"{key}={value}" for key, value in (settings | own).items()]
@@ -95,7 +96,8 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
         if last == len(kills) or not marker(folder, last).exists():
             said = (folder / "job.err").read_text()[-3000:]
             raise RuntimeError(f"torchrun ended with code {job.returncode}:\n{said}")
-        done, workers, strategy = last + 1, kills[last].workers, kills[last].strategy
+        done = last + 1
+        workers, strategy = kills[last].next_workers, kills[last].next_strategy
 
 
 def find_problems(

@@ -1,4 +1,7 @@
-"""The validation loss, over all or some of the validation split, and a sample of text."""
+"""The validation loss, over all or some of the validation split, and a sample of text.
+
+`is_due` in start.py says when, and `eval_batches` in data/windows.py on which windows.
+"""
 
 import itertools
 import logging

@@ -341,14 +341,16 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
-    """Return the numbers of (times that workers computed differently, records up to `step`, generations).
+    """Return what `share_history` ranks folders by; the first number that differs decides.
 
+    They are the numbers of (times that workers computed differently, records up to `step`, generations);
     None without a valid run.json, or if metrics.jsonl cannot be read.
     """
     history = load_history(path)
     if history is None:
         return None
     try:
+        # A record that is there twice counts once.
         records = {(record["step"], "val/loss" in record) for record in read_records(path / "metrics.jsonl")}
     except OSError:
         return None

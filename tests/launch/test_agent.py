@@ -16,7 +16,7 @@ from torch.distributed.launcher.api import elastic_launch
 from mingpt.config import PROJECT, Config
 from mingpt.distributed import GenerationEnd, Launch
 from mingpt.launch import agent
-from mingpt.launch.agent import StopRequest, how_to_exit, launch_config, register_rendezvous
+from mingpt.launch.agent import StopRequest, job_exit, launch_config, register_rendezvous
 from mingpt.launch.worker import Worker
 
 # A worker that records the signal that it gets.
@@ -85,7 +85,7 @@ def test_the_exit_code_of_plain_python(
     is_told: bool, status: str, codes: dict[int, int], end: GenerationEnd | None, expected: tuple[int, str]
 ) -> None:
     """A worker that failed has printed why."""
-    assert how_to_exit(is_told, status, codes, end, "train.py") == expected
+    assert job_exit(is_told, status, codes, end, "train.py") == expected
 
 
 NO_TRAINING = """
