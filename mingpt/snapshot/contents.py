@@ -54,8 +54,8 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
             raise CorruptSnapshot(
                 f"its tensor {name} has shape {list(entries[name].shape)}, not {list(shape)}"
             )
-        if entries[name].dtype != "F32":
-            raise CorruptSnapshot(f"its tensor {name} has type {entries[name].dtype}, not F32")
+        if entries[name].dtype != torch.float32:
+            raise CorruptSnapshot(f"its tensor {name} has type {entries[name].dtype}, not float32")
     surplus = sorted(entries.keys() - wanted - {OLDER_TOKENIZER})
     if surplus:
         raise CorruptSnapshot(f"its tensor file holds {surplus[0]!r}, which its model lacks")

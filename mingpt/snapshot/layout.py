@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ UNFINISHED = re.compile(r"partial-step_([0-9]{8,19})")
 KINDS = ("safetensors", "optimizer.safetensors")  # of tensor files, weights first
 TOKENIZER = "tokenizer"  # the kind of the file with the tokenizer's bytes
 OPTIMIZER = "optimizer."  # prefix of the names of optimizer state
+LENGTH_BYTES = 8  # at the start of a file: the length of its header
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -94,7 +96,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -122,22 +124,25 @@ def make_layout(specs: Mapping[str, TensorSpec], step: int) -> list[FileLayout]:
     return [file_layout(file_name(step, kind), group) for kind, group in zip(KINDS, groups, strict=False)]
 
 
-def file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
-    """Return the names sorted by element size, largest first (so that tensors are aligned), then by name."""
-    return sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
-
-
 def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
-    """Return the layout of one file that holds all these tensors."""
+    """Return the layout of one file that holds all these tensors.
+
+    They are sorted by the size of an element, largest first, so that each is aligned, and then by name.
+    """
+    return lay_out(name, dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))))
+
+
+def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
+    """Return the layout of a file in which these tensors follow each other in this order, without gaps."""
     entries, begins, position = dict[str, Any](), dict[str, int](), 0
-    for tensor in file_order(specs):
-        spec, begins[tensor] = specs[tensor], position
+    for tensor, spec in specs.items():
+        begins[tensor] = position
         entry = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape)}
         entries[tensor] = entry | {"data_offsets": [position, position + spec.nbytes]}
         position += spec.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
     begins = {tensor: len(header) + begin for tensor, begin in begins.items()}
     return FileLayout(name, header, begins, len(header) + position)
 

@@ -1,9 +1,10 @@
 """Read the safetensors format strictly, by ranges of a file in a folder or at a URL.
 
 The format is 8 bytes with the header's length, the header as JSON, the tensors. `TensorFile` reads the
-header, and later single tensors. The header is checked against the file's size before a
-tensor is allocated. No pickle is read, and nothing is executed. Wrong content raises CorruptSnapshot, a
-failure to read UnreadableSnapshot. https://huggingface.co/docs/safetensors
+header, and later single tensors. Before a tensor is allocated, the header must be the one that `lay_out`
+writes for its types and shapes, and describe all bytes of the file. No pickle is read, and nothing is
+executed. Wrong content raises CorruptSnapshot, a failure to read UnreadableSnapshot.
+https://huggingface.co/docs/safetensors
 """
 
 import errno
@@ -13,23 +14,19 @@ import math
 import os
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import pydantic
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
-from mingpt.base.files import PIECE_BYTES, BadJson, Count, DriverError, check_json, reason_of, retry
-from mingpt.snapshot.layout import DTYPES, memory_of
+from mingpt.base.files import PIECE_BYTES, DriverError, reason_of, retry
+from mingpt.snapshot.layout import DTYPES, LENGTH_BYTES, TensorSpec, lay_out, memory_of
 from mingpt.snapshot.manifest import Manifest, parse_object
 
 T = TypeVar("T")
-LENGTH_BYTES = 8
 MAX_HEADER = 4 << 20  # bytes; gpt2-xl and its optimizer take a tenth of it
-MAX_DIMENSIONS = 8
 log = logging.getLogger(__name__)
 
 
@@ -114,26 +111,7 @@ def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
         raise OSError(errno.EIO, f"{count} bytes came instead of {len(buffer)}")
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """The type and shape of a tensor, and its place in its file: offsets in bytes from the file's start."""
-
-    dtype: str  # a key of DTYPES
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-class EntryFields(pydantic.BaseModel):
-    """The fields of a tensor's entry in a file's header, a JSON object."""
-
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
-    dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
-    shape: list[Count] = pydantic.Field(max_length=MAX_DIMENSIONS)
-    data_offsets: list[Count] = pydantic.Field(min_length=2, max_length=2)
-
-
-Entries = Mapping[str, TensorEntry]
+Entries = Mapping[str, TensorSpec]
 # A function that raises CorruptSnapshot or UnreadableSnapshot if a snapshot with this manifest, these tensors
 # and these bytes of a tokenizer must not be used.
 Check = Callable[[Manifest, Entries, bytes | None], None]
@@ -151,7 +129,8 @@ class StoredFile:
 
     def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:
         self.file, self.size = file, file.size()
-        self.entries: dict[str, TensorEntry] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        self.begins: dict[str, int] = {}  # where each tensor begins, in bytes from the file's start
         if expected_size not in (None, self.size):
             raise CorruptSnapshot(f"{file.what} has {self.size:,} bytes instead of {expected_size:,}")
 
@@ -169,44 +148,35 @@ class TensorFile(StoredFile):
         length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
         if length > min(MAX_HEADER, self.size - LENGTH_BYTES):
             raise CorruptSnapshot(f"the header of {file.what} cannot have {length:,} bytes")
-        self.entries = parse_header(file.read(LENGTH_BYTES, LENGTH_BYTES + length), self.size, file.what)
+        header = file.read(0, LENGTH_BYTES + length)
+        self.specs = parse_specs(header[LENGTH_BYTES:], f"the header of {file.what}")
+        # Tensors of these types and shapes, one after the other, give exactly one header.
+        layout = lay_out("", self.specs)
+        if (layout.header, layout.size) != (header, self.size):
+            raise CorruptSnapshot(f"the header of {file.what} does not describe its {self.size:,} bytes")
+        self.begins = layout.begins
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in new memory. Raises KeyError if it is missing."""
-        entry = self.entries[name]
-        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        self.file.read_into(entry.begin, memory_of(tensor.view(-1).view(torch.uint8)))
+        spec = self.specs[name]
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        self.file.read_into(self.begins[name], memory_of(tensor.view(-1).view(torch.uint8)))
         return tensor
 
 
-def parse_header(header: bytes, file_size: int, what: str) -> dict[str, TensorEntry]:
-    """Return a header's entries by tensor name. CorruptSnapshot unless they fill the file without gaps."""
-    parsed = parse_object(header, f"the header of {what}")
-    parsed.pop("__metadata__", None)
-    start = LENGTH_BYTES + len(header)
-    entries = {name: parse_entry(name, value, start) for name, value in parsed.items()}
-    position = start
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != position:
-            raise wrong(name, "its bytes do not begin where those before it end")
-        position = entry.end
-    if position != file_size:
-        raise CorruptSnapshot(f"the tensors of {what} end at byte {position:,} of {file_size:,}")
-    return entries
-
-
-def parse_entry(name: str, value: Any, start: int) -> TensorEntry:
-    """Return a tensor's entry; its offsets in `value` count from `start`. CorruptSnapshot if it is wrong."""
-    if not name or len(name) > 500 or any(mark in name for mark in "/\\\0"):
-        raise wrong(name, "this is no name for a tensor")
+def parse_specs(text: bytes, what: str) -> dict[str, TensorSpec]:
+    """Return the types and shapes in a header, called `what`, by tensor, in its order. CorruptSnapshot."""
     try:
-        check_json(value, EntryFields)
-    except BadJson as error:
-        raise wrong(name, str(error)) from None
-    dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-    if math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
-        raise wrong(name, "its shape does not fit its data_offsets")
-    return TensorEntry(dtype, tuple(shape), start + begin, start + end)
+        specs = {
+            name: TensorSpec(DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            for name, entry in parse_object(text, what).items()
+        }
+    except (KeyError, TypeError):
+        raise CorruptSnapshot(f"{what} lacks a tensor's type or shape") from None
+    sizes = [size for spec in specs.values() for size in spec.shape]
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise CorruptSnapshot(f"{what} holds a shape of other numbers than counts")
+    return specs
 
 
 def wrong(name: str, reason: str) -> CorruptSnapshot:

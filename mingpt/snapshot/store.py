@@ -27,12 +27,12 @@ from mingpt.base.files import PIECE_BYTES, DriverError, reason_of
 from mingpt.config import Config
 from mingpt.snapshot.file_store import FileStore
 from mingpt.snapshot.layout import (
-    DTYPES,
     KINDS,
     OPTIMIZER,
     TOKENIZER,
     UNFINISHED,
     FileLayout,
+    TensorSpec,
     file_name,
     files_of,
     memory_of,
@@ -40,16 +40,7 @@ from mingpt.snapshot.layout import (
     unfinished_name,
 )
 from mingpt.snapshot.manifest import MAX_BYTES, FileRecord, Manifest, decode_manifest, encode_manifest
-from mingpt.snapshot.reading import (
-    Check,
-    SourceFile,
-    StoredFile,
-    TensorEntry,
-    TensorFile,
-    accept_all,
-    check_finite,
-    wrong,
-)
+from mingpt.snapshot.reading import Check, SourceFile, StoredFile, TensorFile, accept_all, check_finite, wrong
 
 MAX_FILES_AT_ONCE = 4
 OLDER_TOKENIZER = "tokenizer"  # a tensor of bytes, in snapshots of schema 2
@@ -66,8 +57,8 @@ def verify_file(file: StoredFile, sha256: str, step: int) -> None:
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
-    for name, entry in file.entries.items():
-        if entry.begin % DTYPES[entry.dtype].itemsize:  # a piece might begin within a number
+    for name, begin in file.begins.items():
+        if begin % file.specs[name].dtype.itemsize:  # a piece might begin within a number
             raise wrong(name, "its numbers are not aligned")
     buffers = [torch.empty(min(PIECE_BYTES, file.size), dtype=torch.uint8) for _ in range(2)]
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -77,23 +68,23 @@ def verify_file(file: StoredFile, sha256: str, step: int) -> None:
             file.file.read_into(begin, content)
             hashing.result()
             hashing = pool.submit(digest.update, content)
-            for name, entry in file.entries.items():
-                check_piece(name, entry, piece, begin, step)
+            for name, spec in file.specs.items():
+                check_piece(name, spec, file.begins[name] - begin, piece, step)
         hashing.result()
     if digest.hexdigest() != sha256:
         raise CorruptSnapshot(f"{file.file.what} has another SHA-256 than its manifest says")
 
 
-def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int, step: int) -> None:
-    """Raise CorruptSnapshot if a tensor has wrong numbers in `piece`, its file's bytes from `begin` on.
+def check_piece(name: str, spec: TensorSpec, begin: int, piece: torch.Tensor, step: int) -> None:
+    """Raise CorruptSnapshot if a tensor has wrong numbers in `piece`, some neighbouring bytes of its file.
 
-    A number is wrong if it is not finite, or an optimizer's count of more than `step` updates.
+    The tensor begins `begin` bytes after the piece's first, or before it. A number is wrong if it is not
+    finite, or an optimizer's count of more than `step` updates.
     """
-    low, high = max(entry.begin, begin) - begin, min(entry.end, begin + len(piece)) - begin
-    dtype = DTYPES[entry.dtype]
-    if low >= high or not dtype.is_floating_point:
+    low, high = max(begin, 0), min(begin + spec.nbytes, len(piece))
+    if low >= high or not spec.dtype.is_floating_point:
         return
-    numbers = piece[low:high].view(dtype)
+    numbers = piece[low:high].view(spec.dtype)
     check_finite(name, numbers)
     if name.startswith(OPTIMIZER) and name.endswith(".step") and numbers.max() > step:
         raise wrong(name, f"it has counted {float(numbers.max()):g} updates at step {step}")
@@ -110,15 +101,15 @@ class Snapshot:
         self.manifest, self.files = manifest, list(files)
         self.file_of: dict[str, TensorFile] = {}
         for file in (file for file in files if isinstance(file, TensorFile)):
-            for name in file.entries:
+            for name in file.specs:
                 if name in self.file_of:
                     raise CorruptSnapshot(f"its tensor {name[:100]!r} is in two files")
                 self.file_of[name] = file
 
     @property
-    def entries(self) -> dict[str, TensorEntry]:
-        """The type, shape and place of each tensor, by name."""
-        return {name: file.entries[name] for name, file in self.file_of.items()}
+    def entries(self) -> dict[str, TensorSpec]:
+        """The type and shape of each tensor, by name."""
+        return {name: file.specs[name] for name, file in self.file_of.items()}
 
     @property
     def config(self) -> Config:
@@ -135,7 +126,7 @@ class Snapshot:
             if not isinstance(file, TensorFile):
                 return file.file.read(0, file.size)
         if OLDER_TOKENIZER in self.file_of:
-            if self.entries[OLDER_TOKENIZER].dtype != "U8":
+            if self.entries[OLDER_TOKENIZER].dtype != torch.uint8:
                 raise CorruptSnapshot(f"its tensor {OLDER_TOKENIZER!r} does not have type U8")
             return self.read(OLDER_TOKENIZER).numpy().tobytes()
         return self.manifest.vocabulary.encode(errors="replace") or None

@@ -17,7 +17,8 @@ B = {"dtype": "F32", "shape": [2], "data_offsets": [16, 24]}
 
 def make_file(header: Any, data: bytes = bytes(24)) -> bytes:
     """A safetensors file with this header, as JSON or as bytes."""
-    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    encoded = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded + data
 
 
@@ -30,7 +31,7 @@ def test_the_tensors_of_a_good_file_are_read() -> None:
     file = open_content(to_safetensors(TENSORS))
     for name, tensor in TENSORS.items():
         assert torch.equal(file.read(name), tensor)
-    assert open_content(make_file({"a": A, "b": B})).entries.keys() == {"a", "b"}
+    assert open_content(make_file({"a": A, "b": B})).specs.keys() == {"a", "b"}
 
 
 BAD: dict[str, bytes] = {
@@ -42,9 +43,6 @@ BAD: dict[str, bytes] = {
     "not JSON": make_file(b"not JSON"),
     "deep nesting": make_file(b'{"a": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"),
     "pickle": b"\x80\x04\x95" + bytes(200),
-    "slash in a name": make_file({"a": A, "../b": B}),
-    "empty name": make_file({"a": A, "": B}),
-    "long name": make_file({"a": A, "b" * 1000: B}),
     "no fields": make_file({"a": A, "b": {}}),
     "more fields": changed(code="import os"),
     "not an object": make_file({"a": A, "b": [1]}),
@@ -52,7 +50,12 @@ BAD: dict[str, bytes] = {
     "negative shape": changed(shape=[-2]),
     "huge shape": changed(shape=[2**62]),
     "shape of floats": changed(shape=[2.0]),
-    "many dimensions": changed(shape=[1] * 60 + [2]),
+    "negative shape of a fitting size": changed(shape=[-2, -1]),
+    "shape of text": changed(shape="2"),
+    "no shape": changed(shape=None),
+    "type of no text": changed(dtype=[]),
+    "spaces": make_file(json.dumps({"a": A, "b": B}).encode()),
+    "metadata": make_file({"__metadata__": {"format": "pt"}, "a": A, "b": B}),
     "offsets past the end": changed(shape=[1000], data_offsets=[16, 4016]),
     "offsets backwards": changed(shape=[0], data_offsets=[24, 16]),
     "negative offsets": changed(data_offsets=[-8, 0]),

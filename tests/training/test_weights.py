@@ -15,7 +15,7 @@ from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, Snap
 from mingpt.data import CharTokenizer, Corpus
 from mingpt.snapshot import Manifest
 from mingpt.snapshot.contents import check_model, describe_tokenizer, make_tokenizer, snapshot_tokenizer
-from mingpt.snapshot.reading import TensorEntry
+from mingpt.snapshot.layout import TensorSpec
 from mingpt.training.initial_weights import InitialWeights, match_rows, match_weights
 from mingpt.training.run_data import initial_rows, load_corpus, load_data
 
@@ -24,8 +24,8 @@ CHARACTERS = CharTokenizer(VOCABULARY).to_bytes()
 ABC, ONE = CharTokenizer("abc"), SingleProcess()
 
 
-def make_snapshot(name: Name, arch: Arch) -> tuple[Manifest, dict[str, TensorEntry]]:
-    """The manifest of a run, and the tensor entries of its file."""
+def make_snapshot(name: Name, arch: Arch) -> tuple[Manifest, dict[str, TensorSpec]]:
+    """The manifest of a run, and the types and shapes in its file."""
     model, optimizer = make_model(name, arch)
     config = Config(
         data=DataConfig(block_size=8),
@@ -49,7 +49,7 @@ def test_the_tensors_of_a_run_are_those_that_its_manifest_describes(name: Name, 
         with pytest.raises(CorruptSnapshot, match=f"lacks {missing}"):
             check_model(manifest, rest, CHARACTERS)
     for key, entry in entries.items():
-        for other in (replace(entry, shape=(*entry.shape, 1)), replace(entry, dtype="I32")):
+        for other in (replace(entry, shape=(*entry.shape, 1)), replace(entry, dtype=torch.int32)):
             with pytest.raises(CorruptSnapshot, match=key):
                 check_model(manifest, entries | {key: other}, CHARACTERS)
 
