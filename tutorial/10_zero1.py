@@ -1,4 +1,4 @@
-"""Step 10, part 1: ZeRO-1 by hand. Each rank holds AdamW's averages of a share of the weights alone.
+"""Lesson 10, part 1: ZeRO-1 by hand. Each rank holds AdamW's averages only for its share of the weights.
 
     torchrun --standalone --nproc_per_node=2 -m tutorial.10_zero1
 

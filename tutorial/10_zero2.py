@@ -1,8 +1,8 @@
-"""Step 10, part 2: ZeRO-2 by hand. Each rank also keeps only its share of the mean gradients.
+"""Lesson 10, part 2: ZeRO-2 by hand. Each rank also keeps only its share of the mean gradients.
 
     torchrun --standalone --nproc_per_node=2 -m tutorial.10_zero2
 
-Gradients are exchanged in buckets, as in step 9. Once a bucket is exchanged, its whole gradients are freed.
+Gradients are exchanged in buckets, as in lesson 9. Once a bucket is exchanged, its whole gradients are freed.
 With --torch at the end, fully_shard of FSDP2 does it.
 """
 

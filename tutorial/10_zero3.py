@@ -1,8 +1,8 @@
-"""Step 10, part 3: ZeRO-3 by hand. Each rank holds a share of everything; a block is gathered to be used.
+"""Lesson 10, part 3: ZeRO-3 by hand. Each rank holds a share of everything; a block is gathered to be used.
 
     torchrun --standalone --nproc_per_node=2 -m tutorial.10_zero3
 
-Options: --torch takes PyTorch's own, fully_shard of FSDP2. --checkpoint keeps a block's input alone, and
+Options: --torch takes PyTorch's own, fully_shard of FSDP2. --checkpoint keeps only a block's input, and
 computes its other activations again in the backward pass.
 """
 

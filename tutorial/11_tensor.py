@@ -1,4 +1,4 @@
-"""Step 11: tensor parallelism. Each rank holds some heads and some of the MLP's neurons of every block.
+"""Lesson 11: tensor parallelism. Each rank holds some heads and some of the MLP's neurons of every block.
 
     torchrun --standalone --nproc_per_node=2 -m tutorial.11_tensor
 

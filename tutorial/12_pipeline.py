@@ -1,4 +1,4 @@
-"""Step 12: pipeline parallelism. Each rank holds a stage of the model, and micro-batches pass through both.
+"""Lesson 12: pipeline parallelism. Each rank holds a stage of the model, and micro-batches pass through both.
 
     torchrun --standalone --nproc_per_node=2 -m tutorial.12_pipeline
 

@@ -1,4 +1,4 @@
-"""Step 1: one process. A GPT of 110,000 parameters learns a play, in 100 steps of 16 windows each.
+"""Lesson 1: one process. A GPT of 110,000 parameters learns a play, in 100 steps of 16 windows each.
 
     python -m tutorial.1_single
 
@@ -28,7 +28,7 @@ def make_dataset() -> tuple[TensorDataset, int]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # as later steps do: the number of threads changes the last bits of a sum
+    torch.set_num_threads(1)  # as later lessons do: the number of threads changes the last bits of a sum
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dataset, vocab_size = make_dataset()
     torch.manual_seed(SEED)

@@ -1,4 +1,4 @@
-"""Step 2, part 2: the two processes train one model with DistributedDataParallel.
+"""Lesson 2, part 2: the two processes train one model with DistributedDataParallel.
 
     python -m tutorial.2_ddp
 

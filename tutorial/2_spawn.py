@@ -1,4 +1,4 @@
-"""Step 2, part 1: two processes, started by mp.spawn, add up what each of them has.
+"""Lesson 2, part 1: two processes, started by mp.spawn, add up what each of them has.
 
     python -m tutorial.2_spawn
 

@@ -1,4 +1,4 @@
-"""Step 3: the same two workers, started by torchrun, which tells each who it is.
+"""Lesson 3: the same two workers, started by torchrun, which tells each who it is.
 
     torchrun --standalone --nproc_per_node=2 -m tutorial.3_torchrun
 

@@ -1,4 +1,4 @@
-"""Step 4: a worker is killed; torchrun starts all again, and they go on from the newest snapshot.
+"""Lesson 4: a worker is killed; torchrun starts all again, and they go on from the newest snapshot.
 
     torchrun --standalone --nproc_per_node=2 --max_restarts=2 -m tutorial.4_restarts
 
@@ -72,7 +72,7 @@ def main() -> None:
         print(f"rank {rank} resumed from step {step}", flush=True)
     model = DistributedDataParallel(gpt)
     while step < EPOCHS * STEPS_PER_EPOCH:
-        # What DistributedSampler would give; but it follows from the step alone, also in mid epoch.
+        # The order of DistributedSampler, but it depends only on the step, also in mid epoch.
         epoch, batch = divmod(step, STEPS_PER_EPOCH)
         order = torch.randperm(WINDOWS, generator=torch.Generator().manual_seed(SEED + epoch))
         mine = order.split(BATCH_SIZE)[batch][rank::world_size]

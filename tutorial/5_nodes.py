@@ -1,4 +1,4 @@
-"""Step 5: two nodes, each with a torchrun agent of its own, meet at an endpoint and train one model.
+"""Lesson 5: two nodes, each with a torchrun agent of its own, meet at an endpoint and train one model.
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2 --max_restarts=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 -m tutorial.5_nodes & TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2 --max_restarts=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 -m tutorial.5_nodes & wait
 
@@ -74,7 +74,7 @@ def main() -> None:
         print(f"rank {rank} resumed from step {step}", flush=True)
     model = DistributedDataParallel(gpt)
     while step < EPOCHS * STEPS_PER_EPOCH:
-        # What DistributedSampler would give; but it follows from the step alone, also in mid epoch.
+        # The order of DistributedSampler, but it depends only on the step, also in mid epoch.
         epoch, batch = divmod(step, STEPS_PER_EPOCH)
         order = torch.randperm(WINDOWS, generator=torch.Generator().manual_seed(SEED + epoch))
         mine = order.split(BATCH_SIZE)[batch][rank::world_size]

@@ -1,8 +1,8 @@
-"""Step 6: the same batch in micro-batches, whose gradients are accumulated before the ranks exchange them.
+"""Lesson 6: the same batch in micro-batches, whose gradients are accumulated before the ranks exchange them.
 
     torchrun --standalone --nproc_per_node=2 -m tutorial.6_accumulate
 
-With --bf16 at the end, matrix products are computed in bfloat16. This goes on from step 3.
+With --bf16 at the end, matrix products are computed in bfloat16. This goes on from lesson 3.
 """
 
 import argparse

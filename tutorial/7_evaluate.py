@@ -1,4 +1,4 @@
-"""Step 7: evaluation by all ranks, of every window once, however many windows and workers there are.
+"""Lesson 7: evaluation by all ranks, of every window once, however many windows and workers there are.
 
     torchrun --standalone --nproc_per_node=2 -m tutorial.7_evaluate
 

@@ -1,4 +1,4 @@
-"""Step 8: FSDP2. Each rank holds a share of every weight, of its gradient and of its optimizer state.
+"""Lesson 8: FSDP2. Each rank holds a share of every weight, of its gradient and of its optimizer state.
 
     torchrun --standalone --nproc_per_node=2 -m tutorial.8_fsdp
 
@@ -47,7 +47,7 @@ def report(name: str, loss: torch.Tensor) -> None:
 
 @torch.no_grad()
 def evaluate(gpt: GPT, dataset: TensorDataset, device: torch.device) -> None:
-    """Each window once, one per rank in a round: all take part, since a forward pass gathers weights."""
+    """Each window once, one per rank in a round: all take part, because a forward pass gathers weights."""
     gpt.eval()
     total, world_size = torch.zeros((), device=device), dist.get_world_size()
     for first in range(0, len(dataset), world_size):
@@ -60,7 +60,7 @@ def evaluate(gpt: GPT, dataset: TensorDataset, device: torch.device) -> None:
 
 
 def full(state: Any) -> Any:
-    """The state with whole tensors for sharded ones, as in step 4. A collective: all ranks call it."""
+    """The state with whole tensors for sharded ones, as in lesson 4. A collective: all ranks call it."""
     if isinstance(state, dict):
         return {key: full(value) for key, value in state.items()}
     return state.full_tensor().cpu() if isinstance(state, DTensor) else state

@@ -1,4 +1,4 @@
-"""Step 9: DistributedDataParallel by hand. Buckets of gradients are sent while others are being computed.
+"""Lesson 9: DistributedDataParallel by hand. Buckets of gradients are sent while others are being computed.
 
     torchrun --standalone --nproc_per_node=2 -m tutorial.9_ddp
 

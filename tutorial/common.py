@@ -1,6 +1,6 @@
-"""What the programs of steps 9 to 12 share: data, model and windows of the earlier steps; counts of bytes.
+"""What the programs of lessons 9 to 12 share: data, model and windows of earlier lessons; counts of bytes.
 
-Each of these programs trains what step 3 trains, by another mechanism. What they have in common is here, so
+Each of these programs trains what lesson 3 trains, by another mechanism. What they have in common is here, so
 that a program shows its mechanism and nothing else.
 """
 
@@ -31,7 +31,7 @@ STEPS = EPOCHS * STEPS_PER_EPOCH
 
 
 def start() -> tuple[TensorDataset, GPT]:
-    """Make the process group, and then the windows and the model of step 1."""
+    """Make the process group, and then the windows and the model of lesson 1."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")  # on the CPU, where bytes can be counted everywhere
     if BATCH_SIZE % dist.get_world_size():
@@ -136,7 +136,7 @@ class SentBytes(TorchDispatchMode):
 
 
 class Meter:
-    """Times the steps, and counts bytes in the last one, which is not timed since counting takes time."""
+    """Times the steps, and counts bytes in the last one, not timed because counting takes time."""
 
     def __init__(self, gpt: GPT) -> None:
         self.gpt, self.is_counting, self.durations_ms = gpt, False, list[float]()

@@ -5,6 +5,7 @@ from html import escape
 
 INK, OUTLINE, GREY, WHITE, RED = "#1f2328", "#57606a", "#eeeeee", "#ffffff", "#b3261e"
 BLUE, ORANGE, GREEN, PURPLE = "#cfe3fa", "#fde0bd", "#d5ecd4", "#e6dcf8"
+YELLOW, RUST = "#fff2b8", "#f6bd8b"  # beside orange, which is sending in all pictures
 WIDTH, LEFT = 840, 24
 BOLD = ' font-weight="bold"'
 

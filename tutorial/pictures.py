@@ -14,7 +14,21 @@ from torch.utils.data import DistributedSampler
 from mingpt.base.rows import RowMap
 from mingpt.config import ModelConfig
 from mingpt.model import GPT
-from tutorial.drawing import BLUE, BOLD, GREEN, GREY, LEFT, ORANGE, PURPLE, RED, WHITE, WIDTH, Picture
+from tutorial.drawing import (
+    BLUE,
+    BOLD,
+    GREEN,
+    GREY,
+    LEFT,
+    ORANGE,
+    PURPLE,
+    RED,
+    RUST,
+    WHITE,
+    WIDTH,
+    YELLOW,
+    Picture,
+)
 
 single = importlib.import_module("tutorial.1_single")  # an import statement allows no name that begins with 1
 WORLD_SIZE, MICRO_BATCHES = 2, 2
@@ -157,7 +171,8 @@ def draw_nodes() -> Picture:
         picture.box(x + 24, 330, 140, 30, ORANGE, "GPU cuda:0")
         picture.box(x + 176, 290, 140, 30, GREEN, f"RANK={node}")
         picture.box(x + 176, 330, 140, 30, GREEN, f"WORLD_SIZE={WORLD_SIZE}")
-        picture.arrow(x + 170, 372, x + 170, 412)
+        picture.arrow(x + 170, *((412, x + 170, 374) if node else (372, x + 170, 412)))
+        picture.text(x + 178, 404, "gets it from rank 0" if node else "writes it, reads it")
         picture.arrow(420, 314, 352 + 136 * node, 314)
     picture.text(420, 304, "gradients", anchor="middle")
     return picture
@@ -230,8 +245,8 @@ def draw_collectives() -> Picture:
         f"FSDP: {whole:,} bytes of parameters, the blocks' {blocks:,} again, {whole:,} of gradients": fsdp,
     }
     picture = Picture("What is sent in a step", ". ".join(sections) + ".", 442)
-    fills = {"forward": WHITE, "backward": BLUE, "update": GREY}
-    fills |= {"all-reduce": GREEN, "all-gather": ORANGE, "reduce-scatter": PURPLE}
+    fills = {"forward": BLUE, "backward": GREEN, "update": PURPLE}  # as in the pictures over time
+    fills |= {"all-reduce": ORANGE, "all-gather": YELLOW, "reduce-scatter": RUST}
     picture.legend(50, fills)
     for number, (title, lanes) in enumerate(sections.items()):
         top = 100 + 108 * number

@@ -1,4 +1,4 @@
-"""What steps 11 and 12 share: their start and end, and the counting of bytes on a rank that has a part."""
+"""What lessons 11 and 12 share: their start and end, and the counting of bytes on a rank that has a part."""
 
 import os
 
@@ -13,7 +13,7 @@ from tutorial import common
 
 
 def start() -> tuple[int, int, GPT, TensorDataset]:
-    """Join the other ranks. Returns rank, world size, and the weights and windows of step 1."""
+    """Join the other ranks. Returns rank, world size, and the weights and windows of lesson 1."""
     dataset, gpt = common.start()
     return dist.get_rank(), dist.get_world_size(), gpt, dataset
 

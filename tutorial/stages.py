@@ -1,4 +1,4 @@
-"""The two stages of step 12, and a step of them by torch.distributed.pipelining."""
+"""The two stages of lesson 12, and a step of them by torch.distributed.pipelining."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ class Stage(nn.Module):
             raise ValueError(f"two stages need two processes, and there are {world_size}")
         super().__init__()
         self.rank, self.block, self.positions = rank, gpt.h[rank], gpt.positions
-        self.wte = gpt.wte  # on both, since the head of this model is its embedding
+        self.wte = gpt.wte  # on both, because the head of this model is its embedding
         self.other = gpt.wpe if rank == 0 else gpt.ln_f
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Steps 9 and 10 end at step 1's loss, and hold and send the bytes that the page's formulas give."""
+"""Lessons 9 and 10 end at the loss of lesson 1, and hold and send the bytes of the formulas of the page."""
 
 import re
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ def as_int(figure: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_program_ends_at_the_loss_of_step_1_with_the_bytes_of_the_formula(
+def test_a_program_ends_at_the_loss_of_lesson_1_with_the_bytes_of_the_formula(
     name: str, runs: dict[str, Run]
 ) -> None:
     assert runs[name].loss == pytest.approx(runs["1_single"].loss, abs=1e-5)

@@ -29,7 +29,7 @@ def test_a_program_is_short(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """What a step printed, and the weights that it saved."""
+    """What a lesson printed, and the weights that it saved."""
 
     losses: dict[int, list[str]]
     final: str
@@ -47,7 +47,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """All steps, each run once, by its number."""
+    """All lessons, each run once, by its number."""
     folder = tmp_path_factory.mktemp("tutorial")
     found = {}
     for step in STEPS:
@@ -68,7 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 @pytest.mark.slow
-def test_all_steps_end_at_the_same_loss(runs: dict[str, Run]) -> None:
+def test_all_lessons_end_at_the_same_loss(runs: dict[str, Run]) -> None:
     for number, run in runs.items():
         assert float(run.final) == pytest.approx(float(runs["1"].final), abs=1e-5), number
         assert sorted(run.losses) == list(range(10, 101, 10)), number
@@ -78,7 +78,7 @@ def test_all_steps_end_at_the_same_loss(runs: dict[str, Run]) -> None:
 
 
 @pytest.mark.slow
-def test_the_bits_agree_between_steps_that_add_in_the_same_order(runs: dict[str, Run]) -> None:
+def test_the_bits_agree_between_lessons_that_add_in_the_same_order(runs: dict[str, Run]) -> None:
     """On the CPU: 2 to 5 share whole batches, 6 to 8 add micro-batches; the page says so."""
     assert len({runs[number].bits for number in "2345"}) == 1
     assert len({runs[number].bits for number in "678"}) == 1

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Mapping[str, str]:
-    """What step 1 and all commands of the page print, by program and options."""
+    """What lesson 1 and all commands of the page print, by program and options."""
     return {
         line.partition("tutorial.")[2]: run_program(line, folder)
         for line in [command_of(FOLDER / "1_single.py"), *commands(PAGE)]

@@ -8,19 +8,19 @@ from support.pages import blocks, command_of
 
 FOLDER = ROOT / "tutorial"
 PAGE = FOLDER / "README.md"
-STEPS = sorted(path.stem for path in FOLDER.glob("[1-8]_*.py"))
+LESSONS = sorted(path.stem for path in FOLDER.glob("[1-8]_*.py"))
 SECTION = re.compile(r"^## (.*)$", re.MULTILINE)
 
 
 def sections() -> list[str]:
-    """The text below each heading of a step: two for step 2."""
+    """The text below each heading of a lesson: two for lesson 2."""
     parts = SECTION.split(PAGE.read_text())
     return [text for title, text in zip(parts[1::2], parts[2::2], strict=True) if title[0].isdigit()]
 
 
 def test_every_section_has_the_command_of_its_program_and_a_question() -> None:
     found = [re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL) for text in sections()]
-    expected = [command_of(FOLDER / f"{step}.py") for step in STEPS]
+    expected = [command_of(FOLDER / f"{lesson}.py") for lesson in LESSONS]
     assert sorted(command.strip() for commands in found for command in commands) == sorted(expected)
     assert {len(commands) for commands in found} == {1}
     assert {text.count("**Predict, change, run.**") for text in sections()} == {1}
@@ -28,7 +28,7 @@ def test_every_section_has_the_command_of_its_program_and_a_question() -> None:
 
 def test_every_line_of_a_diff_on_the_page_is_one_of_the_diff_between_the_programs() -> None:
     shown = [(given, content) for language, given, content in blocks(PAGE) if language == "diff"]
-    assert {given["to"] for given, _ in shown} == {f"{step}.py" for step in STEPS} - {
+    assert {given["to"] for given, _ in shown} == {f"{lesson}.py" for lesson in LESSONS} - {
         "1_single.py",
         "2_spawn.py",
     }

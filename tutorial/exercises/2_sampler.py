@@ -8,7 +8,7 @@ class Sampler:
     """The windows that one rank reads, step by step, in epochs without end.
 
     A step has `batch_size` windows over all ranks, the last step of an epoch those that are left. Each epoch
-    has all windows once, in a random order that depends on `seed` and the epoch alone. In each step the ranks
+    has all windows once, in a random order that depends only on `seed` and the epoch. In each step the ranks
     together read the same windows, however many there are; each rank's share is larger than another's by one
     window at most, and may be empty. Processes share no random generator.
     """

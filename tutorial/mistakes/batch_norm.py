@@ -3,9 +3,9 @@
     python -m tutorial.mistakes.batch_norm
 
 DDP averages gradients, but each rank normalises with the mean and variance of its own samples. So the number
-of ranks changes the trained model, and the running statistics that are saved know rank 0's samples alone.
+of ranks changes the trained model, and the running statistics that are saved know only rank 0's samples.
 Right on GPUs: SyncBatchNorm.convert_sync_batchnorm(model), which uses the whole batch; it refuses CPUs.
-Right everywhere: a norm over each sample alone, as LayerNorm here. Each way is compared with one process.
+Right everywhere: a norm within each sample, as LayerNorm here. Each way is compared with one process.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Mistake: to trust that torch.load notices a damaged file.
+"""Mistake: trusting that torch.load notices a damaged file.
 
     python -m tutorial.mistakes.flipped_bit
 

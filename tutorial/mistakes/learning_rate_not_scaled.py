@@ -3,7 +3,7 @@
     python -m tutorial.mistakes.learning_rate_not_scaled
 
 A batch four times as large leaves a quarter of the updates. Right while the rate is small, as 0.001 here:
-four times the rate (linear scaling), since one long step then does what four short ones do. At 0.003 this is
+four times the rate (linear scaling), because one long step does what four short ones do. At 0.003 this is
 too much, and twice the rate (square root scaling) is better. Where the first steps diverge, a warm-up raises
 the rate from 0; here it would only cost updates. One process shows it: its batch is that of all workers.
 """

@@ -1,4 +1,4 @@
-"""Mistake: to write a new snapshot over the only one.
+"""Mistake: writing a new snapshot over the only one.
 
     python -m tutorial.mistakes.only_snapshot
 

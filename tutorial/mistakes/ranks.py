@@ -1,6 +1,6 @@
 """Start a function on several ranks of this machine, in a gloo process group, and collect its results.
 
-The steps of the tutorial write this out, since it is what they teach. The mistakes are short, and share it.
+The lessons of the tutorial write this out, because they teach it. The mistakes are short, and share it.
 """
 
 import os
