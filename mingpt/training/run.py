@@ -31,10 +31,11 @@ from mingpt.model import (
 )
 from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
+from mingpt.snapshot.search import copy_rows
 from mingpt.training.audit import make_sampler
 from mingpt.training.initial_weights import match_weights
 from mingpt.training.start import StartPoint
-from mingpt.training.state import LossScale, TrainState, copy_rows, load_state
+from mingpt.training.state import LossScale, TrainState, load_state
 
 log = logging.getLogger(__name__)
 
