@@ -131,10 +131,12 @@ def build_state(
     sampler.seek(manifest.windows)
     setup = StrategySetup(
         model,
-        list(model.h),
         sampler.micro_batches_by_rank(),
-        (trainer.micro_batch_size, config.data.block_size),
         context,
+        list(model.h),
+        torch.zeros(
+            2, trainer.micro_batch_size, config.data.block_size, dtype=torch.long, device=context.device
+        ).unbind(),
         shard_optimizer=trainer.shard_optimizer,
         reshard=trainer.fsdp_reshard,
         param_dtype=torch.bfloat16 if trainer.fsdp_param_dtype else None,
