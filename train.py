@@ -6,7 +6,7 @@ torchrun 128 + signal when told to stop by a signal other than SIGUSR1.
 
 import sys
 
-from mingpt.launch.worker import Worker
+from mingpt.distributed import Worker
 
 
 def main() -> None:
@@ -14,14 +14,18 @@ def main() -> None:
         from mingpt.config.cli import parse
 
         config = parse(sys.argv[1:])
+
+        from mingpt.launch.agent import start_workers
+
         # Plain `python`, several workers: this process becomes their agent and exits here, as they do.
-        worker.start_workers(config, sys.argv)
+        start_workers(worker, config, sys.argv)
 
         from mingpt.training.run import build_run
         from mingpt.training.start import find_start
         from mingpt.training.trainer import Trainer
 
-        context = worker.connect(config)
+        chosen = config.trainer
+        context = worker.connect(chosen.device, chosen.dtype, chosen.threads, chosen.timeout_s)
         trainer = Trainer(build_run(config, context, find_start(config, context)))
         worker.stopped_by = trainer.run()
 

@@ -34,7 +34,7 @@ LOOSE = {"__init__.py", "__main__.py"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Where docstrings are read, and the words with which none begins: the noun is left out.
-READ = ("mingpt", "train.py", "sample.py", "launch", "tests", "benchmarks", "tutorial")
+READ = ("mingpt", "train.py", "sample.py", "launch", "tests", "benchmarks", "tutorial", "examples")
 NO_NOUN = re.compile(r"(Of|Those|That|Whose)\b")
 
 

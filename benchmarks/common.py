@@ -91,10 +91,11 @@ def start(
     restarts: int = 0,
     checkout: Path = ROOT,
     output: Path | None = None,
+    program: str = "train.py",
 ) -> Job:
     """Start train.py under torchrun; its output goes to <output>.out and .err, `run_dir` by default."""
     given = [f"run_dir={run_dir}", *arguments_of(settings, more)]
-    return Job([*torchrun(workers, restarts), "train.py", *given], output or run_dir, cwd=checkout)
+    return Job([*torchrun(workers, restarts), program, *given], output or run_dir, cwd=checkout)
 
 
 def start_plain(
@@ -127,9 +128,9 @@ def changed_program(folder: Path, code: str) -> str:
     return str(path)
 
 
-def train(run_dir: Path, settings: Settings, *more: str, workers: int = 2, checkout: Path = ROOT) -> None:
+def train(run_dir: Path, settings: Settings, *more: str, **options: Any) -> None:
     """Start a job as `start` does, and wait for its end. Raises RuntimeError if it fails."""
-    wait_for_success(start(run_dir, settings, *more, workers=workers, checkout=checkout))
+    wait_for_success(start(run_dir, settings, *more, **options))
 
 
 def train_undisturbed(folder: Path, settings: Settings, *more: str, workers: int = 2) -> tuple[str, float]:

@@ -52,7 +52,7 @@ def train_forked(settings: Settings, workers: int) -> None:
 
 def run_worker(settings: Settings, workers: int, rank: int, port: int) -> None:
     """Run a forked worker, to the end of its process."""
-    from mingpt.launch.worker import Worker
+    from mingpt.distributed import Worker
     from mingpt.training.run import build_run
     from mingpt.training.start import find_start
     from mingpt.training.trainer import Trainer
@@ -64,7 +64,7 @@ def run_worker(settings: Settings, workers: int, rank: int, port: int) -> None:
     try:
         with Worker() as worker:
             config = build(dict(settings))
-            context = worker.connect(config)
+            context = worker.connect(config.trainer.device, config.trainer.dtype)
             worker.stopped_by = Trainer(build_run(config, context, find_start(config, context))).run()
     except SystemExit as end:
         os._exit(end.code if isinstance(end.code, int) else 1)

@@ -1,7 +1,7 @@
 """Seconds per step of the same run in two ways, in turns: paired ratios.
 
     git worktree add /tmp/older COMMIT && python benchmarks/steps_against.py /tmp/older    # 10 minutes
-    python benchmarks/steps_against.py --reduction [--parallel fsdp]     # exact over fast, half an hour
+    python benchmarks/steps_against.py --reduction [--parallel fsdp]     # exact over fast, 40 minutes
     python benchmarks/steps_against.py --scaling                         # 1, 2 and 4 workers, half an hour
     python benchmarks/steps_against.py --jobs       # two workers over two jobs of one worker, 20 minutes
     python benchmarks/steps_against.py --nanogpt CHECKOUT TEXT --sizes cpu           # 15 minutes
@@ -10,8 +10,8 @@
 Runs of two workers under torchrun, without evaluations and snapshots, on two cores that nobody else uses. A
 step's time is the median over the records of metrics.jsonl after the first quarter. Prints a row per round,
 as JSON, then the median of the paired ratios with their range: ours over the other checkout's; exact over
-fast reduction; `efficiency`, the tokens/s of W workers over W times those of one, or over those of two jobs
-of one worker and half the batch each, at once; nanoGPT's over ours.
+fast reduction (DDP), and ExactHook over it; `efficiency`, the tokens/s of W workers over W times those of
+one, or over those of two jobs of one worker and half the batch each, at once; nanoGPT's over ours.
 
 nanoGPT runs from a copy of its checkout on TEXT, tiny Shakespeare as one file, with its own train.py and the
 settings of its README's CPU run (`cpu`: 4 layers, 4 heads, 128 wide, block 64, batch 12) or of its
@@ -84,6 +84,7 @@ OURS: dict[str, tuple[int, dict[str, Any]]] = {
     "two workers, compiled": (2, {"trainer.compile": True}),
     "two threads, compiled": (1, {"trainer.compile": True, "trainer.threads": 2}),
 }
+HOOK = "import common; from support import hooked_ddp as h; h.STRATEGIES['ddp', 'fast'] = h.HookedDDP"
 
 
 class Bench:
@@ -92,15 +93,15 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs = folder, itertools.count(1)
 
-    def step_s(self, settings: common.Settings, workers: int = 2, checkout: Path = ROOT) -> float:
-        """The seconds per step of a run.
+    def step_s(self, settings: common.Settings, workers: int = 2, **options: Any) -> float:
+        """The seconds per step of a run, to which `options` of `common.start` apply.
 
         Raises RuntimeError if the run fails, or is not compiled where it should be.
         """
         run_dir = self.folder / f"run{next(self.runs)}"
         log_every = max(1, settings["trainer.max_steps"] // 20)
         own = {**settings, "trainer.device": "cpu", "trainer.log_every": log_every, "trainer.timeout_s": 300}
-        common.train(run_dir, common.STEPS_ALONE | own, workers=workers, checkout=checkout)
+        common.train(run_dir, common.STEPS_ALONE | own, workers=workers, **options)
         manifest = json.loads(max(run_dir.glob("snapshots/step_*.json")).read_text())
         if settings.get("trainer.compile") and not manifest["software"]["compiled"]:
             raise RuntimeError(f"the compiler failed:\n{Path(f'{run_dir}.err').read_text()[-3000:]}")
@@ -119,14 +120,18 @@ def against_checkout(bench: Bench, size: str, arguments: argparse.Namespace) -> 
 
 
 def exact_over_fast(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
-    settings = SIZES[size] | {"trainer.parallel": arguments.parallel}
-    variants: dict[str, Callable[[], float]] = {
+    settings = SIZES[size] | {"trainer.parallel": arguments.parallel, "trainer.replay_every": 0}
+    variants: dict[str, Callable[..., float]] = {
         reduction: functools.partial(bench.step_s, settings | {"trainer.reduction": reduction})
         for reduction in ("exact", "fast")
     }
+    if arguments.parallel == "ddp":  # the hook in place of DDP's own all-reduce
+        program = common.changed_program(bench.folder, HOOK)
+        variants["hook"] = functools.partial(variants["fast"], program=program)
     about = {"parallel": arguments.parallel, "size": size}
     found = common.measure_in_turns(variants, arguments.rounds, **about)
-    common.row(**about, **common.median_and_spread(common.paired(found, "exact", "fast"), 4))
+    for over in sorted({*variants} - {"fast"}):
+        common.row(**about, over=over, **common.median_and_spread(common.paired(found, over, "fast"), 4))
     return True
 
 

@@ -1,4 +1,4 @@
-"""Exceptions, by what a failure means for the job. `launch.worker.Worker` turns them into exit codes."""
+"""Exceptions, by what a failure means for the job. `distributed.worker.Worker` turns them into exit codes."""
 
 from collections.abc import Sequence
 

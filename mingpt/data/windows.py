@@ -8,6 +8,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -164,22 +165,31 @@ def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
     return indices
 
 
+def split_evenly(count: int, workers: int) -> list[range]:
+    """Return each rank's share of `count` micro-batches: neighbours, in numbers that differ by one at most.
+
+    If there are more workers than micro-batches, some shares are empty.
+    """
+    return [range(rank * count // workers, (rank + 1) * count // workers) for rank in range(workers)]
+
+
 class ElasticSampler(DistributedSampler[int]):
-    """Assign the windows of a shuffled epoch to any number of workers.
+    """Assign the samples of a shuffled epoch, called windows here, to any number of workers.
 
     The order depends on the data, `seed` and the epoch alone: if another number of workers goes on, each
     window of the epoch is still read exactly once. The only state is the integer `windows_seen`, the number
     of windows that all workers together read before iteration begins. `seek` sets it, iterating does not.
 
-    An epoch's windows lie end to end from a random offset, and are read in a random order. A step takes the
-    next `batch_size` windows, across the end of an epoch, too, in micro-batches of `micro_batch_size`.
-    Iterating yields the start of each of this worker's windows, from `windows_seen` on, without end; nothing
-    for a worker without micro-batches.
+    `dataset` may be any with a length and samples by index. Those of a WindowDataset overlap: an epoch has
+    windows that lie end to end from a random offset. A step takes the next `batch_size` windows, across the
+    end of an epoch, too, in micro-batches of `micro_batch_size`. Iterating yields the index in `dataset` of
+    each of this worker's windows, from `windows_seen` on, in a random order and without end; nothing for a
+    worker without micro-batches.
     """
 
     def __init__(
         self,
-        dataset: WindowDataset,
+        dataset: Dataset[Any],
         *,
         batch_size: int,
         micro_batch_size: int,
@@ -193,9 +203,10 @@ class ElasticSampler(DistributedSampler[int]):
         )
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.takes_turns = takes_turns
-        self.block_size = dataset.block_size
-        self.windows_per_epoch = (len(dataset.tokens) - 1) // dataset.block_size
-        self.offsets = (len(dataset.tokens) - 1) % dataset.block_size + 1
+        self.stride = dataset.block_size if isinstance(dataset, WindowDataset) else 1
+        count = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not promise a length
+        self.windows_per_epoch = -(-count // self.stride)
+        self.offsets = (count - 1) % self.stride + 1
         self.windows_seen = 0
 
     def seek(self, windows_seen: int) -> None:
@@ -205,19 +216,19 @@ class ElasticSampler(DistributedSampler[int]):
     def micro_batches_by_rank(self) -> list[range]:
         """Return the micro-batches that each rank reads, out of the m micro-batches of a step.
 
-        Rank r of n reads range(r * m // n, (r + 1) * m // n): contiguous shares whose sizes differ by one at
-        most; with `takes_turns` it reads r, r + n, r + 2 n, ... If n > m, n - m ranks read none.
+        These are the shares of `split_evenly`; with `takes_turns` rank r of n reads r, r + n, r + 2 n, ...
+        If n > m, n - m ranks read none.
         """
         count, workers = self.batch_size // self.micro_batch_size, self.num_replicas
         if self.takes_turns:
             return [range(rank, count, workers) for rank in range(workers)]
-        return [range(rank * count // workers, (rank + 1) * count // workers) for rank in range(workers)]
+        return split_evenly(count, workers)
 
     def my_micro_batches(self) -> range:
         return self.micro_batches_by_rank()[self.rank]
 
     def window_starts(self, first: int, count: int) -> np.ndarray:
-        """Return the positions where `count` windows of the run begin, from number `first` on, (count,)."""
+        """Return the indices in the data set of `count` windows of the run, from number `first` on."""
         starts = []
         while count:
             epoch, place = divmod(first, self.windows_per_epoch)
@@ -225,7 +236,7 @@ class ElasticSampler(DistributedSampler[int]):
             places = np.arange(place, place + here, dtype=np.uint64)
             order = permute(places, self.windows_per_epoch, mix(self.seed, epoch, 0))
             offset = mix(self.seed, epoch, 1) % self.offsets
-            starts.append(order.astype(np.int64) * self.block_size + offset)
+            starts.append(order.astype(np.int64) * self.stride + offset)
             first, count = first + here, count - here
         return np.concatenate(starts) if starts else np.empty(0, dtype=np.int64)
 

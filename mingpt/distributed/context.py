@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from mingpt.base.errors import StopRequested, UserError
 from mingpt.base.system import keep_freed_memory
 from mingpt.distributed.device import (
+    NUMERICS,
     Environment,
     check_device_types,
     check_gloo,
+    device_name,
     find_device,
-    find_environment,
     idle_gpus,
     resolve_dtype,
 )
@@ -34,7 +35,6 @@ from mingpt.distributed.signals import REASONS, StopSignal
 if TYPE_CHECKING:
     import torch
 
-    from mingpt.config import TrainerConfig
     from mingpt.distributed.shared_memory import Address
 T = TypeVar("T")
 SLOWEST_START = 3.0  # a worker waits for the others so many times as long as its own start took
@@ -56,16 +56,24 @@ class DistributedContext(Group):
     During the work of `on_rank`, `on_all` or `gather_on_all`, this process exits if a peer is lost, or for a
     request to stop before `StopSignal.defer`. After the work, all ranks raise the UserError of any.
 
-    Without a launcher this is the only worker. All ranks raise UserError if one lacks `trainer.device`, or if
-    their kinds of devices differ, and StopRequested after a request to stop. The others raise PeersMissing if
-    some do not arrive within `trainer.timeout_s`, or longer after a slow start or without an agent.
+    `device` and `dtype` are values of trainer.device and trainer.dtype, `threads` is as in `Launch.threads`.
+    Without a launcher this is the only worker. All ranks raise UserError if one lacks the device, or if their
+    kinds of devices differ, and StopRequested after a request to stop. The others raise PeersMissing if some
+    do not arrive within `timeout_s`, or longer after a slow start or without an agent.
     """
 
     shared_errors = UserError
     stop_signal: StopSignal
 
     def __init__(
-        self, launch: Launch, config: "TrainerConfig", stop_signal: StopSignal, process_exit: ProcessExit
+        self,
+        launch: Launch,
+        stop_signal: StopSignal,
+        process_exit: ProcessExit,
+        device: str,
+        dtype: str,
+        threads: int,
+        timeout_s: float,
     ) -> None:
         import torch
 
@@ -74,23 +82,23 @@ class DistributedContext(Group):
 
         super().__init__(launch.rank, launch.world_size, stop_signal)
         self.launch, self.exit = launch, process_exit
-        self.threads = launch.threads(config)
+        self.threads = launch.threads(threads)
         torch.set_num_threads(self.threads)
-        self.rendezvous = self.join_generation(config.timeout_s) if launch.is_distributed else None
+        self.rendezvous = self.join_generation(timeout_s) if launch.is_distributed else None
         listener, address = listen() if self.world_size > 1 else (None, None)
-        found = self.gather_on_all(lambda: self.find_own(config, address))
+        found = self.gather_on_all(lambda: self.find_own(device, dtype, address))
         devices, dtypes, places, addresses = zip(*found, strict=True)
         check_device_types([device.type for device in devices])
         self.device, self.places = devices[self.rank], list(places)
-        self.idle_gpus = idle_gpus(config.device, launch)
+        self.idle_gpus = idle_gpus(device, launch)
         # If auto is not the same on all ranks, it is what all can do: all GPUs have float16.
         common = torch.float16 if self.device.type == "cuda" else torch.float32
         self.dtype = dtypes[0] if len(set(dtypes)) == 1 else common
-        self.transport = connect(self.rank, listener, addresses, self.all_gather_object, config.timeout_s)
+        self.transport = connect(self.rank, listener, addresses, self.all_gather_object, timeout_s)
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.device.type == "cuda" and self.world_size > 1:
-            self.connect_gpus(config.timeout_s)
+            self.connect_gpus(timeout_s)
 
     def join_generation(self, timeout_s: float) -> Rendezvous:
         """Meet the other workers of this generation, and make the process group. Collective."""
@@ -116,13 +124,13 @@ class DistributedContext(Group):
         return rendezvous
 
     def find_own(
-        self, config: "TrainerConfig", address: "Address | None"
+        self, wanted: str, dtype: str, address: "Address | None"
     ) -> "tuple[torch.device, torch.dtype, Place, Address | None]":
         """Return this rank's device, dtype, place, and the address at which it shares memory, if it does."""
-        device = find_device(config.device, self.launch)
+        device = find_device(wanted, self.launch)
         place = Place(self.launch.node_rank, self.launch.local_rank, platform.node())
         shares = device.type == "cpu"
-        return device, resolve_dtype(config.dtype, device), place, address if shares else None
+        return device, resolve_dtype(dtype, device), place, address if shares else None
 
     def connect_gpus(self, timeout_s: float) -> None:
         """Have NCCL connect the GPUs of all ranks, and StopSignal's thread watch NCCL. Collective."""
@@ -140,8 +148,18 @@ class DistributedContext(Group):
         return self.rendezvous.previous_generation if self.rendezvous else None
 
     def environment(self) -> Environment:
-        """Return what the weights' bits depend on besides the configuration; the caller sets `compiled`."""
-        return find_environment(self.device, self.threads, self.dtype)
+        """Return what the weights' bits depend on besides the configuration, before anything is compiled."""
+        import torch
+
+        return Environment(
+            torch=torch.__version__,
+            device=device_name(self.device),
+            device_type=self.device.type,
+            threads=self.threads,
+            numerics=NUMERICS,
+            dtype=str(self.dtype).removeprefix("torch."),
+            compiled=False,
+        )
 
     def use_threads(self, recorded: int) -> None:
         """Set the number of CPU threads to `recorded`, as when the run began, since bits depend on it."""
@@ -167,7 +185,7 @@ class DistributedContext(Group):
         return values
 
     def reduce_step_status(
-        self, losses: "torch.Tensor", newest_written: int
+        self, losses: "torch.Tensor", newest_written: int = 0
     ) -> Callable[[], tuple[list[float], int]]:
         """Exchange the status of a step; return a function that waits and returns the sums over the ranks.
 

@@ -173,21 +173,6 @@ def gpu_facts(device: "torch.device") -> dict[str, str]:
     }
 
 
-def find_environment(device: "torch.device", threads: int, dtype: "torch.dtype") -> Environment:
-    """Return the Environment of this process, with `compiled` False, as before anything is compiled."""
-    import torch
-
-    return Environment(
-        torch=torch.__version__,
-        device=device_name(device),
-        device_type=device.type,
-        threads=threads,
-        numerics=NUMERICS,
-        dtype=str(dtype).removeprefix("torch."),
-        compiled=False,
-    )
-
-
 def find_program() -> str:
     """Return a digest of this program's code, and torch's version, in words."""
     import torch

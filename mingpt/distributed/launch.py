@@ -6,12 +6,8 @@ torch is not imported here, so that a wrong setting is reported without waiting 
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mingpt.base.errors import UserError
-
-if TYPE_CHECKING:  # importing pydantic would delay the moment from which signals are heard
-    from mingpt.config import TrainerConfig
 
 # Set by mingpt.launch.agent for its workers.
 AGENT_PID = "MINGPT_AGENT_PID"  # getppid() is another process if the agent dies before the worker calls it
@@ -118,9 +114,9 @@ class Launch:
             f"{self.world_size}, and trainer.workers is ignored: {UNSET}\n"
         )
 
-    def threads(self, config: "TrainerConfig") -> int:
-        """Return the CPU threads: `trainer.threads`; if that is 1, its default, OMP_NUM_THREADS if set."""
-        return self.omp_threads if config.threads == 1 and self.omp_threads else config.threads
+    def threads(self, wanted: int) -> int:
+        """Return the CPU threads: those wanted; if that is 1, the default, OMP_NUM_THREADS if it is set."""
+        return self.omp_threads if wanted == 1 and self.omp_threads else wanted
 
     def has_restarts_left(self) -> bool:
         """Return whether the agent starts a next generation if this one fails."""

@@ -43,14 +43,14 @@ class Transport:
     """The collectives of all ranks, by a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
 
     All ranks must call all methods in the same order, from one thread of each at a time. With one rank there
-    need not be a process group. A vector is sent in pieces, at least one, which are joined.
+    need not be a process group. A vector is sent in pieces, at least one, which are joined. `group` is the
+    process group, None for the default one.
     """
 
-    group: dist.ProcessGroup | None = None  # the default one
     fsdp_all_gather: "SharedAllGather | None" = None  # the all-gather that FSDP2 calls, if not its own
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.world_size, self.group = rank, world_size, group
 
     def with_own_group(self, timeout_s: float) -> "Transport":
         """Return a transport with a new process group, of which another thread may use the collectives."""

@@ -1,6 +1,6 @@
-"""How a job starts: a worker's life from first line to end, and the agent of plain `python train.py`.
+"""How a job starts: the agent of plain `python train.py`, and a rendezvous for torchrun.
 
-`elastic/` is a rendezvous for torchrun with which a job survives the loss of any node. A worker's exit
-code is chosen in distributed/exit.py, and the job's, with the time that stopped workers have, in agent.py.
-Importing this package does not import torch.
+With the rendezvous, `elastic/`, a job survives the loss of any node. A worker's life is in distributed/, and
+its exit code is chosen in distributed/exit.py; that of the job, with the time that stopped workers have, in
+agent.py. Importing this package does not import torch.
 """

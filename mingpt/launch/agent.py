@@ -20,16 +20,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from mingpt.base.errors import NonRetryableError
+from mingpt.base.errors import NonRetryableError, UserError
 from mingpt.base.files import temporary_folder
 from mingpt.base.processes import kill_by_pidfd, open_siblings
 from mingpt.base.system import allow_open_files, loopback_address, usable_cores
-from mingpt.config import Config, check_workers
+from mingpt.config import PROJECT, Config, check_workers
 from mingpt.distributed.ends import LOST_PEER, TIMED_OUT, GenerationEnd
 from mingpt.distributed.exit import before_first_step, write_stderr
 from mingpt.distributed.launch import AGENT_FOLDER, AGENT_PID, STATUS_FILE, Launch
 from mingpt.distributed.rendezvous import read_generation_end
 from mingpt.distributed.signals import SIGNALS, StopSignal
+from mingpt.distributed.worker import Worker
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -52,13 +53,52 @@ def choose_workers(config: Config, launch: Launch) -> int:
         return trainer.workers
     if trainer.device == "mps" or (config.snapshot.path or "").startswith("memory://"):
         return 1  # several workers cannot share these
-    available = usable_cores() // launch.threads(trainer)
+    available = usable_cores() // launch.threads(trainer.threads)
     if trainer.device != "cpu":
         import torch
 
         if torch.cuda.is_available():
             available = torch.cuda.device_count()
     return max(1, min(available, MAX_WORKERS, trainer.batch_size // trainer.micro_batch_size))
+
+
+def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> None:
+    """Under plain `python`, run `python *command` in as many workers as `trainer.workers` asks for.
+
+    Exits with the job's exit code. Returns if this process is itself a worker: under a launcher, or if one is
+    enough. Calls `watch_stop_file` first in any case. Raises UserError if `trainer.workers` is too large, or
+    is auto in one of several srun tasks without torchrun.
+    """
+    launch = worker.launch
+    watch_stop_file(worker, config)
+    if launch.is_distributed:
+        sys.stderr.write(launch.describe_leftovers())
+        return
+    if launch.slurm_tasks > 1 and config.trainer.workers == "auto":
+        raise UserError(
+            f"srun has started {launch.slurm_tasks} tasks without torchrun: start one torchrun "
+            "per node, as launch/slurm/several_nodes.sbatch does, or set trainer.workers"
+        )
+    workers = choose_workers(config, launch)
+    if workers > 1:
+        # Not `-` or `-c`: a program that came through standard input is not there for the workers.
+        program = command[0] if os.path.isfile(command[0]) else str(PROJECT / "train.py")
+        run_agent(workers, config.trainer.max_restarts, [program, *command[1:]], worker.stop_signal)
+
+
+def watch_stop_file(worker: Worker, config: Config) -> None:
+    """Take a file STOP in run_dir for a request to stop. A run with `eval_only` ignores the file."""
+    run_dir = Path(config.run_dir)
+
+    def note_stop() -> None:
+        from mingpt.report import mark_ended
+
+        mark_ended(run_dir, "stopped")
+
+    if not config.trainer.eval_only:
+        # In a restart the generation before was training and could not record how it ended.
+        is_restart = worker.launch.restart_count > 0
+        worker.stop_signal.watch_stop_file(run_dir / "STOP", note_stop if is_restart else None)
 
 
 class StopRequest:

@@ -1,15 +1,16 @@
 """Ways to sum gradients across workers and to hold parameters, behind one interface, `Strategy`.
 
-The trainer calls `loss.backward()` inside a strategy's `micro_batch` context, and is otherwise the same for
-every strategy.
+A training loop, that of the trainer or one's own, calls `loss.backward()` inside a strategy's `micro_batch`
+context, and is otherwise the same for every strategy. ExactHook (hook.py) is for loops that keep DDP instead.
 """
 
 from mingpt.parallel.ddp import DDPReduction
 from mingpt.parallel.exact import ExactReduction
 from mingpt.parallel.fsdp import ExactFSDPReduction, FSDPReduction
+from mingpt.parallel.hook import ExactHook
 from mingpt.parallel.strategy import STRATEGIES, Strategy, StrategySetup, digest
 
-__all__ = ["STRATEGIES", "ExactReduction", "Strategy", "StrategySetup", "digest"]
+__all__ = ["STRATEGIES", "ExactHook", "ExactReduction", "Strategy", "StrategySetup", "digest"]
 
 STRATEGIES["ddp", "exact"] = ExactReduction
 STRATEGIES["ddp", "fast"] = DDPReduction

@@ -16,8 +16,8 @@ Phases of communication, for each bucket:
    sharded, a rank's chunk has the rows that it updates, and nothing is returned.
 
 The bytes are as many as in a ring all-reduce; ranks whose micro-batches are no whole subtree send a few more
-partial sums. DistributedDataParallel with a communication hook would fill the buckets, too, but imports
-torch._dynamo for the hook. That takes as long as importing torch, at every start and restart.
+partial sums. DistributedDataParallel with the communication hook of hook.py does the same, but imports
+torch._dynamo. That takes as long as importing torch, at every start and restart.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ import functools
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from mingpt.base import events
 from mingpt.base.rows import split_rows
@@ -38,7 +38,7 @@ from mingpt.base.system import complete
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.transport import Reduction
 from mingpt.parallel.ddp import WholeWeights
-from mingpt.parallel.strategy import Forward, StrategySetup
+from mingpt.parallel.strategy import StrategySetup
 from mingpt.parallel.tree import PartialSums, add_lists, add_nodes, cover, push
 
 
@@ -68,31 +68,35 @@ class Overlap:
     def run(self, exchange: Callable[[], Tensor], pieces: list[list[Tensor]]) -> Future[Tensor]:
         """Begin an exchange, which reads `pieces`; do not change them before the future is done.
 
-        On a GPU, call `synchronize` before using the result. On a CPU, the future raises the error of a lost
-        peer.
+        To wait for the future is, on a GPU, to have the current stream wait; on a CPU it raises the error of
+        a lost peer.
         """
-        future: Future[Tensor] = Future()
         if self.stream is None:
+            future = Future[Tensor]()
             self.jobs.put((future, exchange))
             return future
-        current = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(current)
+        future = Future[Tensor](devices=[self.stream.device])
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             for piece in [piece for of_node in pieces for piece in of_node]:
                 piece.record_stream(self.stream)
-            total = exchange()
-        total.record_stream(current)
-        future.set_result(total)
+            future.set_result(exchange())
         return future
-
-    def synchronize(self) -> None:
-        """Make the current CUDA stream wait for all exchanges that have begun."""
-        if self.stream:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def serve(self) -> None:
         while True:
-            complete(*self.jobs.get())
+            complete(*self.jobs.get())  # type: ignore[arg-type]  # torch's Future has the same methods
+
+
+def make_reduction(
+    micro_batches_by_rank: Sequence[range], sizes: list[int], like: Tensor, gathers: bool
+) -> Reduction:
+    """Return the Reduction of vectors with a rank's partial sums each; its arguments are Reduction's."""
+    leaves = sum(map(len, micro_batches_by_rank))
+    covers = [cover(numbers, leaves) for numbers in micro_batches_by_rank]
+    nodes = [node for of_rank in covers for node in of_rank]
+    add = functools.partial(add_nodes, nodes, leaves=leaves, add=Tensor.add_)
+    return Reduction(list(map(len, covers)), sizes, like, add, gathers)
 
 
 @dataclass
@@ -111,7 +115,6 @@ class ExactReduction(WholeWeights):
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
         self.gradient_buckets = [self.make_bucket(names) for names in self.buckets]
-        self.grads_are_static = False
         self.is_last = False  # whether the micro-batch under way is this worker's last
         self.sent: list[Future[Tensor]] = []  # the sum of each bucket that has been sent, in order
         self.sums: dict[str, Tensor] = {}  # of the rows that this rank updates
@@ -124,19 +127,11 @@ class ExactReduction(WholeWeights):
 
     def make_bucket(self, names: list[str]) -> Bucket:
         """Return a bucket whose chunks are a rank's rows, or, if it needs all rows, about equal."""
-        leaves = self.setup.micro_batches
-        covers = [cover(numbers, leaves) for numbers in self.setup.micro_batches_by_rank]
-        nodes = [node for of_rank in covers for node in of_rank]
-        add = functools.partial(add_nodes, nodes, leaves=leaves, add=Tensor.add_)
         sizes = [sum(of_rank) for of_rank in zip(*map(self.rows.numel, names), strict=True)]
         if not self.updates_are_sharded:
             sizes = [len(chunk) for chunk in split_rows(sizes[self.rank], self.world_size)]
-        like = self.weights[names[0]]
-        reduction = Reduction(list(map(len, covers)), sizes, like, add, not self.updates_are_sharded)
-        return Bucket(names, reduction)
-
-    def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
-        self.forward, self.grads_are_static = forward, grads_are_static
+        like, shares = self.weights[names[0]], self.setup.micro_batches_by_rank
+        return Bucket(names, make_reduction(shares, sizes, like, gathers=not self.updates_are_sharded))
 
     def start_step(self, loss_scale: float = 1.0) -> None:
         super().start_step(loss_scale)
@@ -210,10 +205,9 @@ class ExactReduction(WholeWeights):
             return
         for bucket in self.gradient_buckets[len(self.sent) :]:
             self.send(bucket)  # of a rank without micro-batches
-        self.overlap.synchronize()
         for bucket, sum_of_bucket in zip(self.gradient_buckets, self.sent, strict=True):
             pieces = self.own_rows({name: self.weights[name] for name in bucket.names})
-            vectors = sum_of_bucket.result().split([piece.numel() for piece in pieces.values()])
+            vectors = sum_of_bucket.wait().split([piece.numel() for piece in pieces.values()])
             for (name, piece), vector in zip(pieces.items(), vectors, strict=True):
                 self.sums[name] = vector.view(piece.shape)
         self.sent = []

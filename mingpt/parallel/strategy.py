@@ -1,4 +1,4 @@
-"""The interface between the trainer and a way of training in parallel; splitting into rows, and the norm.
+"""The interface between a training loop and a way of training in parallel; row splitting, and the norm.
 
 The norm of a gradient has the same bits for any distribution of its rows: a rank takes the norm of each row
 that it holds, then every rank adds up those of all rows in the order of the tensors.
@@ -23,7 +23,7 @@ DIGEST_PIECE = 1 << 18  # elements
 # Between the weights of a piece and of the next: 2 ** 64 over the golden ratio, odd, as int64.
 DIGEST_FACTOR = -7046029254386353131
 DIGEST_TYPES = {1: torch.uint8, 2: torch.int16}  # by an element's bytes
-Forward = Callable[[Tensor, Tensor], Tensor]  # (B, T) tokens and targets to the mean loss
+Forward = Callable[..., Tensor]  # a module: from the trainer's, tokens and targets give the mean loss
 
 
 @functools.cache
@@ -102,10 +102,10 @@ class StrategySetup:
     """The model and the settings that a strategy is built from."""
 
     model: nn.Module  # on the meta device, or on its final device
-    blocks: Sequence[nn.Module]  # parts of the model; sharded weights are gathered one block at a time
     micro_batches_by_rank: Sequence[range]  # of a step
-    batch_shape: tuple[int, int]  # (B, T) of a micro-batch
     context: DistributedContext
+    blocks: Sequence[nn.Module] = ()  # parts of the model; sharded weights are gathered a block at a time
+    dummy: Sequence[Tensor] = ()  # arguments of a forward pass that is not counted; exact ddp needs none
     shard_optimizer: bool = False
     reshard: bool = True  # whether sharded weights are freed after a block's forward pass
     param_dtype: torch.dtype | None = None  # of gathered weights, None for their own
@@ -151,7 +151,8 @@ class Strategy(ABC):
         strategy.start_step(loss_scale)
         for micro_batch in strategy.my_micro_batches:
             with strategy.micro_batch(micro_batch):
-                (strategy.forward(inputs, targets) * strategy.loss_factor).backward()
+                loss = ... of strategy.forward(...), a mean over the micro-batch
+                (loss * strategy.loss_factor).backward()
         strategy.finish_step()
         strategy.clip_grad_norm_(max_norm)
         ... update strategy.pieces() from strategy.gradients(), which are means over all micro-batches ...
@@ -165,6 +166,7 @@ class Strategy(ABC):
     weights_are_sharded = False  # if so, every forward pass is collective
     updates_are_sharded = False  # whether gradients and the optimizer's state are sharded
     forward: Forward
+    grads_are_static = False
 
     def __init__(self, setup: StrategySetup) -> None:
         self.setup, self.context = setup, setup.context
@@ -188,12 +190,12 @@ class Strategy(ABC):
         held = {"model.": self.weights_are_sharded, "optimizer.": self.updates_are_sharded}
         return RowMap(shapes, self.world_size, tuple(kind for kind in held if held[kind]))
 
-    @abstractmethod
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
-        """Use the module `forward`, perhaps compiled, which maps (B, T) tokens and targets to the loss.
+        """Use the module `forward`, perhaps compiled; call it by the attribute `forward` from then on.
 
         `grads_are_static`: each backward pass overwrites the gradients of the one before (CUDA graphs).
         """
+        self.forward, self.grads_are_static = forward, grads_are_static
 
     @abstractmethod
     def pieces(self) -> dict[str, Tensor]:
@@ -235,14 +237,14 @@ class Strategy(ABC):
         the gradient would enter the reduction.
         """
 
-    def digests(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return the digests of the gradients for `inputs` and `targets`, (B, T) tokens; see `unreduced`.
+    def digests(self, *inputs: Tensor) -> dict[str, Tensor]:
+        """Return the digests of the gradients of the loss for these inputs; see `unreduced`.
 
         Collective if weights are sharded.
         """
         with self.unreduced() as found:
             with self.setup.autocasts():
-                loss = self.forward(inputs, targets)
+                loss = self.forward(*inputs)
             loss.mul(self.loss_factor).backward()  # type: ignore[no-untyped-call]
         return found
 
@@ -284,12 +286,9 @@ class Strategy(ABC):
 
     def dummy_backward(self) -> None:
         """Run a forward and backward pass with zero gradients, since other ranks' passes are collective."""
-        tokens, targets = torch.zeros(
-            2, *self.setup.batch_shape, dtype=torch.long, device=self.context.device
-        )
         with self.setup.autocasts():
-            loss = self.forward(tokens, targets)
-        loss.mul(0.0).backward()  # type: ignore[no-untyped-call]
+            outputs = self.forward(*self.setup.dummy)
+        outputs.sum().mul(0.0).backward()  # type: ignore[no-untyped-call]
 
 
 # The strategies by `trainer.parallel` and `trainer.reduction`; parallel/__init__.py registers them.

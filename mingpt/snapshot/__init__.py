@@ -11,7 +11,7 @@ from mingpt.snapshot.manifest import Manifest, TokenizerFields
 from mingpt.snapshot.memory import MemorySaver, MemorySnapshots
 from mingpt.snapshot.reading import Check, Entries
 from mingpt.snapshot.saver import Keep, SnapshotSaver
-from mingpt.snapshot.search import Found, StoredState, find_latest
+from mingpt.snapshot.search import Found, StoredState, find_latest, load_latest
 from mingpt.snapshot.store import OLDER_TOKENIZER, Snapshot, SnapshotStore
 
 __all__ = [
@@ -29,5 +29,6 @@ __all__ = [
     "StoredState",
     "TokenizerFields",
     "find_latest",
+    "load_latest",
     "open_snapshot",
 ]

@@ -39,6 +39,9 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     A part must have the rank's rows of each sharded tensor, and either all tensors that are not sharded, and
     the tokenizer, or none. A tokenizer.json, which takes long to parse, is not parsed here.
     """
+    missing = sorted({"config", "tokenizer", "data", "software"} - manifest.model_fields_set)
+    if missing:
+        raise CorruptSnapshot(f"its manifest, which is not that of a run, lacks {missing[0]}")
     if manifest.settings.model.n_layer > len(entries):
         raise CorruptSnapshot(f"its {len(entries)} tensors cannot have config.model.n_layer blocks")
     rows, rank = stored_rows(manifest), manifest.shard.rank if manifest.shard else 0

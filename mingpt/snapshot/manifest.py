@@ -119,10 +119,11 @@ class Manifest(Part):
     run: RunId | None = None  # the run that wrote it; None: not recorded
     step: Count
     windows: Count
-    config: dict[str, Any]
-    tokenizer: TokenizerFields
-    data: DataFields
-    software: SoftwareFields
+    # These four are in each manifest of a run; a loop of one's own leaves them out.
+    config: dict[str, Any] = {}
+    tokenizer: TokenizerFields = TokenizerFields(kind="none", vocab_size=1)
+    data: DataFields = DataFields(path="", sha256=64 * "0")
+    software: SoftwareFields = SoftwareFields.model_construct(torch="", device="", threads=1, dtype="float32")
     audit: Sha256 = 64 * "0"  # a hash over all tokens that were trained on
     metrics: dict[str, dict[str, Number]] = {}  # the last record of each kind
     evaluated_step: Count | None = None  # the last step after which the run was evaluated

@@ -161,7 +161,7 @@ class SnapshotSaver:
         return Transfer(make_layout(specs, step), staging, sources, self.group, self.main_rank)
 
     def save(
-        self, manifest: Manifest, tensors: Mapping[str, Tensor], late_fields: LateFields, keep: Keep
+        self, manifest: Manifest, tensors: Mapping[str, Tensor], keep: Keep, late_fields: LateFields = dict
     ) -> None:
         """Wait for the write of the last save to end, copy this rank's tensors, and begin to write them.
 

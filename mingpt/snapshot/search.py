@@ -16,21 +16,21 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES
 from mingpt.base.rows import RowMap, Shape, in_batches
 from mingpt.config import result_settings
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot.layout import steps_in
 from mingpt.snapshot.manifest import Manifest
-from mingpt.snapshot.reading import Check
+from mingpt.snapshot.reading import Check, Entries
 from mingpt.snapshot.store import Snapshot, SnapshotStore, unfinished_steps
 
 # If a kill interrupts a save in parts, some stores have a step that others lack.
@@ -216,6 +216,13 @@ class StoredState:
             for source, part in zip(batch, buffer.split(sizes), strict=True):
                 yield source.name, source.rows.start, part.view(-1, *self.shapes[source.name][1:])
 
+    def copy_into(
+        self, parts: Mapping[str, Tensor], held: RowMap, rank: int, context: DistributedContext
+    ) -> None:
+        """Copy to `parts`, by name, the rows of these tensors that `held` tells of `rank`. Collective."""
+        for name, begin, rows in self.stream(parts, context):
+            copy_rows(parts[name], held.of(name, rank).start, begin, rows)
+
     def batches(self, names: Iterable[str]) -> Iterator[list[Source]]:
         """Yield the sources of each message: of one rank, and of at most PIECE_BYTES if there are several."""
         sources = [source for name in names for source in self.sources[name]]
@@ -228,6 +235,20 @@ def read_all(batch: Sequence[Source]) -> Tensor:
     """Return the numbers of these sources as one vector; an empty one on ranks that do not read them."""
     read = [source.snapshot.read(source.name).view(-1) for source in batch if source.snapshot]
     return read[0] if len(read) == 1 else torch.cat([torch.empty(0), *read])
+
+
+def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
+    """Copy into `part` those of `rows` that belong there, and leave the rest of `part` as it is.
+
+    `rows` are the rows of a tensor from row `begin` on; `part` holds the rows of the same tensor from row
+    `first` on. Either may also be a scalar.
+    """
+    if not part.ndim:
+        part.copy_(rows.view(()))
+        return
+    low, high = max(first, begin), min(first + len(part), begin + len(rows))
+    if low < high:
+        part[low - first : high - first].copy_(rows[low - begin : high - begin])
 
 
 @dataclass(frozen=True)
@@ -278,6 +299,32 @@ def find_latest(
         if all(context.gather_on_all(functools.partial(reader.verify, [*parts, whole]))):
             state, where = assemble(reader, parts, whole, context)
             return Found(state, where, views)
+
+
+def load_latest(
+    store: SnapshotStore, tensors: Mapping[str, Tensor], context: DistributedContext
+) -> Manifest | None:
+    """Copy the newest valid snapshot that any rank sees to `tensors`, on all ranks; return its manifest.
+
+    It is for a loop of one's own, in which each rank has the whole state: `tensors`, float32. Returns None if
+    there is no snapshot. All ranks raise UserError if it holds other tensors than these, or if there are only
+    snapshots that are not valid. Collective.
+    """
+    rows = RowMap({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+
+    def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
+        there = {name: entry.shape for name, entry in entries.items() if entry.dtype == "F32"}
+        if there != rows.shapes or len(there) < len(entries):
+            raise UserError(f"{store.url} holds a snapshot of other tensors: go on in another folder")
+
+    found = find_latest(store, [], context, check, lambda manifest: rows, is_restart=True)
+    faults = [str(fault) for view in found.views for fault in view.faults]
+    if found.state is None and faults:
+        raise UserError(f"no snapshot in {store.url} can be used ({faults[0]}): begin in another folder")
+    if found.state is None:
+        return None
+    found.state.copy_into(tensors, rows, context.rank, context)
+    return found.state.manifest
 
 
 def assemble(

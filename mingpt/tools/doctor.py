@@ -131,7 +131,7 @@ def find_facts(launch: Launch, config: Config) -> Facts:
         "for snapshots in memory",
         "device": device,
         "program": devices.find_program(),
-        "threads": launch.threads(config.trainer),
+        "threads": launch.threads(config.trainer.threads),
         "Python": platform.python_version(),
         "problem": problem,
         "addresses": addresses,

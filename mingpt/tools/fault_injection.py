@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from mingpt.base import events
 from mingpt.config.cli import build
+from mingpt.distributed import Worker
 from mingpt.distributed.launch import Launch
-from mingpt.launch.worker import Worker
+from mingpt.launch.agent import watch_stop_file
 
 STEPS = 48
 PHASE_OF = {"batch": "forward", "reduction_start": "reduction", "evaluation_start": "evaluation"}
@@ -90,13 +91,14 @@ def run_worker(folder: Path, argv: list[str]) -> None:
     FaultInjector(folder)
     with Worker() as worker:
         config = build(dict(word.split("=", 1) for word in argv))
-        worker.watch_stop_file(config)
+        watch_stop_file(worker, config)
 
         from mingpt.training.run import build_run
         from mingpt.training.start import find_start
         from mingpt.training.trainer import Trainer
 
-        context = worker.connect(config)
+        chosen = config.trainer
+        context = worker.connect(chosen.device, chosen.dtype, chosen.threads, chosen.timeout_s)
         worker.stopped_by = Trainer(build_run(config, context, find_start(config, context))).run()
 
 

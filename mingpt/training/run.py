@@ -31,10 +31,11 @@ from mingpt.model import (
 )
 from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
+from mingpt.snapshot.search import copy_rows
 from mingpt.training.audit import make_sampler
 from mingpt.training.initial_weights import match_weights
 from mingpt.training.start import StartPoint
-from mingpt.training.state import LossScale, TrainState, copy_rows, load_state
+from mingpt.training.state import LossScale, TrainState, load_state
 
 log = logging.getLogger(__name__)
 
@@ -130,10 +131,12 @@ def build_state(
     sampler.seek(manifest.windows)
     setup = StrategySetup(
         model,
-        list(model.h),
         sampler.micro_batches_by_rank(),
-        (trainer.micro_batch_size, config.data.block_size),
         context,
+        list(model.h),
+        torch.zeros(
+            2, trainer.micro_batch_size, config.data.block_size, dtype=torch.long, device=context.device
+        ).unbind(),
         shard_optimizer=trainer.shard_optimizer,
         reshard=trainer.fsdp_reshard,
         param_dtype=torch.bfloat16 if trainer.fsdp_param_dtype else None,

@@ -160,7 +160,7 @@ class Saving:
             self.own_step = self.state.step
             settings = self.config.snapshot
             keep = Keep(settings.keep_last, settings.keep_best, self.replayed_step)
-            self.saver.save(manifest, tensors, fields, keep)
+            self.saver.save(manifest, tensors, keep, fields)
         events.emit("save_end", kind="disk", step=self.state.step)
 
     def is_due_in_memory(self, is_on_disk: bool) -> bool:

@@ -82,27 +82,13 @@ class TrainState:
 
 
 @torch.no_grad()
-def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
-    """Copy into `part` those of `rows` that belong there, and leave the rest of `part` as it is.
-
-    `rows` are the rows of a tensor from row `begin` on; `part` holds the rows of the same tensor from row
-    `first` on. Either may also be a scalar.
-    """
-    if not part.ndim:
-        part.copy_(rows.view(()))
-        return
-    low, high = max(first, begin), min(first + len(part), begin + len(rows))
-    if low < high:
-        part[low - first : high - first].copy_(rows[low - begin : high - begin])
-
-
 def load_state(state: TrainState, stored: StoredState, context: DistributedContext) -> None:
     """Copy the stored weights into `state`, and the optimizer's state if it is of the same kind. Collective.
 
     Learned positions past block_size are left out. Raises UserError for the weights of another model. The
     counters `step`, `windows_seen` and `skipped` are not set.
     """
-    parts, held, rank = state.tensors(), state.rows, state.strategy.rank
+    parts, held = state.tensors(), state.rows
     names = [name for name in stored.shapes if name.startswith("model.")]
     there = {name: (stored.shapes[name], torch.float32) for name in names}
     here = {name: shape for name, shape in held.shapes.items() if name.startswith("model.")}
@@ -110,5 +96,4 @@ def load_state(state: TrainState, stored: StoredState, context: DistributedConte
     optimizer = [name for name in stored.shapes if name.startswith("optimizer.")]
     if set(optimizer) == {name for name in held.shapes if name.startswith("optimizer.")}:
         names += optimizer
-    for name, begin, rows in stored.stream(names, context):
-        copy_rows(parts[name], held.of(name, rank).start, begin, rows)
+    stored.copy_into({name: parts[name] for name in names}, held, state.strategy.rank, context)

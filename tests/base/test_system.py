@@ -66,7 +66,7 @@ def test_a_host_without_ipv4_has_a_loopback_address(monkeypatch: pytest.MonkeyPa
 FAULTS = """
 import resource, threading
 from mingpt.base.system import keep_freed_memory
-from mingpt.launch.worker import Worker
+from mingpt.distributed import Worker
 
 def touch():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

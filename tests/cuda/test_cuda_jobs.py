@@ -107,7 +107,14 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"trainer__parallel": "fsdp"},
     "shard_optimizer": {"trainer__shard_optimizer": True},
+    "hook": {"trainer__reduction": "fast", "trainer__replay_every": 0},
 }
+SMALL_BUCKETS_AND_HOOK = f"""
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from support import hooked_ddp
+hooked_ddp.ddp.BUCKET_BYTES = 4096
+hooked_ddp.STRATEGIES["ddp", "fast"] = hooked_ddp.HookedDDP
+"""
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -115,7 +122,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 def test_strategies_and_numbers_of_workers_have_one_hash(
     parallel: str, workers: int, begin: Begin, one_worker: Path, tmp_path: Path
 ) -> None:
-    program = changed_program(tmp_path, "import mingpt.parallel.ddp\nmingpt.parallel.ddp.BUCKET_BYTES = 4096")
+    """In the case `hook`, DDP has ExactHook in place of its own all-reduce."""
+    program = changed_program(tmp_path, SMALL_BUCKETS_AND_HOOK)
     job = begin(gpus=4, trainer__workers=workers, program=program, **STRATEGIES[parallel])
     allocations = [r for r in of_kind(finished(job, tmp_path), "ALLOCATION") if "device" in r.what]
     assert final_hash(tmp_path / "run", STEPS) == final_hash(one_worker, STEPS)

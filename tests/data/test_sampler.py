@@ -1,5 +1,9 @@
+import itertools
+
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 from mingpt.data import CharDataset, ElasticSampler, mix
 from mingpt.data.windows import permute
@@ -93,3 +97,9 @@ def test_workers_that_take_turns_pass_through_a_step_in_rounds(workers: int) -> 
     parts = [one.my_micro_batches() for one in samplers]
     assert parts == [range(rank, 8, workers) for rank in range(workers)]
     assert samplers[0].micro_batches_by_rank() == parts
+
+
+def test_samples_of_any_data_set_are_each_read_once_in_an_epoch() -> None:
+    one = ElasticSampler(TensorDataset(torch.arange(10)), batch_size=4, micro_batch_size=1, seed=3)
+    read = list(itertools.islice(one, 20))
+    assert sorted(read[:10]) == sorted(read[10:]) == list(range(10)) and read[:10] != read[10:]

@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from mingpt.base.errors import UserError
-from mingpt.config import TrainerConfig
 from mingpt.distributed import Launch
 from mingpt.distributed.launch import STATUS_FILE
 
@@ -82,7 +81,7 @@ def test_omp_num_threads_is_obeyed_where_the_setting_has_its_default(
 ) -> None:
     if omp_threads is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", omp_threads)
-    assert Launch.from_environment().threads(TrainerConfig(threads=setting)) == threads
+    assert Launch.from_environment().threads(setting) == threads
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.launcher.api import elastic_launch
 
 from mingpt.config import PROJECT, Config
-from mingpt.distributed import GenerationEnd, Launch
+from mingpt.distributed import GenerationEnd, Launch, Worker
+from mingpt.distributed.signals import StopSignal
 from mingpt.launch import agent
 from mingpt.launch.agent import StopRequest, job_exit, launch_config, register_rendezvous
-from mingpt.launch.worker import Worker
 
 # A worker that records the signal that it gets.
 WORKER = """
@@ -90,14 +90,14 @@ def test_the_exit_code_of_plain_python(
 
 NO_TRAINING = """
 from mingpt.launch.agent import run_agent
-from mingpt.launch.worker import Worker
+from mingpt.distributed import Worker
 run_agent(2, 0, ["-c", "pass"], Worker().stop_signal)
 """
 # An agent whose main thread is in C code, where Python runs no handlers: a resolver that does not answer.
 DEAF = """
 import ctypes, torch.distributed
 from mingpt.launch.agent import run_agent
-from mingpt.launch.worker import Worker
+from mingpt.distributed import Worker
 # The line is printed by C code, too: before it, Python would still run the handler.
 torch.distributed.TCPStore = lambda *_, **options: ctypes.CDLL(None).system(b"echo; exec sleep 20 >&- 2>&-")
 run_agent(2, 0, ["-c", "pass"], Worker().stop_signal)
@@ -126,9 +126,8 @@ def test_workers_are_started_by_the_path_of_a_file(program: str, monkeypatch: py
     monkeypatch.setattr(agent, "choose_workers", lambda config, launch: 2)
     monkeypatch.setattr(agent, "run_agent", lambda workers, restarts, command, stop: started.append(command))
     worker = Worker.__new__(Worker)
-    worker.launch, worker.watch_stop_file = Launch(), lambda config: None  # type: ignore[method-assign]
-    worker.stop_signal = None  # type: ignore[assignment]
-    worker.start_workers(Config(), [program, "seed=1"])
+    worker.launch, worker.stop_signal = Launch(), StopSignal.__new__(StopSignal)
+    agent.start_workers(worker, Config(), [program, "seed=1"])
     is_file = program.endswith("sample.py")
     assert started == [[program if is_file else str(PROJECT / "train.py"), "seed=1"]]
 

@@ -1,9 +1,9 @@
-"""Both reductions of ddp, on 1, 2 and 3 ranks."""
+"""Both reductions of ddp, and the hook for a loop that keeps DDP, on 1 to 4 ranks."""
 
 from pathlib import Path
 
 import pytest
-from support.parallel_program import Results, assert_close, assert_equal, run_program
+from support.parallel_program import RANKS, Results, assert_close, assert_equal, run_program
 
 
 @pytest.fixture(scope="module")
@@ -11,15 +11,25 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_program(Path(tmp_path_factory.mktemp("ddp") / "results"), "ddp")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("case", ["exact", "idle"])
-def test_exact_reduction_has_the_bits_of_one_rank(results: Results, case: str, ranks: int) -> None:
-    """The case `idle` has two micro-batches, so that one of three ranks has none."""
-    expected = results[1][0][case]
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("case", "same"),
+    [("exact", "exact"), ("idle", "idle"), ("hook", "exact"), ("hook, modern", "exact, modern")],
+)
+def test_the_bits_are_those_of_exact_reduction_on_one_rank(
+    results: Results, case: str, same: str, ranks: int
+) -> None:
+    """The case `idle` has two micro-batches, so that some ranks have none; `hook` is ExactHook."""
+    expected = results[1][0][same]
     for outcomes in results[ranks]:
         for part in ("gradients", "clipped", "held"):
             assert_equal(getattr(outcomes[case], part), getattr(expected, part))
         assert outcomes[case].norm == expected.norm and outcomes[case].eval_loss == expected.eval_loss
+
+
+def test_the_bits_of_fast_reduction_depend_on_the_number_of_ranks(results: Results) -> None:
+    gradients = [results[ranks][0]["fast"].gradients.values() for ranks in RANKS]
+    assert len({b"".join(one.numpy().tobytes() for one in of_run) for of_run in gradients}) > 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

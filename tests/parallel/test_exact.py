@@ -29,7 +29,7 @@ def test_gradients_that_the_next_backward_pass_overwrites_are_copied_and_summed_
     grads_are_static: bool,
 ) -> None:
     """Without the copies the sum differs, so this test can fail."""
-    strategy = ExactReduction(StrategySetup(make_model(), [], [range(LEAVES)], (1, 1), SingleProcess()))
+    strategy = ExactReduction(StrategySetup(make_model(), [range(LEAVES)], SingleProcess()))
     strategy.prepare(lambda tokens, targets: torch.zeros(()), grads_are_static)
     parameters = list(strategy.weights.values())
     gradients = make_gradients(parameters)

@@ -7,10 +7,11 @@ import torch
 from support.forks import results_of, share_memory
 from torch import Tensor
 
+from mingpt.data.windows import split_evenly
 from mingpt.distributed import DistributedContext
-from mingpt.distributed.transport import Reduction, SharedMemoryTransport
-from mingpt.parallel.exact import naive_sum
-from mingpt.parallel.tree import PartialSums, add_nodes, cover, push
+from mingpt.distributed.transport import SharedMemoryTransport
+from mingpt.parallel.exact import make_reduction, naive_sum
+from mingpt.parallel.tree import PartialSums, push
 
 LEAVES = 7
 SIZES = (12, 270_000, 5)  # elements of the buckets; the second is larger than the first segments
@@ -26,12 +27,7 @@ def sums_are_right(context: DistributedContext, shares: bool, gathers: bool) -> 
     if shares:
         assert isinstance(share_memory(context), SharedMemoryTransport)
     rank, ranks = context.rank, context.world_size
-    parts = [range(place * LEAVES // ranks, (place + 1) * LEAVES // ranks) for place in range(ranks)]
-    covers = [cover(part, LEAVES) for part in parts]
-    add = functools.partial(
-        add_nodes, [node for of_rank in covers for node in of_rank], leaves=LEAVES, add=Tensor.add_
-    )
-    found = []
+    parts, found = split_evenly(LEAVES, ranks), []
     for bucket, size in enumerate(SIZES):
         leaves = [leaf(bucket, number) for number in parts[rank]]
         expected = naive_sum(leaves, context)
@@ -44,7 +40,7 @@ def sums_are_right(context: DistributedContext, shares: bool, gathers: bool) -> 
         if not gathers:  # then the other chunks may hold anything
             sizes = [*sizes[1:], sizes[0]]
             expected = expected.split(sizes)[rank]
-        reduction = Reduction([len(of_rank) for of_rank in covers], sizes, torch.empty(0), add, gathers)
+        reduction = make_reduction(parts, sizes, torch.empty(0), gathers)
         found.append(torch.equal(context.transport.reduce(pieces, reduction), expected))
     return all(found)
 

@@ -18,7 +18,7 @@ def store(tmp_path: Path) -> SnapshotStore:
 def test_the_newest_and_the_best_are_kept(store: SnapshotStore) -> None:
     saver = SnapshotSaver(store)
     for step, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, None)):
-        saver.save(make_manifest(step, loss), TENSORS, dict, Keep(last=2, best=True))
+        saver.save(make_manifest(step, loss), TENSORS, Keep(last=2, best=True))
     saver.wait()
     assert store.steps() == [5, 4, 2]
     assert saver.newest_written == 5

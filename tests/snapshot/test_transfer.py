@@ -88,7 +88,7 @@ def save_together(
         saver = SnapshotSaver(store, None, rows, BackgroundGroup(context.rank, workers), main_rank)
         prepare(saver, context)
         part = part_of(tensors, rows, context.rank, main_rank)
-        saver.save(make_manifest(STEP), part, late_fields if context.rank == 0 else dict, Keep(3))
+        saver.save(make_manifest(STEP), part, Keep(3), late_fields if context.rank == 0 else dict)
         for tensor in part.values():
             tensor.zero_()  # the next step overwrites tensors, so the saver must have copied them
         saver.wait()

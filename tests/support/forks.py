@@ -34,7 +34,7 @@ class ForkedContext(DistributedContext):
         signals: Any = SimpleNamespace(reason=None, deferred=False)
         Group.__init__(self, rank, world_size, signals)
         self.places = [Place(0, other, "localhost") for other in range(world_size)]
-        self.device, self.threads = torch.device("cpu"), 1
+        self.device, self.threads, self.dtype = torch.device("cpu"), 1, torch.float32
         self.rendezvous, self.transport = None, Transport(rank, world_size)
         self.exit: Any = SimpleNamespace(note_progress=lambda: None)
 

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mingpt.base.rows import RowMap
 from mingpt.config import Config, DataConfig, ModelConfig, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import StoredState
 from mingpt.snapshot.contents import tensor_shapes
-from mingpt.training.state import copy_rows
 
 CONFIG = Config(
     data=DataConfig(block_size=7), model=ModelConfig(n_layer=1, n_head=1, n_embd=8, arch="modern")
@@ -33,8 +33,7 @@ def check_values(found: StoredState, context: DistributedContext) -> int:
     expected = make_state(step)
     assert found.shapes == SHAPES and found.manifest.shard is None
     values = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    for name, begin, rows in found.stream(SHAPES, context):
-        copy_rows(values[name], 0, begin, rows)
+    found.copy_into(values, RowMap(SHAPES), context.rank, context)
     for name in SHAPES:
         assert torch.equal(values[name], expected[name]), name
     return step

@@ -1,4 +1,4 @@
-"""Trains a small model for two steps by some strategies, on 1, 2 and 3 ranks, and saves each rank's results.
+"""Trains a small model for two steps by some strategies, on 1 to 4 ranks, and saves each rank's results.
 
     python -m support.parallel_program OUTPUT GROUP
 
@@ -22,14 +22,16 @@ from torch import Tensor
 
 from mingpt.base.rows import split_rows
 from mingpt.config import ModelConfig
+from mingpt.data.windows import split_evenly
 from mingpt.distributed import DistributedContext
 from mingpt.model import GPT, LossModule, draw_weight
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, ddp
+from support import hooked_ddp  # noqa: F401 - enters itself in STRATEGIES
 from support.forks import results_of, share_memory
 
 MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, STEPS = 7, 2, 4, 11, 2
 MAX_NORM = 0.05
-RANKS, ALONE = (1, 2, 3), (1,)
+RANKS, FOUR, ALONE = (1, 2, 3), (1, 2, 3, 4), (1,)
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,12 @@ class Outcome:
 
 GROUPS: dict[str, dict[str, Case]] = {
     "ddp": {
-        "exact": Case(),
+        "exact": Case(ranks=FOUR),
+        "exact, modern": Case(arch="modern", ranks=ALONE),
+        "hook": Case(reduction="hook", ranks=FOUR),
+        "hook, modern": Case(reduction="hook", arch="modern", ranks=FOUR),
         "fast": Case(reduction="fast"),
-        "idle": Case(micro_batches=2),
+        "idle": Case(micro_batches=2, ranks=FOUR),
         "idle fast": Case(micro_batches=2, reduction="fast"),
     },
     "sharded optimizer": {
@@ -111,15 +116,15 @@ def make_strategy(case: Case, context: DistributedContext) -> tuple[GPT, Strateg
         model.set_recompute(True)
     make = STRATEGIES[case.parallel, case.reduction]
     count, ranks = case.micro_batches, context.world_size
-    parts = [range(rank * count // ranks, (rank + 1) * count // ranks) for rank in range(ranks)]
+    parts = split_evenly(count, ranks)
     if make.takes_turns:
         parts = [range(rank, count, ranks) for rank in range(ranks)]
     setup = StrategySetup(
         model,
-        list(model.h),
         parts,
-        (BATCH, LENGTH),
         context,
+        list(model.h),
+        torch.zeros(2, BATCH, LENGTH, dtype=torch.long).unbind(),
         shard_optimizer=case.shard_optimizer,
         reshard=case.reshard,
         param_dtype=torch.bfloat16 if case.param_dtype else None,
@@ -240,7 +245,7 @@ def main(output: Path, group: str) -> None:
     import torch.distributed.fsdp  # noqa: F401
 
     results = {}
-    for ranks in RANKS:
+    for ranks in sorted({ranks for case in GROUPS[group].values() for ranks in case.ranks}):
         cases = {name: case for name, case in GROUPS[group].items() if ranks in case.ranks}
         results[ranks] = results_of(ranks, functools.partial(train_all, cases), timeout_s=110)
     output.write_bytes(pickle.dumps(results))

@@ -91,7 +91,7 @@ def save(
     keep: Keep = Keep(last=100),  # noqa: B008
 ) -> None:
     """Save to the end."""
-    saver.save(manifest, tensors, dict, keep)
+    saver.save(manifest, tensors, keep)
     saver.wait()
 
 

@@ -18,7 +18,7 @@ from support.training import Arch, Name, make_model
 
 def make_state(name: Name, arch: Arch) -> TrainState:
     model, optimizer = make_model(name, arch)
-    setup = StrategySetup(model, list(model.h), [range(2)], (2, 8), SingleProcess())
+    setup = StrategySetup(model, [range(2)], SingleProcess(), list(model.h))
     return TrainState(model, optimizer, ExactReduction(setup))
 
 

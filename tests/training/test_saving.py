@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 from conftest import SMALL
 from support.single_process import SingleProcess
 from support.snapshots import TENSORS, make_manifest, make_store, save
@@ -18,7 +17,6 @@ from mingpt.base.errors import NonRetryableError
 from mingpt.base.rows import RowMap
 from mingpt.config.cli import build
 from mingpt.data import make_corpus
-from mingpt.distributed.device import find_environment
 from mingpt.snapshot import Manifest, MemorySnapshots, SnapshotSaver
 from mingpt.snapshot.search import View
 from mingpt.training.audit import START, Audit
@@ -68,9 +66,8 @@ def make_saving(
     )
     context = SingleProcess()
     context.rank = rank
-    environment = find_environment(context.device, 1, torch.float32)
     run: Any = SimpleNamespace(
-        config=config, context=context, state=state, start=start, environment=environment
+        config=config, context=context, state=state, start=start, environment=context.environment()
     )
     return Saving(run, Audit(START, 8), logger)
 

@@ -14,7 +14,7 @@ from mingpt.base.rows import RowMap
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import StoredState, search
 from mingpt.snapshot.search import Source
-from mingpt.training.state import copy_rows, load_state
+from mingpt.training.state import load_state
 
 Tensors = dict[str, Tensor]
 
@@ -57,8 +57,7 @@ def test_all_ranks_get_what_each_alone_can_read(owners: int, small_pieces: None)
     def work(context: DistributedContext) -> Tensors:
         stored = make_stored(tensors, owners, context.rank)
         streamed = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        for name, begin, rows in stored.stream(tensors, context):
-            copy_rows(streamed[name], 0, begin, rows)
+        stored.copy_into(streamed, RowMap(stored.shapes), context.rank, context)
         return streamed
 
     for streamed in results_of(2, work):

@@ -1,0 +1,98 @@
+"""Train a small convolutional network by a loop of your own, on any number of workers, which may be killed.
+
+    torchrun --standalone --nproc_per_node=2 --max-restarts=3 examples/own_loop.py
+
+A step has BATCH images in micro-batches, which the workers share. The last line, a hash of the weights, does
+not depend on the number of workers and of kills. Snapshots are in own_loop/: the same command goes on there.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from mingpt.data import ElasticSampler
+from mingpt.distributed import DistributedContext, Worker, enable_determinism
+from mingpt.parallel import ExactReduction, StrategySetup
+from mingpt.snapshot import Keep, Manifest, SnapshotSaver, SnapshotStore, load_latest
+
+SEED, STEPS, BATCH, MICRO_BATCH, SAVE_EVERY, CLASSES = 1, 900, 96, 8, 20, 6
+
+
+def make_images(count: int) -> TensorDataset:
+    """Return gray images of stripes in noise, (count, 1, 24, 24), and the stripes' directions, (count,)."""
+    generator = torch.Generator().manual_seed(SEED)
+    directions = torch.randint(CLASSES, (count,), generator=generator)
+    angles = (math.pi / CLASSES * directions).view(-1, 1, 1)
+    along, phases = torch.arange(24.0), 9 * torch.rand(count, 1, 1, generator=generator)
+    stripes = (along * angles.cos() + along.view(-1, 1) * angles.sin() + phases).sin()  # (count, 24, 24)
+    images = stripes + 3 * torch.randn(count, 24, 24, generator=generator)
+    return TensorDataset(images.unsqueeze(1), directions)
+
+
+def make_model() -> nn.Module:
+    """Return the network. BatchNorm has no place in it: its statistics depend on the micro-batches."""
+    first, second = nn.Conv2d(1, 16, 5, stride=2), nn.Conv2d(16, 32, 3, stride=2)  # (B, 32, 4, 4) at the end
+    return nn.Sequential(
+        first, nn.GroupNorm(4, 16), nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(512, CLASSES)
+    )
+
+
+def train(context: DistributedContext) -> str | None:
+    """Train up to STEPS, or up to a request to stop, and return that request."""
+    enable_determinism()
+    torch.manual_seed(SEED)
+    model, data = make_model().to(context.device), make_images(6000)
+    sampler = ElasticSampler(
+        data, batch_size=BATCH, micro_batch_size=MICRO_BATCH, seed=SEED,
+        num_replicas=context.world_size, rank=context.rank,
+    )  # fmt: skip
+    strategy = ExactReduction(StrategySetup(model, sampler.micro_batches_by_rank(), context))
+    strategy.prepare(model)
+    weights, state = strategy.pieces(), dict[str, Tensor]()  # the state is what a snapshot holds
+    optimizer = torch.optim.SGD(weights.values(), lr=0.02, momentum=0.9)
+    for name, weight in weights.items():
+        momentum = optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        state |= {f"model.{name}": weight, f"optimizer.{name}.momentum_buffer": momentum}
+    store = SnapshotStore("own_loop")
+    context.on_rank(0, store.prepare)
+    saver, manifest = SnapshotSaver(store), load_latest(store, state, context)
+    step = manifest.step if manifest else 0
+    sampler.seek(step * BATCH)
+    batches = iter(DataLoader(data, batch_size=MICRO_BATCH, sampler=sampler))
+    context.stop_signal.defer()  # from here on a request to stop waits for the end of a step
+    while step < STEPS and not context.agreed_stop:
+        losses = torch.zeros(BATCH // MICRO_BATCH)  # zero for other workers' micro-batches
+        strategy.start_step()
+        for number in strategy.my_micro_batches:
+            images, directions = (tensor.to(context.device) for tensor in next(batches))
+            with strategy.micro_batch(number):
+                loss = F.cross_entropy(strategy.forward(images), directions)
+                (loss * strategy.loss_factor).backward()
+            losses[number] = loss.detach()
+        strategy.finish_step()
+        for name, gradient in strategy.gradients().items():
+            weights[name].grad = gradient
+        optimizer.step()
+        strategy.finish_update()
+        step += 1
+        losses_of_all, _ = context.reduce_step_status(losses)()  # the workers also agree to stop
+        if context.rank == 0 and step % 50 == 0:
+            print(f"step {step}  loss {sum(losses_of_all) / len(losses_of_all):.4f}", flush=True)
+        if context.rank == 0 and (step % SAVE_EVERY == 0 or step == STEPS or context.agreed_stop):
+            saver.save(Manifest(step=step, windows=step * BATCH), state, Keep(last=2))
+    context.on_rank(0, saver.wait)
+    if saver.error:
+        raise saver.error
+    if context.rank == 0 and step == STEPS:
+        content = b"".join(weight.cpu().numpy().tobytes() for weight in weights.values())
+        print("weights", hashlib.sha256(content).hexdigest())
+    return context.agreed_stop
+
+
+if __name__ == "__main__":
+    with Worker() as worker:  # exits with the code that torchrun needs, and at once if another is killed
+        worker.stopped_by = train(worker.connect())

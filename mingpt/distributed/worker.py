@@ -1,0 +1,63 @@
+"""A worker's life from its first line to its exit code.
+
+This module imports little, so that a signal is heard a few hundredths of a second after the process starts.
+"""
+
+import gc
+import sys
+from types import TracebackType
+
+from mingpt.base import events
+from mingpt.base.command import open_streams
+from mingpt.base.errors import StopRequested, UserError
+from mingpt.base.system import check_working_directory, use_one_arena
+from mingpt.distributed.context import DistributedContext
+from mingpt.distributed.exit import ProcessExit
+from mingpt.distributed.launch import Launch
+from mingpt.distributed.signals import StopSignal
+
+
+class Worker:
+    """This process. As a context manager it exits with the code that shows how its block ended:
+
+    0 if it finished or was told to stop, 128 + signal if told to stop by a signal other than SIGUSR1 under an
+    agent (such as torchrun's), 2 after a UserError, 1 after any other error. The block sets `stopped_by` to
+    the request that stopped it. Constructing a Worker begins to listen for signals, and exits with 2 if the
+    launcher's variables are incomplete.
+    """
+
+    def __init__(self) -> None:
+        open_streams()
+        use_one_arena()
+        gc.disable()  # importing torch takes an eighth less time without the garbage collector
+        try:
+            check_working_directory()
+            self.launch = Launch.from_environment()
+        except UserError as error:
+            sys.stderr.write(f"error: {error}\n")
+            sys.exit(2)
+        self.exit = ProcessExit(self.launch)
+        self.stop_signal = StopSignal(self.launch, self.exit)
+        self.stopped_by: str | None = None
+        events.emit("worker_start", launch=self.launch)
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def connect(
+        self, device: str = "auto", dtype: str = "auto", threads: int = 1, timeout_s: float = 60.0
+    ) -> DistributedContext:
+        """Meet this generation's workers; return the DistributedContext, or raise its errors. Collective."""
+        gc.enable()
+        gc.freeze()  # imported objects stay alive, so collections need not look at them again
+        return DistributedContext(self.launch, self.stop_signal, self.exit, device, dtype, threads, timeout_s)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, StopRequested):
+            self.stop_signal.exit_before_training(error.reason)
+        if self.stopped_by:
+            error = StopRequested(self.stopped_by)
+        if error is None or isinstance(error, Exception):
+            self.exit.exit_process(error, lambda: self.stop_signal.has_sigterm)

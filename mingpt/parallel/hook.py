@@ -1,0 +1,86 @@
+"""The exact reduction as a communication hook of DistributedDataParallel, for a loop of one's own.
+
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(ExactHook(ddp, MICRO_BATCHES), ExactHook.reduce)
+
+The rest of the loop is as it was: all micro-batches of a worker but its last are under `ddp.no_sync()`. There
+DDP adds gradients up in `grad`, so the bits would depend on which micro-batches a worker has. The hook takes
+each gradient away to a tree of partial sums, as ExactReduction (exact.py) does, and exchanges these with the
+same Reduction when the last backward pass has filled a bucket. The bits are those of ExactReduction.
+"""
+
+import functools
+from collections import Counter, defaultdict
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from mingpt.base.rows import split_rows
+from mingpt.data.windows import split_evenly
+from mingpt.distributed.transport import Transport
+from mingpt.parallel.exact import Overlap, make_reduction
+from mingpt.parallel.tree import PartialSums, push
+
+
+class ExactHook:
+    """The state of the hook of a DDP model; `ExactHook.reduce` is the hook.
+
+    A step has `micro_batches`, which must not depend on the number of workers: each worker makes one backward
+    pass for each of its share, which `split_evenly` gives, in order. A gradient becomes the sum over all
+    micro-batches, and is not divided by anything: a loss whose mean is wanted is divided by `micro_batches`.
+    Every parameter must take part in every micro-batch, and `grad` must be None before a step, as `zero_grad`
+    leaves it.
+    """
+
+    def __init__(self, model: DistributedDataParallel, micro_batches: int) -> None:
+        rank, workers = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
+        self.model, self.micro_batches = model, micro_batches
+        self.shares = split_evenly(micro_batches, workers)
+        self.share = self.shares[rank]
+        self.transport = Transport(rank, workers, model.process_group)
+        self.counts = Counter[Tensor]()  # backward passes of a step so far, by parameter
+        self.partial_sums = defaultdict[Tensor, PartialSums[Tensor]](list)
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.overlap = Overlap(weights[0].device)
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(self.take_gradient)
+
+    def take_gradient(self, weight: Tensor) -> None:
+        """Move a gradient from `grad` to the partial sums, unless DDP is to reduce it."""
+        if not self.model.require_backward_grad_sync:
+            gradient, weight.grad = weight.grad, None
+            assert gradient is not None
+            self.add(weight, gradient)
+
+    def add(self, weight: Tensor, gradient: Tensor) -> None:
+        number = self.share.start + self.counts[weight]
+        push(self.partial_sums[weight], 0, number, gradient, self.micro_batches, Tensor.add_)
+        self.counts[weight] += 1
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Begin to sum a bucket of the last micro-batch's gradients and those before; return its future.
+
+        Raises ValueError unless this worker has made the backward passes of its share. Collective.
+        """
+        weights = bucket.parameters()
+        for weight, gradient in zip(weights, bucket.gradients(), strict=True):
+            self.add(weight, gradient)
+        made = {self.counts.pop(weight) for weight in weights}
+        if made != {len(self.share)}:
+            raise ValueError(
+                f"rank {self.transport.rank} made {made} backward passes in a step, and its share of "
+                f"{self.micro_batches} micro-batches is {len(self.share)}"
+            )
+        by_weight = [self.partial_sums.pop(weight) for weight in weights]
+        pieces = [
+            # As vectors in the order of their memory, which is also the bucket's.
+            [part.as_strided((part.numel(),), (1,)) for _, _, part in of_node]
+            for of_node in zip(*by_weight, strict=True)
+        ]
+        buffer = bucket.buffer()
+        sizes = [len(rows) for rows in split_rows(len(buffer), self.transport.world_size)]
+        reduction = make_reduction(self.shares, sizes, buffer, gathers=True)
+        total = self.overlap.run(functools.partial(self.transport.reduce, pieces, reduction), pieces)
+        return total.then(lambda done: done.value())  # which passes an error on to DDP

@@ -1,0 +1,34 @@
+"""Errors of ExactHook; test_ddp.py compares its sums."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mingpt.parallel import ExactHook
+
+
+@pytest.fixture
+def ddp() -> Iterator[DistributedDataParallel]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DistributedDataParallel(nn.Linear(2, 1))
+    dist.destroy_process_group()
+
+
+def test_a_step_with_too_few_backward_passes_is_an_error(ddp: DistributedDataParallel) -> None:
+    ddp.register_comm_hook(ExactHook(ddp, 2), ExactHook.reduce)
+    with pytest.raises(ValueError, match=r"rank 0 made \{1\} backward passes .* of 2 micro-batches is 2"):
+        ddp(torch.ones(1, 2)).sum().backward()
+
+
+def test_an_error_of_the_exchange_is_raised_by_the_backward_pass(
+    ddp: DistributedDataParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = ExactHook(ddp, 1)
+    ddp.register_comm_hook(hook, ExactHook.reduce)
+    monkeypatch.setattr(hook.transport, "reduce", lambda *_: 1 / 0)
+    with pytest.raises(RuntimeError, match="division by zero"):
+        ddp(torch.ones(1, 2)).sum().backward()

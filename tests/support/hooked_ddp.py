@@ -1,0 +1,21 @@
+"""DistributedDataParallel with ExactHook, as a strategy, to be compared with the others."""
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from mingpt.parallel import STRATEGIES, ExactHook, ddp
+from mingpt.parallel.strategy import Forward
+
+
+class HookedDDP(ddp.DDPReduction):
+    """A loop that keeps DDP: all micro-batches but the last are under `no_sync`, as in DDPReduction."""
+
+    def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
+        if not dist.is_initialized():  # there is a single rank
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = DistributedDataParallel(forward, bucket_cap_mb=ddp.BUCKET_BYTES / 2**20)  # type: ignore[arg-type]
+        model.register_comm_hook(ExactHook(model, self.setup.micro_batches), ExactHook.reduce)
+        self.forward, self.no_sync = model, model.no_sync
+
+
+STRATEGIES["ddp", "hook"] = HookedDDP
