@@ -313,7 +313,7 @@ def load_latest(
     rows = RowMap({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
     def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-        there = {name: entry.shape for name, entry in entries.items() if entry.dtype == "F32"}
+        there = {name: entry.shape for name, entry in entries.items() if entry.dtype == torch.float32}
         if there != rows.shapes or len(there) < len(entries):
             raise UserError(f"{store.url} holds a snapshot of other tensors: go on in another folder")
 
