@@ -69,7 +69,9 @@ class Saving:
             self.own_step = start.found.views[self.main_rank].step
         self.best_loss = -math.inf  # the lowest validation loss so far; without keep_best no loss is lower
         if config.snapshot.keep_best:
-            best_loss = self.saver.best_loss(state.step) if self.is_main else None
+            steps = [step for step in self.store.steps() if step <= state.step] if self.is_main else []
+            self.saver.best = min(self.store.losses_of(steps), default=None)
+            best_loss = self.saver.best[0] if self.saver.best else math.inf
             self.best_loss = context.broadcast_object(best_loss, self.main_rank)
         self.is_slow_disk_reported = False
         self.durable_step = start.durable_step  # of the last snapshot that all ranks know to be on disk
