@@ -12,22 +12,21 @@ from support.jobs import Job
 
 @pytest.mark.slow
 def test_what_pip_installs_finds_its_program_configuration_and_text(text: Path, tmp_path: Path) -> None:
-    """The packages that it requires are those of this environment; nothing is downloaded."""
+    """What it requires is that of this environment. pip downloads setuptools, to build the package."""
     ignored = shutil.ignore_patterns(".*", "*.egg-info", "build", "out", "results", "tests")
     checkout, env = shutil.copytree(ROOT, tmp_path / "checkout", ignore=ignored), tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", env], check=True)
     (site,) = env.glob("lib/python*/site-packages")
     (site / "known.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
-    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    subprocess.run([env / "bin" / "pip", "install", *options, checkout], check=True)
+    subprocess.run([env / "bin" / "pip", "install", "--quiet", "--no-deps", checkout], check=True)
     shutil.rmtree(checkout)
     settings = command(
         launcher=[], program="mingpt-train", trainer__workers=2, run_dir="run", data__path=text
     )
     for words, said in (
-        (settings, f"next: python {env}/share/mingpt/sample.py run"),
+        (settings, f"next: python {env}/share/mingpt/sample.py run --best"),
         (["mingpt", "snapshots", "run"], "  valid"),
-        (["mingpt-train", "trainer.max_steps=0", "trainer.workers=1"], "sample.py out/default"),
+        (["mingpt-train", "trainer.max_steps=0", "trainer.workers=1"], "sample.py out/default --best"),
         (["mingpt", "verify", "--kills", "1", "--workers", "1"], " s)"),
     ):
         job = Job(
