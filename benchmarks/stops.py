@@ -132,7 +132,7 @@ def stop_once(
     while any(is_alive(pid) for pid in pids) and time.monotonic() - began < 60:
         time.sleep(0.005)
     took = time.monotonic() - began
-    code = job.wait(60)
+    code = job.wait(60 + length_s)
     agent_took = time.monotonic() - began
     history, newest, imports_s = read_history(run_dir), newest_step(run_dir), imports_left_s(marks, began)
     step_s = max((entry.get("step_s", 0.0) for entry in history["generations"]), default=0.0)
@@ -176,7 +176,7 @@ def main() -> int:
             kind, moment = KINDS[stops.trials % len(KINDS)], MOMENTS[stops.trials % len(MOMENTS)]
             marks, pause_s = folder / f"marks{started}", 0.0
             if arguments.pause:
-                kind, pause_s = "SIGKILL", rng.uniform(0.5, 0.9) * length_s
+                kind, pause_s = "SIGKILL", rng.uniform(0.25, 0.6) * length_s
             job = start_marked(folder, run_dir, marks, arguments.plain, pause_s)
             stopped = stop_once(job, moment, kind, run_dir, marks, length_s, rng)
             if stopped and arguments.pause:

@@ -32,7 +32,7 @@ PATHS = (
 )
 PROJECT = Path(__file__).resolve().parents[2]  # where train.py lies
 if not (PROJECT / "train.py").exists():  # pip has installed mingpt into PREFIX/lib/python3.x/site-packages
-    PROJECT = PROJECT.parents[2] / "share" / "mingpt"
+    PROJECT = PROJECT.parents[2] / "share/mingpt"
 WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
 DURATION = re.compile(r"(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?|(\d+(?:\.\d+)?)", re.ASCII)

@@ -197,7 +197,7 @@ class RunLogger:
         stopped_by: str | None,
         snapshots: str,
         phases: dict[str, float] | None = None,
-        best: tuple[float, int] | None = None,
+        best: tuple[float, int] = (math.inf, -1),
     ) -> None:
         """Report that the run finished, or was stopped by `stopped_by`, with a durable snapshot of `step`.
 
@@ -218,7 +218,7 @@ class RunLogger:
         lowest, held = self.records.lowest, "no snapshot has it"
         program = "sample.py" if os.path.exists("sample.py") else str(PROJECT / "sample.py")
         command = ["python", program, str(self.start.run_dir)]
-        if best and best <= lowest:
+        if best[0] <= lowest[0] < math.inf:
             lowest, held, command = best, "the snapshot of that step has it", [*command, "--best"]
         elif not self.start.config.snapshot.keep_best:
             held += ": snapshot.keep_best=true keeps one"

@@ -97,10 +97,7 @@ def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
 
     Raises UnreadableSnapshot if the folder cannot be read.
     """
-    for name in store.list_names():
-        match = MANIFEST.fullmatch(name)
-        if not match:
-            continue
+    for match in filter(None, map(MANIFEST.fullmatch, store.list_names())):
         prefix, set_aside, step = match[1] or "", match[2], int(match[3])
         loss, size, state = "-", "-", set_aside or "valid"
         try:
@@ -110,7 +107,7 @@ def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
             if not set_aside:
                 store.read(step)
         except (CorruptSnapshot, UnreadableSnapshot, UserError) as error:  # or of another version
-            log.warning(f"{name}: {error}")
+            log.warning(f"{match[0]}: {error}")
             state = set_aside or ("damaged" if isinstance(error, CorruptSnapshot) else "unreadable")
         yield step, ROW.format(step, loss, size, state)
 

@@ -12,6 +12,7 @@ rank saves its part alone, as a snapshot of its own (memory.py).
 
 import functools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -32,6 +33,7 @@ from mingpt.snapshot.store import SnapshotStore
 LateFields = Callable[[], dict[str, Any]]
 # Takes a tensor's name; returns (rank, bytes) for the parts of the tensor, in their order.
 Sources = Callable[[str], Sequence[tuple[int, int]]]
+NO_LOSS = math.inf, -1
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -133,7 +135,7 @@ class SnapshotSaver:
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None  # of the last write
         self.newest_written = 0  # step of the newest snapshot that was written
-        self.best: tuple[float, int] | None = None  # lowest validation loss of those kept, and its step
+        self.best = NO_LOSS  # the lowest validation loss of a snapshot that is kept, and its step
 
     def allocate(self, tensors: Mapping[str, Tensor]) -> StagingBuffer:
         """Return the staging buffer for a state like `tensors`; the first call allocates it."""
@@ -233,16 +235,16 @@ class SnapshotSaver:
 
         Unreadable snapshots are neither counted nor deleted.
         """
-        best = min(self.store.losses_of(self.store.steps()), default=None)
+        _, best = min(self.store.losses_of(self.store.steps()), default=NO_LOSS)
         steps = [step for step in self.store.steps() if step not in self.store.unreadable]
         replayed = next((step for step in steps if step <= keep.replayed_step), None)
-        kept = {*steps[: keep.last], replayed, *([best[1]] if best and keep.best else [])}
+        kept = {*steps[: keep.last], replayed, *([best] if keep.best else [])}
         for step in steps:
             if step not in kept:
                 self.store.remove(step)
         # Remove files that interrupted removals have left.
         complete = self.store.steps()
-        self.best = min(self.store.losses_of(complete), default=None)
+        self.best = min(self.store.losses_of(complete), default=NO_LOSS)
         begun = {*self.store.steps("safetensors")} - {*complete}
         for step in begun:
             if step < max(complete, default=0) and not self.store.has_manifest(step):  # a listing may be late

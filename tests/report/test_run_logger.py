@@ -1,6 +1,7 @@
 import hashlib
 import json
 import logging
+import math
 import re
 import sys
 from dataclasses import asdict, replace
@@ -173,11 +174,11 @@ def test_a_run_folder_that_cannot_be_written_ends_no_run(
     [
         (True, (1.8486, 170), "the snapshot of that step has it", " --best"),
         (True, (2.102, 340), "no snapshot has it", ""),
-        (False, None, "no snapshot has it: snapshot.keep_best=true keeps one", ""),
+        (False, (math.inf, -1), "no snapshot has it: snapshot.keep_best=true keeps one", ""),
     ],
 )
 def test_the_end_of_a_run_tells_its_memory_its_lowest_loss_and_the_next_command(
-    keep_best: bool, best: tuple[float, int] | None, held: str, option: str,
+    keep_best: bool, best: tuple[float, int], held: str, option: str,
     tmp_path: Path, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """The lowest loss is one of an earlier generation; a later one that is lower is done again."""
