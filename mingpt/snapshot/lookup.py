@@ -17,7 +17,7 @@ from mingpt.snapshot.manifest import validation_loss
 from mingpt.snapshot.reading import Check, accept_all
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
-MANIFEST = re.compile(r"((damaged|suspect)-[0-9]+-)?step_([0-9]{8,19})\.json")
+MANIFEST = re.compile(r"((?:(damaged|suspect)-[0-9]+-)?)step_([0-9]{8,19})\.json")
 ROW = "{:>9} {:>9} {:>12}  {}"  # of a list of snapshots
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
     Raises UnreadableSnapshot if the folder cannot be read.
     """
     for match in filter(None, map(MANIFEST.fullmatch, store.list_names())):
-        prefix, set_aside, step = match[1] or "", match[2], int(match[3])
+        prefix, set_aside, step = match[1], match[2], int(match[3])
         loss, size, state = "-", "-", set_aside or "valid"
         try:
             manifest = store.read_manifest(step, prefix)
