@@ -2,16 +2,17 @@
 
     python benchmarks/stops.py                        # 40 stops, a quarter of an hour on two cores
     python benchmarks/stops.py --plain --stops 1      # of plain `python train.py`, a minute
+    python benchmarks/stops.py --pause --stops 10     # by trainer.pause_after, some minutes
 
 A job is stopped in turns by SIGTERM and SIGINT to the agent, SIGUSR1 to a worker and a STOP file; in turns in
-the first 2 s of the first worker, in an evaluation with its text, and at any moment. After each stop the same
-command is started again, until the run is finished; then a new run begins. Prints a row per stop, as JSON:
-the seconds until the last worker and its agent were gone, the seconds for which a worker was still importing,
-and the newest snapshot before and after.
+the first 2 s of the first worker, in an evaluation with its text, and at any moment. With --pause a worker is
+killed at that moment, and the job stops by trainer.pause_after. After each stop the same command is started
+again, until the run is finished; then a new run begins. Prints a row per stop, as JSON.
 
 Exit code 1 unless each time the workers took less than 2 s plus a step and the rest of the imports, lost no
-step that had a snapshot, wrote a snapshot of the step they stopped at if they had begun to train, and left no
-process, and each run ended with the hash and the records of an undisturbed one. Needs Linux.
+step that had a snapshot, wrote a snapshot of the step they stopped at if they had begun to train, began at
+most one step after the time of a pause, and left no process, and each run ended with the hash and the records
+of an undisturbed one. Needs Linux.
 """
 
 import json
@@ -43,37 +44,33 @@ CODE = "import os, pathlib, stops; stops.leave_marks(pathlib.Path(os.environ['MA
 
 
 def leave_marks(marks: Path) -> None:
-    """Write files, in a worker, that mark when it has imported everything, and that it evaluates."""
+    """Write files that mark when a worker listens, has imported everything, evaluates and begins a step."""
 
     def note_imports() -> None:
         while not hasattr(sys.modules.get("mingpt.training.trainer"), "Trainer"):
             time.sleep(0.01)
         (marks / f"imported-{os.getpid()}").write_text(str(time.monotonic()))
 
-    def note_evaluation(step: int) -> None:
-        (marks / "evaluating").touch()
-
     if "RANK" in os.environ:
         threading.Thread(target=note_imports, daemon=True).start()
-    events.subscribe("evaluation_start", note_evaluation)
+    events.subscribe("worker_start", lambda launch: (marks / f"listens-{os.getpid()}").touch())
+    events.subscribe("evaluation_start", lambda step: (marks / "evaluating").touch())
+    begun = open(marks / f"steps-{os.environ.get('RANK')}", "ab", buffering=0)  # noqa: SIM115 - until it ends
+    events.subscribe("step_start", lambda step: begun.write(b"%f\n" % time.time()))
 
 
-def start_marked(folder: Path, run_dir: Path, marks: Path, is_plain: bool) -> Job:
-    """Start a job of two workers that leave marks."""
+def start_marked(folder: Path, run_dir: Path, marks: Path, is_plain: bool, pause_s: float = 0) -> Job:
+    """Start a job of two workers that leave marks, and pause after so many seconds if that is not 0."""
     marks.mkdir(exist_ok=True)
-    launcher = [sys.executable] if is_plain else torchrun(2)
-    words = arguments_of(SETTINGS | {"run_dir": run_dir, "trainer.workers": 2})
-    return Job([*launcher, changed_program(folder, CODE), *words], run_dir, MARKS=str(marks))
+    launcher = [sys.executable] if is_plain else torchrun(2, restarts=3 if pause_s else 0)
+    own = {"run_dir": run_dir, "trainer.workers": 2, "trainer.pause_after": pause_s or "null"}
+    words = [changed_program(folder, CODE), *arguments_of(SETTINGS | own)]
+    return Job([*launcher, *words], run_dir, MARKS=str(marks))
 
 
-def catches_sigusr1(pid: int) -> bool:
-    """Whether a process has a handler for SIGUSR1; without one it would die of it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-    return bool(caught >> (signal.SIGUSR1 - 1) & 1)
+def steps_after(moment: float, marks: Path) -> int:
+    """How many steps worker 0 has begun after a moment, in seconds since 1970."""
+    return sum(float(at) > moment for at in (marks / "steps-0").read_text().split())
 
 
 def newest_step(run_dir: Path) -> int:
@@ -87,8 +84,8 @@ def request_stop(kind: str, job: Job, pids: list[int], run_dir: Path, rng: rando
         if kind == "STOP":
             run_dir.mkdir(exist_ok=True)
             (run_dir / "STOP").touch()
-        elif kind == "SIGUSR1":
-            os.kill(rng.choice(pids), signal.SIGUSR1)
+        elif kind in ("SIGUSR1", "SIGKILL"):
+            os.kill(rng.choice(pids), signal.Signals[kind])
         else:
             os.kill(job.pid, signal.Signals[kind])
     except (ProcessLookupError, IndexError):
@@ -116,7 +113,7 @@ def wait_for_moment(
     longest_s = {"first 2 s": 2.0, "evaluation": 0.5, "any": 0.8 * length_s}[moment]
     time.sleep(rng.uniform(0.0, longest_s))  # until a random moment
     if kind == "SIGUSR1":
-        job.wait_until(lambda: job.workers() and all(map(catches_sigusr1, job.workers())))
+        job.wait_until(lambda: sum((marks / f"listens-{pid}").exists() for pid in job.workers()) == 2)
     return time.monotonic() - began
 
 
@@ -135,7 +132,7 @@ def stop_once(
     while any(is_alive(pid) for pid in pids) and time.monotonic() - began < 60:
         time.sleep(0.005)
     took = time.monotonic() - began
-    code = job.wait(60)
+    code = job.wait(60 + length_s)
     agent_took = time.monotonic() - began
     history, newest, imports_s = read_history(run_dir), newest_step(run_dir), imports_left_s(marks, began)
     step_s = max((entry.get("step_s", 0.0) for entry in history["generations"]), default=0.0)
@@ -160,6 +157,7 @@ def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--stops", type=int, default=40)
     parser.add_argument("--plain", action="store_true", help="plain python in place of torchrun")
+    parser.add_argument("--pause", action="store_true", help="by trainer.pause_after, with a kill before")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     rng, stops, runs = random.Random(arguments.seed), Tally(), Tally()
@@ -176,10 +174,16 @@ def main() -> int:
         while stops.trials < arguments.stops:
             started += 1
             kind, moment = KINDS[stops.trials % len(KINDS)], MOMENTS[stops.trials % len(MOMENTS)]
-            marks = folder / f"marks{started}"
-            job = start_marked(folder, run_dir, marks, arguments.plain)
+            marks, pause_s = folder / f"marks{started}", 0.0
+            if arguments.pause:
+                kind, pause_s = "SIGKILL", rng.uniform(0.25, 0.6) * length_s
+            job = start_marked(folder, run_dir, marks, arguments.plain, pause_s)
             stopped = stop_once(job, moment, kind, run_dir, marks, length_s, rng)
-            if stopped:
+            if stopped and arguments.pause:
+                steps = steps_after(read_history(run_dir)["job_began"] + pause_s, marks)
+                is_good = stopped["ok"] and not stopped["agent_code"]
+                stopped |= {"steps_after": steps, "ok": is_good and steps < 2}
+            if stopped and not (arguments.pause and stopped["status"] == "finished"):
                 row(**stopped)
                 stops.add(stopped["ok"], job)
             if read_history(run_dir)["status"] == "finished":

@@ -7,6 +7,7 @@ torchrun ... -m mingpt doctor [settings]     # every worker runs the doctor, a c
 
 import difflib
 import importlib
+import runpy
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ COMMANDS = {
     "doctor": ("tools.doctor", "say why a cluster does not start, or which of its links are slow"),
     "plan": ("tools.plan", "say what a run needs, before it is started, and what fits"),
     "prepare": ("tools.prepare", "encode text into token shards"),
+    "snapshots": ("snapshot.lookup", "list the snapshots of a run: step, validation loss, size, state"),
     "timeline": ("report.plot", "draw what the time of a run went to"),
     "export": ("tools.export", "write a run as a folder in Hugging Face's format"),
 }
@@ -44,5 +46,18 @@ def main(arguments: Sequence[str]) -> int:
     return exit_code
 
 
+def run() -> int:
+    """Run the command `mingpt`, as `python -m mingpt` does; return its exit code."""
+    return run_command(main, sys.argv[1:])
+
+
+def train() -> None:
+    """Run train.py, as the command `mingpt-train`."""
+    from mingpt.config import PROJECT
+
+    sys.argv[0] = str(PROJECT / "train.py")
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    sys.exit(run())

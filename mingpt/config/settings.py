@@ -8,10 +8,11 @@ page list settings by their dotted keys, and convert configurations to dictionar
 
 import dataclasses
 import os
+import re
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import pydantic
 import yaml
@@ -30,14 +31,26 @@ PATHS = (
     "snapshot.init_from",
 )
 PROJECT = Path(__file__).resolve().parents[2]  # where train.py lies
+if not (PROJECT / "train.py").exists():  # pip has installed mingpt into PREFIX/lib/python3.x/site-packages
+    PROJECT = PROJECT.parents[2] / "share/mingpt"
 WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
+DURATION = re.compile(r"(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?|(\d+(?:\.\d+)?)", re.ASCII)
 
 
 def Field(default: Any, description: str, *, affects_result: bool = False, **limits: Any) -> Any:
     """Declare a setting; `affects_result` tells that it can change the result. `limits` are pydantic's."""
     extra: dict[str, Any] = {"affects_result": affects_result}
     return pydantic.Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def to_seconds(value: Any) -> float:
+    """Return the seconds that a number, or a text such as 90 or 5h30m, stands for. Raises ValueError."""
+    match = DURATION.fullmatch(str(value))
+    if match is None:
+        raise ValueError("it should be seconds, or hours, minutes and seconds as in 5h30m")
+    hours, minutes, seconds, number = map(float, match.groups("0"))
+    return 3600 * hours + 60 * minutes + seconds + number
 
 
 @dataclass(frozen=True, config=RULES)
@@ -203,6 +216,11 @@ class TrainerConfig:
         "none", "block: keep each block's input alone and compute its activations again in the backward pass"
     )
     timeout_s: float = Field(60, "timeout of a collective in seconds; one step must fit in", gt=0)
+    pause_after: Optional[Annotated[pydantic.PositiveFloat, pydantic.BeforeValidator(to_seconds)]] = Field(
+        None,
+        "time of the job, restarts included, after which it stops as by SIGUSR1, and the same command goes "
+        "on: seconds, or as in 90m, 5h30m or 1h2m3s; null: it never does",
+    )
     workers: Literal["auto"] | pydantic.PositiveInt = Field(
         "auto", "workers that plain `python train.py` starts; auto: one per GPU, else one per `threads` cores"
     )
@@ -235,8 +253,8 @@ class SnapshotConfig:
     )
     init_from: Optional[str] = Field(
         None,
-        "start with the weights of another run or model: run folder, snapshot, Hugging Face folder of GPT-2 "
-        "or NanoChat, or gpt2, gpt2-medium, gpt2-large, gpt2-xl",
+        "start with the weights of another run or model: run folder (the newest, or the best as RUN@best), "
+        "snapshot, Hugging Face folder of GPT-2 or NanoChat, or gpt2, gpt2-medium, gpt2-large, gpt2-xl",
         affects_result=True,
     )
 

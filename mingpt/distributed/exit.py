@@ -37,7 +37,8 @@ STORAGE_S = 5.0  # time for what needs storage, which may be the cause of the ex
 STACKS_AFTER = 0.9  # share of timeout_s: a stuck worker writes its stacks before others time out
 MAX_STACK_FILES = 20
 NCCL_LOST = "remote process exited or there was a network error"  # the one error of NCCL's that means it
-JOB_ENDS = ("SIGUSR1", "STOP")  # requests that end the job; after any other one, the agent decides
+PAUSE = "trainer.pause_after"  # the request to stop that this setting makes
+JOB_ENDS = ("SIGUSR1", "STOP", PAUSE)  # requests that end the job; after any other one, the agent decides
 
 
 class SignalReceived(Exception):
@@ -361,7 +362,7 @@ def write_stderr(text: str) -> None:
 
 def before_first_step(reason: str) -> str:
     """Return the line to print about a stop before the first step; `reason` is a signal's name or STOP."""
-    return f"stopped by {reason} before the first step\n"
+    return f"stopped by {reason} before the first step: the same command goes on\n"
 
 
 def first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, or a file STOP in run_dir.
+"""Requests to stop: SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, a file STOP in run_dir, trainer.pause_after.
 
 A thread receives the signals: Python runs signal handlers in the main thread only, and not while that thread
 waits inside a collective. torch is not imported here, so that a worker listens before any slow work.
@@ -6,6 +6,7 @@ waits inside a collective. torch is not imported here, so that a worker listens 
 
 import faulthandler
 import logging
+import math
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from mingpt.base.processes import open_siblings, wait_readable
 from mingpt.distributed.ends import DISORDER
 from mingpt.distributed.exit import (
     JOB_ENDS,
+    PAUSE,
     PeerLost,
     ProcessExit,
     SignalReceived,
@@ -31,10 +33,11 @@ from mingpt.distributed.launch import Launch
 log = logging.getLogger(__name__)
 
 # In order of precedence, if ranks have received different requests.
-REASONS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "STOP")
+REASONS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", *JOB_ENDS)
 SIGNALS = [
     signal.Signals[name]
-    for name in REASONS[:-1]
+    for name in REASONS
+    if name.startswith("SIG")
     if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # nohup ignores it
 ]
 POLL_S = 0.2
@@ -53,15 +56,16 @@ class StopSignal:
 
     Before `defer`, SIGUSR1 or a file STOP ends a single worker at once, and several workers agree first; any
     other signal ends this process at once. After `defer`, a request waits until all ranks have agreed on it.
-    A second signal, more than REPEAT_S after the first, ends this process at once; after a file STOP, a
-    signal counts as the first. This process also ends if its agent is gone, a worker of the same agent was
-    lost, or a collective on GPUs has waited for `timeout_s`; and, while a signal other than SIGUSR1 waits, if
-    no collective has ended for `timeout_s`.
+    A second signal, more than REPEAT_S after the first, ends this process at once; after a file STOP or a
+    pause, a signal counts as the first. This process also ends if its agent is gone, a worker of the same
+    agent was lost, or a collective on GPUs has waited for `timeout_s`; and, while a signal other than SIGUSR1
+    waits, if no collective has ended for `timeout_s`.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
         self.launch, self.exit = launch, process_exit
-        self.reason: str | None = None
+        self.received: str | None = None
+        self.pause_at = math.inf  # by the monotonic clock; never before `defer`
         self.deferred = False
         self.has_sigterm = False  # whether SIGTERM has come, also right after another signal
         self.stop_file: Path | None = None
@@ -80,6 +84,11 @@ class StopSignal:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, signal.SIGUSR2])
         self.thread = threading.Thread(target=self.listen, daemon=True)
         self.thread.start()
+
+    @property
+    def reason(self) -> str | None:
+        """The request to stop, one of REASONS; None without one."""
+        return self.received or (PAUSE if time.monotonic() >= self.pause_at else None)
 
     def watch_siblings(self) -> None:
         """From now on, exit if another worker of this agent fails, or exits without an exit reason."""
@@ -157,18 +166,18 @@ class StopSignal:
                 self.received_at = now
 
     def receive(self, number: signal.Signals) -> None:
-        is_first = self.reason in (None, "STOP")
+        is_first = self.received in (None, "STOP")
         if is_first and number == signal.SIGUSR1 and not self.deferred:
             self.request(number.name)
         elif not (is_first and self.deferred):
             self.exit.exit_at_once(SignalReceived(number, is_first))
-        self.reason = number.name
+        self.received = number.name
 
     def request(self, reason: str) -> None:
         """Keep a request, SIGUSR1 or STOP, for ranks to agree on; before `defer`, exit a single worker."""
         if not self.deferred and self.launch.world_size == 1:
             self.exit_before_training(reason)
-        self.reason = self.reason or reason
+        self.received = self.received or reason
 
     def look_at_siblings(self) -> None:
         """Exit if a worker of the same agent has exited in no order, as one that failed or was killed."""

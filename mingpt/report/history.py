@@ -121,14 +121,15 @@ class RunHistory:
 
     A damaged file is set aside. `status` is running, finished, stopped or failed. `durable_step` is the step
     of the newest snapshot on disk, 0 if none is known. `job` is the token of the last job that passed the
-    checks of its start. A generation's entry has the number and hosts of its workers, the step from which it
-    started (`from_step`), the last step known to be complete (`to_step`), and how it ended (`end`). `exact`
-    is true if a worker reported `to_step` when it ended. `restart` is false for a job's first generation.
-    `began` and `seen` are the times of the generation's start and of its last completed step on record, in
-    seconds since 1970; `seconds` is the time between them by a monotonic clock. `phases` has seconds:
-    `start_s` before `began`; after it, those of evaluations and of waiting for snapshots. `inputs` has what
-    the last generation's bits depend on besides the settings: fingerprints of data and tokenizer, and the
-    software. `note_step` and `note_durable` return before the file is written.
+    checks of its start, `job_began` the time at which its first workers started, in seconds since 1970. A
+    generation's entry has the number and hosts of its workers, the step from which it started (`from_step`),
+    the last step known to be complete (`to_step`), and how it ended (`end`). `exact` is true if a worker
+    reported `to_step` when it ended. `restart` is false for a job's first generation. `began` and `seen` are
+    the times of the generation's start and of its last completed step on record, in seconds since 1970;
+    `seconds` is the time between them by a monotonic clock. `phases` has seconds: `start_s` before `began`;
+    after it, those of evaluations and of waiting for snapshots. `inputs` has what the last generation's bits
+    depend on besides the settings: fingerprints of data and tokenizer, and the software. `note_step` and
+    `note_durable` return before the file is written.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class RunHistory:
         sentence = self.close_generation(self.generations[-1], start) if self.generations else None
         now = time.time()
         self.began_at = time.monotonic()
+        start_s = round(self.began_at - start.process_began, 3)
         entry = {
             "workers": start.workers,
             "hosts": start.hosts,
@@ -184,14 +186,15 @@ class RunHistory:
             "began": now,
             "seen": now,
             "seconds": 0.0,
-            "phases": dict.fromkeys(PHASES, 0.0) | {"start_s": round(self.began_at - start.process_began, 3)},
+            "phases": dict.fromkeys(PHASES, 0.0) | {"start_s": start_s},
             "end": "running",
         }
         self.generations.append(entry)
         # In a restart, the newest snapshot may be lost with its disk, but its step must stay on record.
         earlier = self.content["durable_step"] if start.is_restart else 0
         self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
-        self.content["job"] = start.job
+        if self.content.get("job") != start.job:
+            self.content |= {"job": start.job, "job_began": now - start_s}
         self.write()
         return sentence
 

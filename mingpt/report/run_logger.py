@@ -5,6 +5,9 @@ Seconds per step are measured between two records, without evaluations and waits
 
 import functools
 import logging
+import math
+import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -14,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from mingpt.base.system import usable_cores
-from mingpt.config import TrainerConfig, to_yaml
+from mingpt.config import PROJECT, TrainerConfig, to_yaml
 from mingpt.data import CharDataset
 from mingpt.distributed.device import Environment, gpu_facts
 from mingpt.report.history import RunHistory, load_history, plural
@@ -189,22 +192,39 @@ class RunLogger:
         self._end("stopped" if goes_on else "failed", step, f"failed: {why}")
 
     def ended(
-        self, step: int, stopped_by: str | None, snapshots: str, phases: dict[str, float] | None = None
+        self,
+        step: int,
+        stopped_by: str | None,
+        snapshots: str,
+        phases: dict[str, float] | None = None,
+        best: tuple[float, int] = (math.inf, -1),
     ) -> None:
         """Report that the run finished, or was stopped by `stopped_by`, with a durable snapshot of `step`.
 
-        Closes the sinks: nothing can be reported after it. Raises ClaimLost, as `log_values` does.
+        `best` has the lowest validation loss of a snapshot that is kept, and its step. Closes the sinks:
+        nothing can be reported after it. Raises ClaimLost, as `log_values` does.
         """
         self.start.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
         self.history.content["durable_step"] = step
         self._end("stopped" if stopped_by else "finished", step, how, phases)
-        log.info(f"{how} at step {step}: {self.history.summary()}")
+        goes_on = "; the same command goes on" if stopped_by else ""
+        log.info(f"{how} at step {step}: {self.history.summary()}{goes_on}")
         peak = torch.cuda.max_memory_allocated() if self.gpu else peak_memory()
         if peak:
             what = f"tensors, of the GPU's {self.gpu['memory']}" if self.gpu else "memory"
             log.info(f"worker 0 took at most {peak / 1e6:,.0f} MB of {what}")
         log.info(f"snapshot in {snapshots}, metrics, loss.png and timeline.png in {self.start.run_dir}")
+        lowest, held = self.records.lowest, "no snapshot has it"
+        program = "sample.py" if os.path.exists("sample.py") else str(PROJECT / "sample.py")
+        command = ["python", program, str(self.start.run_dir)]
+        if best[0] <= lowest[0] < math.inf:
+            lowest, held, command = best, "the snapshot of that step has it", [*command, "--best"]
+        elif not self.start.config.snapshot.keep_best:
+            held += ": snapshot.keep_best=true keeps one"
+        if lowest[0] < math.inf:
+            log.info(f"lowest validation loss {lowest[0]:.4f} at step {lowest[1]}; {held}")
+        log.info(f"next: {shlex.join(command)}")
 
     def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
         """Record the end, and close the sinks. Metrics that cannot be written now are noted as lost."""

@@ -7,6 +7,7 @@ generations (a generation is the workers between two restarts) make one curve.
 import functools
 import json
 import logging
+import math
 import os
 import threading
 from collections import deque
@@ -120,6 +121,7 @@ class JsonlSink(Sink):
 
     def __init__(self, run: RunStart) -> None:
         self.run, self.last = run, dict[str, dict[str, Any]]()  # the last record of each kind, by kind
+        self.lowest = math.inf, 0  # the lowest validation loss, and its step
         self.first_waiting = run.step + 1  # step of the first record that waits, if any does
         self.file = ReportFile(run.run_dir / "metrics.jsonl", run.may_write)
         self.file.put(self.drop_records)
@@ -145,6 +147,9 @@ class JsonlSink(Sink):
         kind = next((kind for name, kind in kinds.items() if name in record), "train")
         if record["step"] >= self.last.get(kind, record)["step"]:
             self.last[kind] = record
+        loss = record.get("val/loss")
+        if isinstance(loss, float):
+            self.lowest = min(self.lowest, (loss, record["step"]))
 
     def log(self, step: int, values: Values) -> None:
         if not self.file.waiting:

@@ -84,6 +84,7 @@ class FileStore:
         self.check_claim = check_claim
         self.is_ready = True  # false after a failure to prepare the folder
         self.unreadable: dict[int, str] = {}  # snapshots: step -> reason; never pruned, as they may be valid
+        self.losses: dict[int, float | None] = {}  # validation losses of manifests that were read or written
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"

@@ -1,19 +1,24 @@
-"""Open a snapshot for another program or another run: by a file's name, or the newest or best of a folder.
+"""Open or list snapshots for another program or run: by a file's name, or the newest or best of a folder.
 
 Nothing is renamed or removed in the folder.
 """
 
 import logging
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterator, Sequence
 
+from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base.paths import typed_path
 from mingpt.config.cli import read_file
 from mingpt.snapshot.layout import step_of, steps_in
 from mingpt.snapshot.manifest import validation_loss
 from mingpt.snapshot.reading import Check, accept_all
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
+MANIFEST = re.compile(r"((?:(damaged|suspect)-[0-9]+-)?)step_([0-9]{8,19})\.json")
+ROW = "{:>9} {:>9} {:>12}  {}"  # of a list of snapshots
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 log = logging.getLogger(__name__)
 
@@ -52,7 +57,7 @@ def open_snapshot(
             problems.append(str(error))
             continue
         steps = steps_in(names, "json")
-        for step in best_first(store, steps) if best else steps:
+        for step in [step for _, step in sorted(store.losses_of(steps))] if best else steps:
             try:
                 return store.read(step, check, weights_only)
             except (CorruptSnapshot, UnreadableSnapshot) as error:
@@ -73,20 +78,6 @@ def open_snapshot(
     )
 
 
-def best_first(store: SnapshotStore, steps: Iterable[int]) -> list[int]:
-    """Return the steps whose manifest has their validation loss, lowest loss first; log bad manifests."""
-    losses: dict[int, float] = {}
-    for step in steps:
-        try:
-            loss = validation_loss(store.read_manifest(step))
-        except (CorruptSnapshot, UnreadableSnapshot) as error:
-            log.warning(f"snapshot of step {step} in {store.url} skipped: {error}")
-            continue
-        if loss is not None:
-            losses[step] = loss
-    return sorted(losses, key=losses.__getitem__)
-
-
 def possible_places(where: str) -> list[str]:
     """Return the places where the snapshots of a folder or URL may be, in the order in which to look.
 
@@ -99,3 +90,45 @@ def possible_places(where: str) -> list[str]:
         return places
     configured = read_file(config).get("snapshot.path", "null")
     return [configured, *places] if configured != "null" and isinstance(configured, str) else places
+
+
+def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
+    """Yield the step of each snapshot, also of those set aside, and a line on it; log why it is not valid.
+
+    Raises UnreadableSnapshot if the folder cannot be read.
+    """
+    for match in filter(None, map(MANIFEST.fullmatch, store.list_names())):
+        prefix, set_aside, step = match[1], match[2], int(match[3])
+        loss, size, state = "-", "-", set_aside or "valid"
+        try:
+            manifest = store.read_manifest(step, prefix)
+            known, size = validation_loss(manifest), f"{manifest.bytes / 1e6:,.1f} MB"
+            loss = "-" if known is None else f"{known:.4f}"
+            if not set_aside:
+                store.read(step)
+        except (CorruptSnapshot, UnreadableSnapshot, UserError) as error:  # or of another version
+            log.warning(f"{match[0]}: {error}")
+            state = set_aside or ("damaged" if isinstance(error, CorruptSnapshot) else "unreadable")
+        yield step, ROW.format(step, loss, size, state)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """List the snapshots of a run: step, validation loss at that step, size, and state.
+
+    The state is valid, damaged, suspect (a worker computed wrongly), or unreadable (for now, or of another
+    version). All bytes of each snapshot are read and checked, which changes nothing there.
+    """
+    parser = CommandParser("python -m mingpt snapshots", main.__doc__)
+    parser.add_argument(
+        "run", type=typed_path, metavar="RUN", help="run folder or snapshot folder; a path or URL"
+    )
+    run = parser.parse_args(arguments).run
+    try:
+        found = (sorted(list_snapshots(SnapshotStore(place))) for place in possible_places(run))
+        rows = next(filter(None, found), None)
+    except UnreadableSnapshot as error:
+        raise UserError(str(error)) from None
+    if rows is None:
+        raise UserError(f"there is no snapshot in {run}: give a run folder such as out/default")
+    write_lines([ROW.format("step", "val/loss", "size", "state"), *(line for _, line in rows)])
+    return 0

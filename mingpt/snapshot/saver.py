@@ -20,19 +20,20 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base.errors import ClaimLost
 from mingpt.base.files import PIECE_BYTES, reason_of
 from mingpt.base.rows import RowMap
 from mingpt.distributed.exit import is_lost_peer
 from mingpt.distributed.group import BackgroundGroup
 from mingpt.snapshot.layout import FileLayout, StagingBuffer, TensorSpec, make_layout, memory_of
-from mingpt.snapshot.manifest import FileRecord, Manifest, validation_loss
+from mingpt.snapshot.manifest import FileRecord, Manifest
 from mingpt.snapshot.store import SnapshotStore
 
 # A function that computes manifest fields in the background.
 LateFields = Callable[[], dict[str, Any]]
 # Takes a tensor's name; returns (rank, bytes) for the parts of the tensor, in their order.
 Sources = Callable[[str], Sequence[tuple[int, int]]]
+NO_LOSS = math.inf, -1
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -130,11 +131,11 @@ class SnapshotSaver:
     ) -> None:
         self.store, self.tokenizer, self.rows, self.main_rank = store, tokenizer, rows, main_rank
         self.group = group or BackgroundGroup(0, 1)
-        self.losses: dict[int, float | None] = {}  # validation loss at each step that has a snapshot
         self.staging: StagingBuffer | None = None
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None  # of the last write
         self.newest_written = 0  # step of the newest snapshot that was written
+        self.best = NO_LOSS  # the lowest validation loss of a snapshot that is kept, and its step
 
     def allocate(self, tensors: Mapping[str, Tensor]) -> StagingBuffer:
         """Return the staging buffer for a state like `tensors`; the first call allocates it."""
@@ -229,33 +230,12 @@ class SnapshotSaver:
                 self.store.discard(step)
             raise
 
-    def find_best(self, steps: list[int]) -> int | None:
-        """Return the one of `steps` with the lowest validation loss; None if none has a loss."""
-        unreadable = self.store.unreadable
-        for step in steps:
-            if step not in self.losses and step not in unreadable:
-                try:
-                    self.losses[step] = validation_loss(self.store.read_manifest(step))
-                except CorruptSnapshot:
-                    self.losses[step] = None
-                except (UnreadableSnapshot, UserError) as error:  # perhaps of another version
-                    unreadable[step] = str(error)
-        self.losses = {step: self.losses[step] for step in steps if step in self.losses}
-        known = {step: loss for step, loss in self.losses.items() if loss is not None}
-        return min(known, key=known.__getitem__, default=None)
-
-    def best_loss(self, last_step: int) -> float:
-        """Return the lowest loss of snapshots up to `last_step`; infinity if `find_best` finds none."""
-        best = self.find_best([step for step in self.store.steps() if step <= last_step])
-        loss = None if best is None else self.losses[best]
-        return math.inf if loss is None else loss
-
     def prune(self, keep: Keep) -> None:
         """Delete all snapshots but those to `keep`, and the files of interrupted removals.
 
         Unreadable snapshots are neither counted nor deleted.
         """
-        best = self.find_best(self.store.steps())
+        _, best = min(self.store.losses_of(self.store.steps()), default=NO_LOSS)
         steps = [step for step in self.store.steps() if step not in self.store.unreadable]
         replayed = next((step for step in steps if step <= keep.replayed_step), None)
         kept = {*steps[: keep.last], replayed, *([best] if keep.best else [])}
@@ -264,6 +244,7 @@ class SnapshotSaver:
                 self.store.remove(step)
         # Remove files that interrupted removals have left.
         complete = self.store.steps()
+        self.best = min(self.store.losses_of(complete), default=NO_LOSS)
         begun = {*self.store.steps("safetensors")} - {*complete}
         for step in begun:
             if step < max(complete, default=0) and not self.store.has_manifest(step):  # a listing may be late

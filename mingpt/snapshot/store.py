@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from mingpt.base.errors import ClaimLost, CorruptSnapshot, UserError
+from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES, DriverError, reason_of
 from mingpt.config import Config
 from mingpt.snapshot.file_store import FileStore
@@ -39,7 +39,14 @@ from mingpt.snapshot.layout import (
     steps_in,
     unfinished_name,
 )
-from mingpt.snapshot.manifest import MAX_BYTES, FileRecord, Manifest, decode_manifest, encode_manifest
+from mingpt.snapshot.manifest import (
+    MAX_BYTES,
+    FileRecord,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    validation_loss,
+)
 from mingpt.snapshot.reading import Check, SourceFile, StoredFile, TensorFile, accept_all, check_finite, wrong
 
 MAX_FILES_AT_ONCE = 4
@@ -149,6 +156,23 @@ class SnapshotStore(FileStore):
         """Return whether the step has a manifest, also if the listing is out of date."""
         return bool(self.files.exists(self.path(file_name(step, "json"))))
 
+    def losses_of(self, steps: Sequence[int]) -> list[tuple[float, int]]:
+        """Return (validation loss, step) for each of `steps` whose manifest has a loss of that step.
+
+        A manifest is read once; one that cannot be used is logged.
+        """
+        for step in {*steps} - self.losses.keys() - self.unreadable.keys():
+            try:
+                self.losses[step] = validation_loss(self.read_manifest(step))
+            except (CorruptSnapshot, UnreadableSnapshot, UserError) as error:  # or of another version
+                log.warning(f"snapshot of step {step} in {self.url} skipped: {error}")
+                if isinstance(error, CorruptSnapshot):
+                    self.losses[step] = None
+                else:
+                    self.unreadable[step] = str(error)
+        losses = [(self.losses.get(step), step) for step in steps]
+        return [(loss, step) for loss, step in losses if loss is not None]
+
     def prepare(self) -> None:
         """Create the folder and remove unfinished files. Raises UserError if the folder cannot be written to.
 
@@ -219,6 +243,7 @@ class SnapshotStore(FileStore):
         step = manifest.step
         self.write_atomic(file_name(step, "json"), encode_manifest(manifest))
         self.unreadable.pop(step, None)
+        self.losses[step] = validation_loss(manifest)
         try:
             self.remove_file(unfinished_name(step))
         except DriverError as error:  # the snapshot is valid
@@ -252,12 +277,12 @@ class SnapshotStore(FileStore):
         """Return the file `name` for reading; messages call it `what`."""
         return SourceFile(self.files, self.path(name), what, self.retries_s)
 
-    def read_manifest(self, step: int) -> Manifest:
-        """Return the checked manifest of a step.
+    def read_manifest(self, step: int, prefix: str = "") -> Manifest:
+        """Return the checked manifest of a step, or of one that was set aside: its names have a `prefix`.
 
         Raises CorruptSnapshot if it is missing or wrong, UnreadableSnapshot, or UserError for another schema.
         """
-        file = self.file(file_name(step, "json"), "its manifest")
+        file = self.file(f"{prefix}{file_name(step, 'json')}", "its manifest")
         size = file.size()
         if size > MAX_BYTES:
             raise CorruptSnapshot(f"its manifest has {size:,} bytes, more than {MAX_BYTES:,}")

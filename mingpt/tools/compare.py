@@ -26,7 +26,7 @@ from mingpt.config import flatten, settings, to_dict
 from mingpt.config.cli import build, read_file
 from mingpt.report import load_history, read_records
 from mingpt.report.plot import draw_curves, read_curves, to_png
-from mingpt.snapshot import Manifest, Snapshot, SnapshotStore
+from mingpt.snapshot import Snapshot, SnapshotStore
 from mingpt.snapshot.lookup import possible_places
 
 TIMINGS = ("step_s", "data_s", "tokens_per_s", "mfu")
@@ -54,9 +54,9 @@ BEGIN = {
 }
 AFTER_WARMUP = ("trainer.max_steps", "optimizer.schedule", "optimizer.min_lr_fraction")
 ROUNDING, OTHER = "rounding", "another computation"
-# Gradient norms differ by rounding if they differ by less than this share of them: in float32 for each step
-# since they were last seen equal, in bfloat16 or float16 at any step.
-FLOAT32_SHARE, LOW_PRECISION_SHARE = 1e-4, 1e-2
+# Gradient norms in float32 differ by rounding if they differ by less than the first share of them for each
+# step since they were last seen equal; by more than the second one they do not, in bfloat16 either.
+ROUNDING_SHARE, OTHER_SHARE = 1e-4, 1e-2
 MAX_UNSEEN = 20  # steps without a record, after which rounding may have grown to any size
 HEADER = "  steps  val/loss  lowest  bits/byte  lowest  seconds         tokens  run"
 ROW = "{:7}{:10.3f}{:8.3f}{:11.3f}{:8.3f}{:9.0f}{:15,}  "
@@ -66,7 +66,7 @@ Pair = tuple[float, float]
 
 
 class Run(NamedTuple):
-    """What a run's folder holds; `stores` has the places of its snapshots, by step, as `manifests`."""
+    """What a run's folder holds; `stores` has the places of its snapshots, by step."""
 
     name: str
     folder: Path
@@ -74,7 +74,6 @@ class Run(NamedTuple):
     records: Sequence[Mapping[str, Any]]
     history: Mapping[str, Any]
     stores: Mapping[int, SnapshotStore]
-    manifests: Mapping[int, Manifest]
 
 
 class Comparison(NamedTuple):
@@ -87,22 +86,17 @@ class Comparison(NamedTuple):
 
 
 def read_run(name: str) -> Run:
-    """Read what there is of a local run, without its tensors; log snapshots whose manifest is damaged.
+    """Read what there is of a local run, without its snapshots.
 
-    Raises UserError if the run is missing, OSError or UnreadableSnapshot if it cannot be read.
+    Raises UserError if the run is missing, OSError if it cannot be read.
     """
     path = Path(name)
     if not path.exists():
         raise UserError(f"{name} is not there: give a run folder such as out/default, or a metrics.jsonl")
     folder, file = (path.parent, path) if path.is_file() else (path, path / "metrics.jsonl")
-    stores, manifests = {}, {}
-    for store in map(SnapshotStore, possible_places(str(folder))):
-        for step in store.steps():
-            try:
-                manifests[step], stores[step] = store.read_manifest(step), store
-            except (CorruptSnapshot, UserError) as error:  # or of another version
-                log.warning(f"the snapshot of step {step} of {name} cannot be used: {error}")
-    return Run(name, folder, file, list(read_records(file)), load_history(folder) or {}, stores, manifests)
+    places = map(SnapshotStore, possible_places(str(folder)))
+    stores = {step: store for store in places for step in store.steps()}
+    return Run(name, folder, file, list(read_records(file)), load_history(folder) or {}, stores)
 
 
 def read_values(run: Run) -> dict[tuple[int, str], float]:
@@ -115,30 +109,16 @@ def read_values(run: Run) -> dict[tuple[int, str], float]:
     }
 
 
-def is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+def read_facts(run: Run) -> dict[str, str]:
+    """Return the facts that config.yaml and run.json tell; none without both.
 
-
-def read_facts(run: Run, by_manifest: bool) -> dict[str, str]:
-    """Return the facts by the run's newest manifest, or else by config.yaml and run.json.
-
-    Settings are those of the run's start; a later change of one is a fact of its own. Raises CorruptSnapshot
-    for a wrong setting.
+    Settings are those of the run's start; a later change of one is a fact of its own.
     """
     config, inputs = run.folder / "config.yaml", run.history.get("inputs")
-    if by_manifest:
-        manifest = run.manifests[max(run.manifests)]
-        known = manifest.settings
-        inputs = {
-            "data": manifest.data.sha256[:12],
-            "tokenizer": (manifest.tokenizer.sha256 or "")[:12],
-            "software": manifest.software.model_dump(),
-        }
-    elif inputs and config.is_file():
-        known = build(read_file(str(config)))
-    else:
+    if not inputs or not config.is_file():
         return {}
-    found = flatten(to_dict(known)) | flatten(inputs)
+    known = {key: value for key, value in read_file(str(config)).items() if key in settings()}
+    found = flatten(to_dict(build(known))) | flatten(inputs)
     for change in reversed(run.history.get("changes", [])):
         for text in change["settings"]:
             key, values = text.split(": ", 1)
@@ -156,12 +136,12 @@ def affects_result(key: str) -> bool:
     return key != "workers"
 
 
-def can_act(key: str, runs: Sequence[Run], facts: Sequence[Facts], moment: tuple[int, int]) -> bool:
+def can_act(key: str, facts: Sequence[Facts], moment: tuple[int, int]) -> bool:
     """Whether a fact that differs can have acted at this step and stage, or before."""
     if key == "trainer.eval_windows":
         return moment[1] == EVALUATION
     if key == "trainer.on_nonfinite":
-        return any(run.history.get("updates_skipped") for run in runs)
+        return False  # where it acts, the run that stops has no record
     if " after step " in key:
         return int(key.rpartition(" ")[2]) < moment[0]
     if key in AFTER_WARMUP:
@@ -175,20 +155,19 @@ def share(pair: Pair) -> float:
     return abs(pair[0] - pair[1]) / max(map(abs, pair))
 
 
-def classify(norms: Mapping[int, Pair], dtypes: set[Any]) -> str:
+def classify(norms: Mapping[int, Pair]) -> str:
     """Tell rounding from another computation by the first gradient norms that differ, {step: both}.
 
     Rounding begins in the last digits and grows from step to step; other samples or dropout masks change the
-    norm at once. `dtypes` has the types in which the runs compute, None for one that is not known.
+    norm at once.
     """
     shares = {step: share(pair) for step, pair in norms.items() if pair[0] != pair[1]}
     step = min(shares, default=0)
     unseen = step - max((equal for equal in norms if equal < step), default=0)
     if shares and unseen <= MAX_UNSEEN:
-        low = dtypes & {"bfloat16", "float16"}
-        if shares[step] < (LOW_PRECISION_SHARE if low else FLOAT32_SHARE * unseen):
+        if shares[step] < ROUNDING_SHARE * unseen:
             return ROUNDING
-        if shares[step] > LOW_PRECISION_SHARE or None not in dtypes:
+        if shares[step] > OTHER_SHARE:
             return OTHER
     return f"{ROUNDING} or {OTHER}"
 
@@ -212,31 +191,30 @@ def explain(able: Sequence[str], facts: Sequence[Facts], kind: str) -> str:
     return f"{kind}: nothing on record explains it"
 
 
-def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[str]:
-    """Yield the name of each tensor that differs, and how."""
+def compare_tensors(runs: Sequence[Run], step: int) -> Iterator[str]:
+    """Yield the name of each tensor that differs in the runs' snapshots of a step, and how.
+
+    Raises CorruptSnapshot, which names the run, if one of them has other bytes than were written.
+    """
+    opened = list[Snapshot]()
+    for run in runs:
+        try:
+            opened.append(run.stores[step].read(step))
+        except CorruptSnapshot as error:
+            raise CorruptSnapshot(f"the snapshot of step {step} of {run.name} is damaged: {error}") from None
+    one, other = opened
     for name in one.file_of | other.file_of:
-        ours, theirs = (run.read(name) if name in run.file_of else None for run in (one, other))
+        ours, theirs = (run.read(name) if name in run.file_of else None for run in opened)
         if ours is None or theirs is None or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
             yield f"{name}, in one run only or of another shape or type"
         elif not torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
             yield f"{name}, by {float((ours.double() - theirs.double()).abs().max()):.3g} at most"
 
 
-def find_damage(runs: Sequence[Run], step: int) -> str | None:
-    """Say which run's snapshot has other bytes than those that were written; None if none has."""
-    for run in runs:
-        try:
-            run.stores[step].read(step)
-        except CorruptSnapshot as error:
-            return f"the snapshot of step {step} of {run.name} is damaged: {error}"
-    return None
-
-
 def compare(one: Run, other: Run) -> Comparison:
     """Compare two runs.
 
-    Raises UserError if they have nothing in common, CorruptSnapshot or UnreadableSnapshot if one of them
-    cannot be read.
+    Raises UserError if they have nothing in common, UnreadableSnapshot if a snapshot cannot be read.
     """
     runs = (one, other)
     ours, theirs = map(read_values, runs)
@@ -244,7 +222,6 @@ def compare(one: Run, other: Run) -> Comparison:
     saved = max(one.stores.keys() & other.stores.keys(), default=None)
     if saved is None and not pairs:
         raise UserError(f"{one.name} and {other.name} have no record and no snapshot of the same step")
-    damage = None if saved is None else find_damage(runs, saved)
     # Of several steps, the earliest is the last one put in.
     first = {name: (step, (a, b)) for (step, name), (a, b) in reversed(pairs.items()) if a != b}
     differences = [
@@ -258,28 +235,28 @@ def compare(one: Run, other: Run) -> Comparison:
         not_compared.append(f"not compared: {len(only)} values of {steps}, in one run only")
     if saved is None:
         not_compared.append("not compared: tensors, as no step has a snapshot of both runs")
-    elif damage:
-        differences.append(damage)
     else:
         compared += f", tensors of step {saved}"
-        tensors = list(compare_tensors(*(run.stores[saved].open(saved) for run in runs)))
-        if tensors:
-            differences.append(f"tensors that differ at step {saved}: {len(tensors)}, first {tensors[0]}")
-    facts = [read_facts(run, bool(one.manifests and other.manifests)) for run in runs]
+        try:
+            tensors = list(compare_tensors(runs, saved))
+            if tensors:
+                differences.append(f"tensors that differ at step {saved}: {len(tensors)}, first {tensors[0]}")
+        except CorruptSnapshot as error:
+            return Comparison([], [*differences, str(error)], not_compared, finding=str(error))
+    facts = [read_facts(run) for run in runs]
     known, others = facts if all(facts) else ({}, {})
     differing = [key for key in known | others if known.get(key) != others.get(key)]
     lines = [
         f"{'*' if affects_result(key) else ' '} {key}: {known.get(key)} -> {others.get(key)}"
         for key in differing
     ]
-    finding = damage or f"the same bits: {compared}"
-    if first or (differences and not damage):
+    finding = f"the same bits: {compared}"
+    if differences:
         moments = [(step, STAGES.get(name, EVALUATION)) for name, (step, _) in first.items()]
         moment = min(moments, default=(saved or 0, EVALUATION))
-        able = [key for key in differing if can_act(key, runs, facts, moment)]
+        able = [key for key in differing if can_act(key, facts, moment)]
         norms = {step: pair for (step, name), pair in pairs.items() if name == "grad_norm"}
-        dtypes = {found.get("software.dtype") for found in facts}
-        finding = explain(able, facts, OTHER if "lr" in first else classify(norms, dtypes))
+        finding = explain(able, facts, OTHER if "lr" in first else classify(norms))
     return Comparison(lines, differences, not_compared, finding)
 
 
@@ -288,7 +265,8 @@ def tabulate(runs: Sequence[Run]) -> Iterator[str]:
     yield HEADER
     for run in runs:
         steps, losses, bits, tokens = (
-            [record[name] for record in run.records if is_finite(record.get(name))] or [math.nan]
+            [record[name] for record in run.records if isinstance(record.get(name), (int, float))]
+            or [math.nan]
             for name in ("step", "val/loss", "val/bits_per_byte", "tokens")
         )
         seconds = sum(entry.get("seconds", 0.0) for entry in run.history.get("generations", []))
@@ -323,7 +301,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         runs = [read_run(name) for name in (options.first, *options.others)]
         comparisons = [compare(runs[0], run) for run in runs[1:]]
-    except (CorruptSnapshot, UnreadableSnapshot, OSError) as error:
+    except (UnreadableSnapshot, OSError) as error:
         raise UserError(f"the runs cannot be compared: {reason_of(error)}") from None
     lines = [*tabulate(runs), *draw(runs, options.plot)]
     for run, found in zip(runs[1:], comparisons, strict=True):

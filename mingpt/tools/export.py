@@ -1,4 +1,4 @@
-"""Write a run's newest snapshot as a folder in Hugging Face's format: python -m mingpt export RUN OUT_DIR.
+"""Write a run's newest or best snapshot in Hugging Face's format: python -m mingpt export RUN OUT_DIR.
 
 RUN is a run such as out/default, by path or URL. `model.arch: gpt2` becomes GPT2LMHeadModel of transformers,
 `modern` NanoChatForCausalLM. OUT_DIR appears whole or not at all.
@@ -145,13 +145,14 @@ def main(arguments: Sequence[str]) -> int:
     where = "run folder, snapshot folder, or step_*.safetensors; a path or URL"
     parser.add_argument("run", type=typed_path, metavar="RUN", help=where)
     parser.add_argument("out", type=typed_path, metavar="OUT_DIR", help="folder to write")
+    parser.add_argument("--best", action="store_true", help="the snapshot with the lowest validation loss")
     options = parser.parse_args(arguments)
-    sys.stderr.write(redact(export(options.run, options.out)) + "\n")
+    sys.stderr.write(redact(export(options.run, options.out, options.best)) + "\n")
     return 0
 
 
-def export(run: str, out: str) -> str:
-    """Write the snapshot `run`, or a run's newest one, to the folder `out` in Hugging Face's format.
+def export(run: str, out: str, best: bool = False) -> str:
+    """Write a snapshot, or a run's newest or best one, to the folder `out` in Hugging Face's format.
 
     Returns a line that says so, and a second one without a tokenizer. The folder gets its name when all files
     are durable. Raises UserError if `out` is a URL, not empty or not writable, or if there is no usable
@@ -165,7 +166,7 @@ def export(run: str, out: str) -> str:
         if os.path.lexists(out) and os.listdir(out):
             raise UserError(f"{out} is not empty: give another folder, or remove it first")
         partial.mkdir(parents=True)
-        snapshot = open_snapshot(run, check_model, weights_only=True)
+        snapshot = open_snapshot(run, check_model, weights_only=True, best=best)
         architecture = write_files(partial, snapshot, snapshot_tokenizer(snapshot))
         for path in (*partial.iterdir(), partial):
             fsync_path(path)

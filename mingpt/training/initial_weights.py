@@ -58,10 +58,12 @@ class InitialWeights:
 def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_from=") -> InitialWeights:
     """Return the weights at a path or URL; or download one of GPT2_NAMES. Raises UserError.
 
-    `where` may be a run folder, whose newest snapshot is read (with `best`, the one of the lowest validation
-    loss); a snapshot; or a folder in Hugging Face's format. Messages on the last begin with `asked` and
-    `where`.
+    `where` may be a run folder, whose newest snapshot is read (with `best`, or as RUN@best, the one of the
+    lowest validation loss); a snapshot; or a folder in Hugging Face's format. Messages on the last begin with
+    `asked` and `where`.
     """
+    if where.endswith("@best") and not os.path.exists(where):
+        where, best = where.removesuffix("@best"), True
     is_on_hub = where in GPT2_NAMES and not os.path.exists(where)
     try:
         if is_on_hub or os.path.isfile(os.path.join(where, CONFIG)):

@@ -121,12 +121,20 @@ def build_run(config: Config, context: DistributedContext, start: StartPoint) ->
 def build_state(
     config: Config, context: DistributedContext, start: StartPoint
 ) -> tuple[TrainState, ElasticSampler]:
-    """Return the state without weights, with the counters of the start, and the sampler. Collective."""
+    """Return the state without weights, with the counters of the start, and the sampler. Collective.
+
+    All ranks raise UserError if no strategy is registered for trainer.parallel and trainer.reduction.
+    """
     trainer, corpus, manifest = config.trainer, start.corpus, start.manifest
     with torch.device("meta"):
         model = GPT(config.model, vocab_size=corpus.vocab_size, block_size=config.data.block_size)
     model.set_recompute(trainer.recompute == "block")
-    strategy_class = STRATEGIES[trainer.parallel, trainer.reduction]
+    strategy_class = STRATEGIES.get((trainer.parallel, trainer.reduction))
+    if strategy_class is None:
+        raise UserError(
+            f"trainer.parallel={trainer.parallel} does not go with trainer.reduction={trainer.reduction}: "
+            f"take {', or '.join(' and '.join(pair) for pair in STRATEGIES)}"
+        )
     sampler = make_sampler(config, corpus.train, context.world_size, context.rank, strategy_class.takes_turns)
     sampler.seek(manifest.windows)
     setup = StrategySetup(

@@ -20,6 +20,7 @@ from mingpt.report import RunLogger
 from mingpt.snapshot import Keep, Manifest, MemorySaver, SnapshotSaver
 from mingpt.snapshot.contents import describe_tokenizer
 from mingpt.snapshot.manifest import DataFields, LossScaleFields, SoftwareFields, finite_records
+from mingpt.snapshot.saver import NO_LOSS
 from mingpt.training.audit import Audit
 from mingpt.training.resume import DIFFERED
 from mingpt.training.run import Run
@@ -69,8 +70,9 @@ class Saving:
             self.own_step = start.found.views[self.main_rank].step
         self.best_loss = -math.inf  # the lowest validation loss so far; without keep_best no loss is lower
         if config.snapshot.keep_best:
-            best_loss = self.saver.best_loss(state.step) if self.is_main else None
-            self.best_loss = context.broadcast_object(best_loss, self.main_rank)
+            steps = [step for step in self.store.steps() if step <= state.step] if self.is_main else []
+            self.saver.best = min(self.store.losses_of(steps), default=NO_LOSS)
+            self.best_loss = context.broadcast_object(self.saver.best[0], self.main_rank)
         self.is_slow_disk_reported = False
         self.durable_step = start.durable_step  # of the last snapshot that all ranks know to be on disk
         # The last step at which a replay found that all workers compute alike. A manifest without the field

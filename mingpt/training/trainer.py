@@ -64,13 +64,19 @@ class Trainer:
     def open_run_logger(self, run: Run) -> RunLogger | None:
         """Return a new RunLogger; None on a rank without a run folder, or if there is nothing to train.
 
-        From then on an exit knows the last step, and records in run.json why the job failed.
+        From then on an exit knows the last step, and records in run.json why the job failed. On rank 0 the
+        job's time until trainer.pause_after runs.
         """
         if self.nothing_left or run.config.trainer.eval_only:
             return None
         logger = RunLogger(run.start, run.environment) if run.start.folder.is_kept else None
         note = (lambda why: logger.failed(run.state.step, why)) if logger else None
         run.context.exit.start_run(run.start.run_dir, lambda: run.state.step, note)
+        pause_after = run.config.trainer.pause_after
+        if logger and pause_after and run.start.is_main:
+            # The time of day and run.json are known to all generations, on whatever node.
+            left_s = logger.history.content["job_began"] + pause_after - time.time()
+            run.context.stop_signal.pause_at = time.monotonic() + left_s
         return logger
 
     def run(self) -> str | None:
@@ -215,7 +221,8 @@ class Trainer:
         def report() -> None:
             if self.run_logger:
                 self.context.stop_signal.remove_stop_file()
-                self.run_logger.ended(self.state.step, stopped_by, self.saving.store.url, self.timer.phases)
+                url, best = self.saving.store.url, self.saving.saver.best
+                self.run_logger.ended(self.state.step, stopped_by, url, self.timer.phases, best)
 
         self.context.on_all(report)
         self.saving.release_memory(stopped_by)

@@ -12,6 +12,7 @@ from mingpt.config.cli import build, parse
 
 WHOLE, NUMBER = "must be a valid integer", "number, not"
 LONG = "x" * 256
+DURATION = "must be seconds, or hours, minutes and seconds as in 5h30m, not"
 
 
 class Sentence(str):
@@ -91,6 +92,18 @@ def means(content: str, expected: dict[str, str]) -> bool:
         ("trainer.eval_windows", "~", None),
         ("trainer.eval_windows", "", Sentence(WHOLE)),
         ("trainer.device", "cpu\r", Sentence(r"must be 'auto', 'cpu', 'cuda' or 'mps', not 'cpu\r'")),
+        *[
+            ("trainer.pause_after", text, seconds)
+            for text, seconds in (("90", 90.0), ("1.5", 1.5), ("15s", 15.0), ("90m", 5400.0), ("2h", 7200.0))
+        ],
+        ("trainer.pause_after", "5h30m", 19_800.0),
+        ("trainer.pause_after", "1h2m3s", 3723.0),
+        ("trainer.pause_after", "null", None),
+        *[
+            ("trainer.pause_after", text, Sentence(f"{DURATION} {text!r}"))
+            for text in ("5h30", "1m90m", "30m5h", "90 m", "1:30", "1.5h", "-3", "h", "inf", "\u0663s", "")
+        ],
+        *[("trainer.pause_after", text, Sentence("must be greater than 0")) for text in ("0", "0h0m", "0.0")],
         ("report.tracker", "null", None),
         ("report.tracker", "no", Sentence("must be 'wandb' or 'trackio', not 'no'")),
         ("data.sha256", "null", None),

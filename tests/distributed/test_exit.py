@@ -94,7 +94,7 @@ WRONG, FULL, VANISHED = (
     PeerLost("worker 1 vanished"),
 )
 TOLD_FIRST = SignalReceived(signal.SIGTERM, True)
-BEFORE = "stopped by SIGTERM before the first step\n"
+BEFORE = "stopped by SIGTERM before the first step: the same command goes on\n"
 ALONE: Facts = {"agent_pid": None, "world_size": 1}
 SECOND: Facts = {"rank": 1, "local_rank": 1}
 PLAIN: Facts = {"status_file": Path("/tmp/mingpt-x/status")}

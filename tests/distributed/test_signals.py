@@ -11,6 +11,8 @@ import pytest
 from conftest import ROOT
 from support.needs import need
 
+from mingpt.distributed.exit import before_first_step
+
 # This program prints "ready" when it listens, and `reason` whenever that changes; it ends after 20 s.
 PROGRAM = """
 import os, subprocess, sys, threading, time
@@ -71,7 +73,7 @@ def test_alone_a_stop_file_ends_a_process_that_has_not_begun(tmp_path: Path) -> 
     (tmp_path / "STOP").touch()
     process = listen(WATCH, str(tmp_path / "STOP"), workers=1)
     assert code_of(process) == 0 and not (tmp_path / "STOP").exists()
-    assert process.stderr is not None and process.stderr.read() == "stopped by STOP before the first step\n"
+    assert process.stderr is not None and process.stderr.read() == before_first_step("STOP")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_before_the_run_a_signal_ends_the_process_at_once(
     assert code_of(process) == code
     assert process.stderr is not None
     # Under an agent, workers do not know whether the job was told to stop or only this generation.
-    assert process.stderr.read() == ("" if code else f"stopped by {kind} before the first step\n")
+    assert process.stderr.read() == ("" if code else before_first_step(kind))
 
 
 @pytest.mark.parametrize(("kind", "code"), [("SIGUSR1", ""), ("SIGHUP", "listener.defer()")])
@@ -105,6 +107,15 @@ def test_a_request_waits_for_an_agreement_and_a_second_one_does_not(kind: str, c
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert code_of(process) == 130
+
+
+def test_after_the_time_of_a_pause_a_signal_counts_as_the_first() -> None:
+    then = "listener.pause_at = time.monotonic()"
+    process = listen("listener.defer()\nlistener.exit.timeout_s = 60", then=then)
+    assert process.stdout is not None and process.stdout.readline() == "trainer.pause_after\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "SIGTERM\n" and process.poll() is None
+    process.kill()
 
 
 def test_without_progress_sigterm_ends_the_process_after_timeout_s() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Start, command, contents, error_of
+from conftest import ROOT, Start, changed_program, command, contents, error_of
 from support.jobs import Job
 
 from mingpt.tools.jobs import torchrun
@@ -61,6 +61,19 @@ def test_the_snapshots_of_another_run_are_left_alone(
     given: dict[str, Any] = {"run_dir": copied, "data__path": text, "trainer__workers": 1}
     assert expected in sentence(start(command(**(given | settings))))
     assert contents(copied) == before
+
+
+def test_a_strategy_that_is_not_registered_for_the_reduction_is_refused(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    program = changed_program(
+        tmp_path, "from mingpt.parallel import STRATEGIES; del STRATEGIES['ddp', 'fast']"
+    )
+    given: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__workers": 1}
+    error = error_of(start(command(program=program, trainer__reduction="fast", **given)))
+    assert error.startswith(
+        "trainer.parallel=ddp does not go with trainer.reduction=fast: take ddp and exact, or "
+    )
 
 
 @pytest.mark.parametrize(

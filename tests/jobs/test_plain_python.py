@@ -125,7 +125,7 @@ def test_a_signal_while_workers_start_ends_the_job(start: Start, text: Path, tmp
     pids = [job.pid, *descendants(job.pid)]
     os.kill(job.pid, signal.SIGINT)
     assert job.wait(30) == 0, job.err()
-    assert job.err() == "stopped by SIGINT before the first step\n"
+    assert job.err() == "stopped by SIGINT before the first step: the same command goes on\n"
     wait_until(lambda: all_gone(pids), timeout_s=10)
     assert_quiet(job.err())
 

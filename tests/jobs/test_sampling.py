@@ -74,30 +74,6 @@ def test_it_prints_the_prompt_and_the_text_and_nothing_else(run: Path) -> None:
     assert one.stdout == again.stdout != other.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("redirection", "encoding", "code", "sentence"),
-    [
-        ("", "ascii", 0, ""),
-        ("", "latin-1", 0, ""),
-        (">&-", "utf-8", 2, "error: standard output cannot be written: Bad file descriptor\n"),
-        (">/dev/full", "utf-8", 2, "error: standard output cannot be written: No space left on device\n"),
-        ("| true", "utf-8", 1, ""),
-        ("| head -1", "utf-8", 1, ""),
-    ],
-)
-def test_text_goes_to_any_standard_output(
-    redirection: str, encoding: str, code: int, sentence: str, tmp_path: Path
-) -> None:
-    """No interpreter of ours ends with a traceback or with code 120; only a reader may be gone silently."""
-    save_run(tmp_path, CONFIG, "\nと夜山海空")
-    line = f"set -o pipefail; {sys.executable} sample.py {tmp_path} --tokens 400 {redirection}"
-    env = clean_environment(PYTHONIOENCODING=encoding)
-    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (code, sentence)
-    assert ("\\u6d77" in done.stdout) == (code == 0)
-
-
 def test_without_a_snapshot_it_says_so_in_one_sentence(tmp_path: Path) -> None:
     assert "there is no snapshot in" in error_of(sample(tmp_path))
 

@@ -15,6 +15,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from mingpt.config import PROJECT, Config
 from mingpt.distributed import GenerationEnd, Launch, Worker
+from mingpt.distributed.exit import before_first_step
 from mingpt.distributed.signals import StopSignal
 from mingpt.launch import agent
 from mingpt.launch.agent import StopRequest, job_exit, launch_config, register_rendezvous
@@ -55,7 +56,7 @@ def test_the_agent_obeys_a_signal_before_it_starts_workers_and_while_they_run(
     sender.join()
     assert error.value.sigval == signal.SIGHUP
     assert comes_first or mark.read_text() == "SIGHUP"
-    assert stop.read_status() == ("0 stopped by SIGHUP before the first step\n" if comes_first else "")
+    assert stop.read_status() == (f"0 {before_first_step('SIGHUP')}" if comes_first else "")
     with pytest.raises(SignalException):  # a second signal reaches workers that are stuck
         stop.note(signal.SIGHUP, None)
 
@@ -110,7 +111,7 @@ def test_a_signal_is_heard_while_the_main_thread_is_in_c_code() -> None:
     process.stdout.readline()
     process.terminate()
     _, said = process.communicate(timeout=10)
-    assert process.returncode == 0 and said == "stopped by SIGTERM before the first step\n"
+    assert process.returncode == 0 and said == before_first_step("SIGTERM")
 
 
 def test_workers_that_end_without_training_are_an_error() -> None:

@@ -2,6 +2,7 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +73,20 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
     assert (second["from_step"], second["workers"], second["end"]) == (10, 2, "running")
     assert content["steps_lost"] == 4
     assert content["seconds_lost"] >= 2 * 0.5, "two recorded steps are done again"
+
+
+def test_a_job_begins_with_its_first_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job may begin as a restart: the store tells of a generation that left no record."""
+    now, found = 1000.0, list[float]()
+    clock = SimpleNamespace(time=lambda: now, monotonic=lambda: now)
+    monkeypatch.setattr("mingpt.report.history.time", clock)
+    for job, is_restart in (("one", False), ("one", True), ("two", True), ("two", False)):
+        history = open_history(tmp_path)
+        facts: dict[str, Any] = {"job": job, "is_restart": is_restart, "process_began": now - 3}
+        history.start_generation(make_run(tmp_path, **facts))
+        found.append(read(tmp_path)["job_began"])
+        now += 100
+    assert found == [997, 997, 1197, 1197]
 
 
 def test_no_step_waits_for_a_slow_disk_and_the_latest_content_is_written(

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import logging
+import math
 import re
 import sys
 from dataclasses import asdict, replace
@@ -168,12 +169,38 @@ def test_a_run_folder_that_cannot_be_written_ends_no_run(
     assert not any(".partial" in path.name for path in tmp_path.iterdir())
 
 
-def test_the_end_of_a_run_says_how_much_memory_it_took(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("keep_best", "best", "held", "option"),
+    [
+        (True, (1.8486, 170), "the snapshot of that step has it", " --best"),
+        (True, (2.102, 340), "no snapshot has it", ""),
+        (False, (math.inf, -1), "no snapshot has it: snapshot.keep_best=true keeps one", ""),
+    ],
+)
+def test_the_end_of_a_run_tells_its_memory_its_lowest_loss_and_the_next_command(
+    keep_best: bool, best: tuple[float, int], held: str, option: str,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The lowest loss is one of an earlier generation; a later one that is lower is done again."""
     caplog.set_level(logging.INFO, "mingpt")
-    make_logger(tmp_path).ended(3, None, "snapshots")
+    run_dir = tmp_path / "my run"
+    run_dir.mkdir()
+    first = make_logger(run_dir)
+    for step, loss in ((0, 3.5), (85, 2.25), (170, 1.8486), (180, 1.5)):
+        first.log_values(step, {"val/loss": loss})
+    settings: dict[str, Any] = {"snapshot.keep_best": keep_best}
+    logger = make_logger(run_dir, step=170, is_restart=True, **settings)
+    logger.log_values(255, {"val/loss": 1.9})
+    logger.log_values(340, {"val/loss": 2.102})
+    logger.ended(340, "SIGINT", "snapshots", best=best)
+    assert re.search(
+        r"stopped by SIGINT at step 340: .*; the same command goes on$", caplog.text, re.MULTILINE
+    )
     assert re.search(r"worker 0 took at most [1-9][\d,]+ MB of memory", caplog.text)
+    assert caplog.messages[-2:] == [
+        f"lowest validation loss 1.8486 at step 170; {held}",
+        f"next: python sample.py '{run_dir}'{option}",
+    ]
 
 
 def test_metrics_that_were_never_written_are_told_by_run_json(

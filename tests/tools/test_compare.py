@@ -160,16 +160,11 @@ def test_no_setting_is_blamed_before_it_can_act(
     assert (code, lines[-1]) == (1, finding), lines
 
 
-def test_without_a_common_snapshot_the_newest_manifests_name_data_and_tokenizer(
-    tmp_path: Path, compare: Compare
-) -> None:
-    for name, step, digit in (("a", 20, "0"), ("b", 26, "1")):
-        first = ("val/loss", 0, 1.01 if name == "b" else 1.0)
-        make_run(tmp_path / name, make_records(*first)[: step + 1])
-        fields: dict[str, Any] = {"tokenizer": {"kind": "char", "vocab_size": 2, "sha256": digit * 64}}
-        fields |= {"config": {"trainer": {"max_steps": step}}, "data": {"path": "x", "sha256": digit * 64}}
-        manifest = make_manifest(step, **fields)
-        write(make_store(tmp_path / name), manifest)
+def test_without_a_common_snapshot_data_and_tokenizer_are_named(tmp_path: Path, compare: Compare) -> None:
+    for name, step in (("a", 20), ("b", 26)):
+        records = make_records("val/loss", 0, 1.01 if name == "b" else 1.0)[: step + 1]
+        make_run(tmp_path / name, records, {"trainer.max_steps": step}, data=name, tokenizer=name)
+        write(make_store(tmp_path / name), make_manifest(step))
     code, lines = compare("a", "b")
     assert (code, lines[-3:]) == (
         1,

@@ -127,6 +127,26 @@ def test_the_command_writes_all_files_of_a_run_at_a_url_and_says_so_in_one_line(
     assert given.snapshot.init_from == str(out)
 
 
+def test_the_best_snapshot_is_exported_and_a_run_starts_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run folder whose own name ends with @best is taken as it is."""
+    for run in ("run", "run@best"):
+        loss = 0.75 if run == "run" else 0.25
+        save_run(tmp_path / run, make_config("modern"), CHARACTERS, step=170, loss=0.5)
+        save_run(tmp_path / run, make_config("gpt2"), CHARACTERS, step=340, loss=loss)
+    assert base_command.run_command(main, [str(tmp_path / "run"), str(tmp_path / "out"), "--best"]) == 0
+    assert capsys.readouterr().err.startswith(f"step 170 of {tmp_path / 'run'} written to ")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| steps | 170 |" in card and "at step 170 | 0.5000 |" in card
+    named = ("run", "run@best", "run@best@best", "out")
+    found = [open_weights(str(tmp_path / name)).model.arch for name in named]
+    assert found == ["gpt2", "gpt2", "gpt2", "modern"]
+    (tmp_path / "run@best").rename(tmp_path / "other@home")
+    assert open_weights(f"{tmp_path}/run@best").model.arch == "modern"
+    assert open_weights(f"{tmp_path}/other@home").model.arch == "gpt2"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("has_tokenizer", [True, False])
 def test_the_code_of_the_readme_runs_also_in_a_short_context_and_without_a_tokenizer(

@@ -5,10 +5,8 @@ import gzip
 import json
 import os
 import random
-import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +15,6 @@ import pytest
 from conftest import ROOT
 from pyarrow import parquet
 from support.faults import FaultyDisk
-from support.needs import need_proc
 from support.prepared import END, digests, mixed, prepared, read_meta, refused, run_apart, tokens_of
 from tokenizers import Tokenizer as PackageTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -165,27 +162,6 @@ def test_a_bpe_of_words_up_to_256_characters_is_that_of_gpt2s_pattern() -> None:
     )
     package.add_special_tokens([END])
     assert prepare.train_bpe(400, [text]).decode() == package.to_str(pretty=True)
-
-
-@pytest.mark.slow
-def test_memory_stays_below_a_gigabyte_where_every_byte_is_a_token(tmp_path: Path) -> None:
-    """Lines that are all different, in a script of three bytes a character, and no merges to speak of."""
-    need_proc()
-    rng = random.Random(0)
-    lines = ("".join(chr(rng.randrange(0x4E00, 0x9000)) for _ in range(40)) + "\n" for _ in range(200_000))
-    (tmp_path / "a.txt").write_text("".join(lines))
-    # ru_maxrss would begin with the size of the process that started it.
-    peak = "import atexit; atexit.register(lambda: print(open('/proc/self/status').read()))"
-    words = [tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", "bpe", "--vocab_size", 300]
-    done = run_apart(*words, before=peak)
-    assert done.returncode == 0, done.stderr
-    assert int(re.findall(r"VmHWM:\s*(\d+) kB", done.stdout)[0]) * 1024 < 10**9
-
-
-def test_torch_is_not_imported() -> None:
-    """It takes a second and, with CUDA, half a gigabyte."""
-    program = "import sys, mingpt.tools.prepare; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
 # Mistakes: each ends in one sentence that names it

@@ -1,0 +1,35 @@
+"""`pip install .`: the commands `mingpt` and `mingpt-train` work in any folder, without the checkout."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, command
+from support.jobs import Job
+
+
+@pytest.mark.slow
+def test_what_pip_installs_finds_its_program_configuration_and_text(text: Path, tmp_path: Path) -> None:
+    """What it requires is that of this environment. pip downloads setuptools, to build the package."""
+    ignored = shutil.ignore_patterns(".*", "*.egg-info", "build", "out", "results", "tests")
+    checkout, env = shutil.copytree(ROOT, tmp_path / "checkout", ignore=ignored), tmp_path / "env"
+    subprocess.run([sys.executable, "-m", "venv", env], check=True)
+    (site,) = env.glob("lib/python*/site-packages")
+    (site / "known.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    subprocess.run([env / "bin" / "pip", "install", "--quiet", "--no-deps", checkout], check=True)
+    shutil.rmtree(checkout)
+    settings = command(
+        launcher=[], program="mingpt-train", trainer__workers=2, run_dir="run", data__path=text
+    )
+    for words, said in (
+        (settings, f"next: python {env}/share/mingpt/sample.py run --best"),
+        (["mingpt", "snapshots", "run"], "  valid"),
+        (["mingpt-train", "trainer.max_steps=0", "trainer.workers=1"], "sample.py out/default --best"),
+        (["mingpt", "verify", "--kills", "1", "--workers", "1"], " s)"),
+    ):
+        job = Job(
+            [str(env / "bin" / words[0]), *words[1:]], tmp_path / words[-1].partition("=")[0], cwd=tmp_path
+        )
+        assert job.wait() == 0 and (job.out() or job.err()).strip().endswith(said), job.err()
