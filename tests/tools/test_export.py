@@ -15,8 +15,7 @@ from mingpt.base import command as base_command
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.config.cli import parse
 from mingpt.data import CharTokenizer, JsonTokenizer
-from mingpt.model import GPT
-from mingpt.model.gpt import ARCHITECTURES as CLASSES_BY_ARCH
+from mingpt.model import GPT, gpt
 from mingpt.model.hf import import_transformers
 from mingpt.tools.export import export, main
 from mingpt.training.initial_weights import open_weights
@@ -177,7 +176,7 @@ def test_a_failure_leaves_nothing_and_is_one_sentence(
     run, out = tmp_path / "run", tmp_path / "out"
     save_run(run, make_config("gpt2"), CHARACTERS)
     save_run(tmp_path / "other", make_config("modern"), CHARACTERS)
-    monkeypatch.setitem(CLASSES_BY_ARCH, "modern", type("Plain", (GPT,), {}))  # one that brings no conversion
+    monkeypatch.setitem(gpt.ARCHITECTURES, "modern", GPT)  # one that brings no conversion
     (tmp_path / "file").touch()
     attempts: list[tuple[list[object], str]] = [
         ([run], "the following arguments are required: OUT_DIR; see python -m mingpt export --help"),
