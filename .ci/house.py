@@ -48,7 +48,7 @@ class Size:
 
 
 # Room for what a fork adds to the program; all additions of docs/extending.md fit in it. A fork raises it.
-ROOM = {"statements": 70, "nodes": 400, "files": 5}
+ROOM = {"statements": 105, "nodes": 660, "files": 6}
 MAX_FILES = 100 + ROOM["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")

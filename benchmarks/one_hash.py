@@ -3,8 +3,9 @@
     python benchmarks/one_hash.py                                       # ten minutes on two cores; Linux
     python benchmarks/one_hash.py --workers 1,2 --steps 2 --no_jobs     # a minute or two
 
-The configurations: both architectures, both optimizers, float32 and bfloat16; dropout 0.1, gradients clipped;
-under fsdp also with recomputed activations. The last one is wide enough for fsdp to gather block by block.
+The configurations: all architectures, or those of --arch, both optimizers, float32 and bfloat16; dropout 0.1,
+gradients clipped; under fsdp also with recomputed activations. The last one is wide enough for fsdp to gather
+block by block.
 Each is trained in workers forked after one import of torch, then one more under torchrun, with one worker and
 with two. Prints one row per configuration, as JSON; exit code 1 unless each has one hash.
 """
@@ -14,13 +15,15 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 from common import Settings, argument_parser, row, short_hash, train, work_folder
 from support.jobs import free_port
 
 from mingpt.config.cli import build
+from mingpt.config.settings import Arch
 
 STRATEGIES: dict[str, dict[str, object]] = {
     "ddp": {"trainer.parallel": "ddp"},
@@ -73,10 +76,8 @@ def run_worker(settings: Settings, workers: int, rank: int, port: int) -> None:
         os._exit(1)
 
 
-def configurations() -> Iterator[dict[str, object]]:
-    for arch, optimizer, dtype in itertools.product(
-        ("gpt2", "modern"), ("adamw", "muon"), ("float32", "bfloat16")
-    ):
+def configurations(archs: Sequence[str]) -> Iterator[dict[str, object]]:
+    for arch, optimizer, dtype in itertools.product(archs, ("adamw", "muon"), ("float32", "bfloat16")):
         chosen: dict[str, object] = {"model.arch": arch, "optimizer.name": optimizer, "trainer.dtype": dtype}
         yield chosen
     yield chosen | {"model.n_embd": WIDE}
@@ -85,6 +86,7 @@ def configurations() -> Iterator[dict[str, object]]:
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--workers", default="1,2,3,4,5,8")
+    parser.add_argument("--arch", default=",".join(get_args(Arch)))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--no_jobs", action="store_true", help="leave out the jobs under torchrun")
     arguments = parser.parse_args()
@@ -93,7 +95,7 @@ def main() -> int:
 
     several, began = 0, time.monotonic()
     with work_folder() as folder:
-        for number, chosen in enumerate(configurations()):
+        for number, chosen in enumerate(configurations(arguments.arch.split(","))):
             hashes: dict[str, dict[str, str]] = {}
             for strategy, more in STRATEGIES.items():
                 for count in workers:

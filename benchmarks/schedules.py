@@ -12,19 +12,19 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from common import Tally, argument_parser, row, work_folder
 
-from mingpt.config import Config
 from mingpt.tools.verify import find_problems, last_manifest, make_schedule, train_undisturbed
 
 
-def is_identical(seed: int, folder: Path, config: Config) -> bool:
+def is_identical(seed: int, folder: Path, settings: dict[str, Any]) -> bool:
     """Run the schedule of this seed and print its row."""
     rng = random.Random(f"schedule {seed}")
     began, workers = time.monotonic(), rng.randint(1, 4)
     kills = make_schedule(seed, rng.randint(1, 5), [1, 2, 3, 4])
-    problems, digest = find_problems(seed, kills, workers, folder, config)
+    problems, digest = find_problems(seed, kills, workers, folder, settings)
     row(
         seed=seed, workers=workers, kills=kills,
         seconds=round(time.monotonic() - began, 1), identical=not problems, problems=problems,
@@ -40,10 +40,10 @@ def main() -> int:
     arguments = parser.parse_args()
     tally = Tally()
     with work_folder() as folder:
-        config = train_undisturbed(folder)
+        settings = train_undisturbed(folder)
         row(undisturbed=last_manifest(folder / "undisturbed").sha256, workers=1)
         for seed in range(arguments.first_seed, arguments.first_seed + arguments.schedules):
-            tally.add(is_identical(seed, folder, config))
+            tally.add(is_identical(seed, folder, settings))
     return tally.exit_code()
 
 

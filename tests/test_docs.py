@@ -66,11 +66,22 @@ def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, e
     for line in commands(ROOT / "docs" / "extending.md"):
         run(line, text, extended)
     out = extended / "out"
-    assert '"steps_per_minute"' in (out / "metric" / "metrics.jsonl").read_text()
+    assert '"steps_per_s"' in (out / "metric" / "metrics.jsonl").read_text()
     assert len((out / "sink" / "losses.csv").read_text().splitlines()) == 2
-    assert '"kind": "bytes"' in (out / "byte" / "snapshots" / "step_00000002.json").read_text()
-    assert '"reduction": "plain"' in (out / "plain" / "snapshots" / "step_00000002.json").read_text()
-    assert '"schedule": "wsd"' in (out / "wsd" / "snapshots" / "step_00000002.json").read_text()
+    settings = {"byte": "kind", "gqa": "arch", "plain": "reduction", "wsd": "schedule"}
+    for name, key in settings.items():
+        assert f'"{key}": "{name}' in (out / name / "snapshots" / "step_00000002.json").read_text()
+
+
+@pytest.mark.weekly
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
+def test_the_model_of_the_page_has_one_hash_whoever_trains_it_and_it_compiles(
+    text: Path, extended: Path
+) -> None:
+    check(extended, "benchmarks/one_hash.py --arch gqa --workers 1,2,3 --steps 2 --no_jobs")
+    check(extended, "-m mingpt verify model.arch=gqa --kills 5 --workers 1,2,3")
+    run("python train.py model.arch=gqa trainer.compile=true run_dir=out/compiled", text, extended)
+    assert '"compiled": true' in (extended / "out/compiled/snapshots/step_00000002.json").read_text()
 
 
 def test_every_room_is_on_the_tour() -> None:

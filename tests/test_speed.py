@@ -71,7 +71,7 @@ STARTING_PROGRAM = """
 import sys
 import torch
 from mingpt.base.rows import RowMap
-from mingpt.config import Config
+from mingpt.config import Config, ModelConfig
 from mingpt.model import GPT
 from mingpt.distributed.transport import Transport
 from mingpt.optim import Optimizer
@@ -80,9 +80,10 @@ import mingpt.training.trainer, mingpt.distributed
 weights = dict(GPT(Config().model, vocab_size=5, block_size=4).named_parameters())
 shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 optimizer = Optimizer(weights, Config().optimizer, RowMap(shapes), Transport(0, 1))
-with torch.device("meta"):
-    model = GPT(Config().model, vocab_size=5, block_size=4)
-allocate(model, torch.device("cpu"))
+for arch in ("modern", "gpt2"):
+    with torch.device("meta"):
+        model = GPT(ModelConfig(arch), vocab_size=5, block_size=4)
+    allocate(model, torch.device("cpu"))
 slow = ("torch._dynamo", "sympy", "torch.distributed.fsdp", "torch.distributed.tensor")
 slow += ("matplotlib", "transformers")
 sys.exit(", ".join(name for name in slow if name in sys.modules) or 0)

@@ -30,6 +30,7 @@ PATHS = (
     "snapshot.memory_path",
     "snapshot.init_from",
 )
+Arch = Literal["gpt2", "modern"]  # each is a file, mingpt/model/<arch>.py
 PROJECT = Path(__file__).resolve().parents[2]  # where train.py lies
 if not (PROJECT / "train.py").exists():  # pip has installed mingpt into PREFIX/lib/python3.x/site-packages
     PROJECT = PROJECT.parents[2] / "share/mingpt"
@@ -99,7 +100,7 @@ class DataConfig:
 class ModelConfig:
     """The model's architecture, size and dropout."""
 
-    arch: Literal["gpt2", "modern"] = Field(
+    arch: Arch = Field(
         "modern",
         "gpt2: GPT-2 exactly; modern: rotary positions, RMSNorm, QK-norm, squared ReLU",
         affects_result=True,
@@ -295,12 +296,6 @@ def check(config: Config) -> None:
             )
     if model.n_embd % model.n_head:
         raise UserError(f"model.n_embd ({model.n_embd}) must be divisible by model.n_head ({model.n_head})")
-    head_size = model.n_embd // model.n_head
-    if model.arch == "modern" and head_size % 2:
-        raise UserError(
-            f"model.n_embd / model.n_head ({head_size}) must be even for the rotary positions of "
-            "model.arch=modern"
-        )
     if trainer.batch_size % trainer.micro_batch_size:
         raise UserError(
             f"trainer.batch_size ({trainer.batch_size}) must be divisible by "

@@ -1,5 +1,6 @@
-"""GPT in two architectures, from tokens to logits and loss, with the same bits on the same kind of device.
+"""A GPT from tokens to logits and loss, with the same bits on the same kind of device.
 
+`gpt.py` has what architectures share, and a file for each value of model.arch what it does differently.
 Exports the model, the module that is trained (`LossModule`), generation and compilation. Uses no data and no
 ranks.
 """
@@ -11,7 +12,7 @@ from mingpt.model.compile import (
     compile_model,
     import_compiler,
 )
-from mingpt.model.gpt import GPT, LossModule, draw_weight, generate_batch, parameter_shapes
+from mingpt.model.gpt import GPT, LossModule, generate_batch, parameter_shapes
 
 __all__ = [
     "GPT",
@@ -20,7 +21,6 @@ __all__ = [
     "choose_compile",
     "compile_blocks",
     "compile_model",
-    "draw_weight",
     "generate_batch",
     "import_compiler",
     "parameter_shapes",

@@ -24,7 +24,7 @@ from torch import Tensor
 from mingpt.base.errors import UserError
 from mingpt.base.files import reason_of
 from mingpt.config import Config
-from mingpt.model.gpt import GPT, Block, LossModule, flops_per_token
+from mingpt.model.gpt import GPT, Block, LossModule
 
 PAID_BACK = 2  # times, so that a run that compiles once more elsewhere, or stops early, loses nothing
 MAX_GRAPH_FLOPS = 4e12  # of a micro-batch: about ten milliseconds of a GPU; larger ones gain nothing
@@ -68,7 +68,7 @@ class CompileChoice:
 
 
 def choose_compile(
-    config: Config, vocab_size: int, device_type: str, recorded: bool | None = None
+    config: Config, flops_per_token: float, device_type: str, recorded: bool | None = None
 ) -> CompileChoice:
     """Return whether, and why, trainer.compile has the model compiled for "cpu", "cuda" or "mps".
 
@@ -92,8 +92,7 @@ def choose_compile(
     if device_type not in COSTS:
         return CompileChoice(False, f"trainer.compile=auto has no estimate for {device_type}")
     costs, block_size = COSTS[device_type], config.data.block_size
-    flops = flops_per_token(config.model, vocab_size=vocab_size, block_size=block_size)
-    planned_s = flops * block_size * trainer.batch_size * trainer.max_steps / costs.flops_per_s
+    planned_s = flops_per_token * block_size * trainer.batch_size * trainer.max_steps / costs.flops_per_s
     saved_s = costs.saved_share * planned_s
     compile_s = costs.start_s + costs.block_s * config.model.n_layer
     return CompileChoice(
@@ -150,7 +149,7 @@ def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dt
         import torch._inductor.config as inductor
 
         inductor.deterministic = torch.are_deterministic_algorithms_enabled()
-        block = Block(model.config).to(x.device, dtype)
+        block = model.make_block(model.config).to(x.device, dtype)
         x = x.to(dtype).requires_grad_()
         with autocast():
             y = torch.compile(block.compute, dynamic=False)(x, model.positions)

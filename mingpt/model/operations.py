@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mingpt.base.errors import UserError
+
 ROTARY_BASE = 10_000.0
 EPSILON = 1e-6
 # Up to this number of tokens plain products are faster than the CPU's flash-attention kernel, whose backward
@@ -38,15 +40,17 @@ class Positions(nn.Module):
 
     `mask` is (block_size, block_size), minus infinity above the diagonal, else 0. `cos` and `sin` are
     (block_size, D / 2), where D, `rotary_size`, is the size of a head, or 0 if positions are learned. They
-    are computed on the CPU and copied, so that they have the same bits on every device.
+    are computed on the CPU and copied, so that they have the same bits on every device. Raises UserError
+    if D is odd.
     """
 
-    def __init__(self, block_size: int, rotary_size: int) -> None:
+    def __init__(self, block_size: int, rotary_size: int = 0) -> None:
         super().__init__()
+        if rotary_size % 2:
+            raise UserError(f"model.n_embd / model.n_head ({rotary_size}) must be even for rotary positions")
         self.rotary_size = rotary_size
-        self.register_buffer("mask", torch.empty(block_size, block_size), persistent=False)
-        self.register_buffer("cos", torch.empty(block_size, -(-rotary_size // 2)), persistent=False)
-        self.register_buffer("sin", torch.empty(block_size, -(-rotary_size // 2)), persistent=False)
+        for name, columns in (("mask", block_size), ("cos", rotary_size // 2), ("sin", rotary_size // 2)):
+            self.register_buffer(name, torch.empty(block_size, columns), persistent=False)
         self.mask: Tensor
         self.cos: Tensor
         self.sin: Tensor
@@ -72,21 +76,25 @@ class Positions(nn.Module):
 
 
 class KeyValues:
-    """A block's keys and values of all positions so far, in buffers of the type and device of `like`."""
+    """A block's keys and values of all positions so far, at most `block_size`; `length` counts positions.
 
-    def __init__(self, like: Tensor, *shape: int) -> None:
-        """Make room for keys and values of `shape`, (B, H, block_size, D), each."""
-        self.stored = torch.zeros(2, *shape, device=like.device, dtype=like.dtype)  # `like` may be a DTensor
-        self.length = 0
+    The memory is allocated for the first keys, of their type.
+    """
+
+    stored: Tensor  # (2, B, H, block_size, D)
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size, self.length = block_size, 0
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append (B, H, T, D) keys and values; return all keys and values, each (B, H, length + T, D)."""
         assert not self.length or key.size(2) == 1, "several tokens would see those after them"
+        if not self.length:
+            self.stored = key.new_empty(2, *key.shape[:2], self.block_size, key.size(3))
         start, self.length = self.length, self.length + key.size(2)
-        for stored, new in zip(self.stored, (key, value), strict=True):
-            stored[:, :, start : self.length] = new
+        self.stored[:, :, :, start : self.length] = torch.stack((key, value))
         keys, values = self.stored[:, :, :, : self.length]
-        return keys.to(key.dtype), values.to(key.dtype)
+        return keys, values
 
 
 def rms_norm(x: Tensor) -> Tensor:

@@ -44,7 +44,10 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
         raise CorruptSnapshot(f"its manifest, which is not that of a run, lacks {missing[0]}")
     if manifest.settings.model.n_layer > len(entries):
         raise CorruptSnapshot(f"its {len(entries)} tensors cannot have config.model.n_layer blocks")
-    rows, rank = stored_rows(manifest), manifest.shard.rank if manifest.shard else 0
+    try:
+        rows, rank = stored_rows(manifest), manifest.shard.rank if manifest.shard else 0
+    except UserError as error:
+        raise CorruptSnapshot(f"its configuration is that of no model: {error}") from None
     unsharded = {name for name in rows.shapes if not rows.by_rank(name)}
     has_unsharded = not manifest.shard or bool(entries.keys() & unsharded)
     wanted = rows.shapes.keys() - (set() if has_unsharded else unsharded)

@@ -29,7 +29,7 @@ from mingpt.report.plot import draw_curves, read_curves, to_png
 from mingpt.snapshot import Snapshot, SnapshotStore
 from mingpt.snapshot.lookup import possible_places
 
-TIMINGS = ("step_s", "data_s", "tokens_per_s", "mfu")
+TIMINGS = ("_s", "mfu")  # ends of names
 # Facts that only change the rounding; the parallelism does so only under trainer.reduction=fast.
 NUMERICS = (
     "trainer.dtype",
@@ -105,7 +105,7 @@ def read_values(run: Run) -> dict[tuple[int, str], float]:
         (record["step"], name): value
         for record in run.records
         for name, value in record.items()
-        if isinstance(value, float) and math.isfinite(value) and name not in TIMINGS
+        if isinstance(value, float) and math.isfinite(value) and not name.endswith(TIMINGS)
     }
 
 

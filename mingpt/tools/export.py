@@ -24,7 +24,7 @@ from mingpt.base.paths import typed_path
 from mingpt.base.urls import redact, redact_all
 from mingpt.config import Config, flatten, result_settings
 from mingpt.data import Tokenizer
-from mingpt.model.hf import CLASSES, CONFIGS, hf_fields, import_transformers, to_hf
+from mingpt.model.hf import convertible, hf_fields, import_transformers, to_hf
 from mingpt.snapshot import Manifest, Snapshot, open_snapshot
 from mingpt.snapshot.contents import check_model, snapshot_tokenizer
 
@@ -201,19 +201,19 @@ def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -
 
 def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: int | None) -> str:
     """Write config.json, generation_config.json and model.safetensors; return the model class's name."""
-    transformers = import_transformers()
-    arch, block_size = config.model.arch, config.data.block_size
-    vocab_size = len(tensors["wte.weight"])
+    kind, transformers = convertible(config.model.arch).hf_model_type, import_transformers()
+    vocab_size, block_size = len(tensors["wte.weight"]), config.data.block_size
     fields = hf_fields(config.model, vocab_size=vocab_size, block_size=block_size, end_of_text=end)
     with torch.device("meta"):
-        model = getattr(transformers, CLASSES[arch])(getattr(transformers, CONFIGS[arch])(**fields))
+        about = transformers.AutoConfig.for_model(kind, **fields)
+        model = transformers.AutoModelForCausalLM.from_config(about)
     model.load_state_dict(to_hf(tensors, config.model), strict=False, assign=True)
     model.tie_weights()
     model.generation_config.pad_token_id = end
     model.save_pretrained(folder, max_shard_size="1TB")
     # safetensors creates the file without read permission for other users.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
-    return CLASSES[arch]
+    return type(model).__name__
 
 
 def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[str, Any]:

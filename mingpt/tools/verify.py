@@ -5,7 +5,7 @@ forward, inside the reduction, evaluation, in the middle of a save) and their nu
 change, all under torchrun. Then compares the final tensors, bit for bit, and the loss curves, and checks that
 the hash of the tokens that the workers trained on is the one that follows from configuration and text alone.
 Exit code 0 if all is identical and each kill was done; else 1, and the last line names the seed. Ten kills
-take one to three minutes on two CPU cores.
+take one to three minutes on two CPU cores. Settings such as model.arch=gpt2 change the model.
 """
 
 import json
@@ -21,7 +21,6 @@ from typing import Any
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import temporary_folder
-from mingpt.config import Config
 from mingpt.config.cli import build
 from mingpt.data import make_corpus, read_bytes
 from mingpt.report.history import plural
@@ -101,16 +100,16 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
 
 
 def find_problems(
-    seed: int, kills: list[Kill], workers: int, work: Path, config: Config
+    seed: int, kills: list[Kill], workers: int, work: Path, settings: dict[str, Any]
 ) -> tuple[list[str], str | None]:
     """Train the disturbed run, compare it with the undisturbed one; return (problems, its SHA-256).
 
     `work` is the folder of both runs. `workers` is the number of workers to begin with. A disturbed run that
     fails is a problem, too.
     """
-    folder = work / f"seed-{seed}"
+    config, folder = build(settings), work / f"seed-{seed}"
     try:
-        train(folder, workers, kills, SETTINGS | {"data.path": config.data.path})
+        train(folder, workers, kills, settings)
         found = compare(read_run(str(work / "undisturbed" / "run")), read_run(str(folder / "run")))
         last = last_manifest(folder)
     except (RuntimeError, OSError, CorruptSnapshot, UnreadableSnapshot, UserError) as error:
@@ -131,17 +130,22 @@ def last_manifest(folder: Path) -> Manifest:
     return SnapshotStore(str(folder / "run" / "snapshots")).read_manifest(STEPS)
 
 
-def train_undisturbed(work: Path) -> Config:
-    """Train the undisturbed run, of one worker, on 5000 bytes of data/input.txt; return its configuration."""
+def train_undisturbed(work: Path, words: Sequence[str] = ()) -> dict[str, Any]:
+    """Train the undisturbed run, of one worker, on 5000 bytes of data/input.txt; return its settings.
+
+    `words` are settings, section.key=value, beside SETTINGS. Raises UserError for a wrong one.
+    """
     text = work / "text.txt"
     text.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:5000])
-    settings = SETTINGS | {"data.path": str(text)}
+    settings = SETTINGS | {"data.path": str(text)} | dict(word.partition("=")[::2] for word in words)
+    build(settings)  # raises UserError
     train(work / "undisturbed", 1, [], settings)
-    return build(settings)
+    return settings
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = CommandParser("python -m mingpt verify", __doc__)
+    parser.add_argument("settings", nargs="*", metavar="section.key=value")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument(
         "--workers", default="1,2,3,4", help="numbers of workers, 1 to 8 (default: %(default)s)"
@@ -153,10 +157,10 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--kills must be at least 1 and --workers numbers from 1 to 8, such as 1,2,4")
     with temporary_folder() as name:
         work, began = Path(name), time.monotonic()
-        config = train_undisturbed(work)
+        settings = train_undisturbed(work, options.settings)
         write_lines([f"undisturbed: 1 worker, {STEPS} steps, {time.monotonic() - began:.0f} s"])
         kills = make_schedule(options.seed, options.kills, counts)
-        problems, digest = find_problems(options.seed, kills, counts[0], work, config)
+        problems, digest = find_problems(options.seed, kills, counts[0], work, settings)
         undisturbed = last_manifest(work / "undisturbed").sha256
         write_lines([f"  disturbed    {digest}", f"  undisturbed  {undisturbed}"])
     took = f"({time.monotonic() - began:.0f} s)"

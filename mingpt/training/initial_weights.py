@@ -1,8 +1,8 @@
 """Weights to start a run with: of another run, or of a model in Hugging Face's format.
 
 In a folder of Hugging Face's format, transformers reads the config; the safetensors are read here, and never
-a pickle. Only models of the architectures that model.arch calls `gpt2` and `modern` are read (model/hf.py),
-and no tensor may be missing, left over or of another shape.
+a pickle. Only models that an architecture of mingpt/model/ computes are read (model/hf.py), and no tensor may
+be missing, left over or of another shape.
 """
 
 import logging

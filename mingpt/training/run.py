@@ -26,7 +26,6 @@ from mingpt.model import (
     choose_compile,
     compile_blocks,
     compile_model,
-    draw_weight,
     import_compiler,
 )
 from mingpt.optim import Optimizer
@@ -108,7 +107,7 @@ def build_run(config: Config, context: DistributedContext, start: StartPoint) ->
         state.strategy.prepare(LossModule(state.model))
         compiled = start.manifest.software.compiled if start.snapshot else False
         return Run(config, context, start, state, sampler, replace(environment, compiled=compiled), "")
-    choice = choose_compile(config, start.corpus.vocab_size, context.device.type, start.was_compiled)
+    choice = choose_compile(config, state.model.flops_per_token(), context.device.type, start.was_compiled)
     compiled = prepare_forward(config, context, state.model, state.strategy, choice.is_compiled)
     environment = replace(environment, compiled=compiled)
     if start.snapshot:
@@ -179,7 +178,7 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
     """
     initial, tokenizer = start.initial, start.corpus.tokenizer
     shapes, parts = state.strategy.shapes, state.tensors()
-    draw = functools.partial(draw_weight, config=config.model, seed=config.seed)
+    draw = functools.partial(state.model.draw_weight, seed=config.seed)
     given: dict[str, Tensor] = {}
     if config.snapshot.init_from:
         given = context.on_all(

@@ -3,13 +3,19 @@ import torch
 from support.models import ARCHITECTURES, Arch, generate, make_model, make_tokens
 
 from mingpt.model.gpt import choose, generate_batch
+from mingpt.model.operations import KeyValues
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("has_cache", [True, False])
 @pytest.mark.parametrize("prompt", [1, 24, 100])
-def test_generating_with_the_cache_is_generating_without(arch: Arch, prompt: int) -> None:
-    """Once the context is full, generation goes on from its newest half."""
+def test_generating_with_the_cache_is_generating_without(
+    arch: Arch, prompt: int, has_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the context is full, generation goes on from its newest half. A model may use no cache."""
     model, text = make_model(arch), make_tokens(1, prompt)[0].tolist()
+    if not has_cache:
+        monkeypatch.setattr(KeyValues, "extend", lambda _, key, value: (key, value))
     generated = list(generate(model, text, 60, temperature=0))
     assert len(generated) == 60
     text = text[-model.block_size :]

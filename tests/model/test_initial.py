@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.models import ARCHITECTURES, CONFIG, Arch
 
-from mingpt.model import GPT, draw_weight, parameter_shapes
+from mingpt.model import GPT, parameter_shapes
 
 SIZES = {"vocab_size": 31, "block_size": 24}
 
@@ -18,8 +18,9 @@ def test_the_weights_are_spread_as_the_table_says(arch: Arch) -> None:
         "gpt2": {"c_proj": 0.02 / math.sqrt(2 * layers), "wte": 0.02, "wpe": 0.02, "c_fc": 0.02},
         "modern": {"c_proj": 0.0, "wte": 1.0, "c_fc": width**-0.5, "c_attn": width**-0.5, "lm_head": 0.0},
     }[arch]
+    model = GPT(config, **SIZES)
     for name, shape in parameter_shapes(config, vocab_size=1000, block_size=1000).items():
-        weight = draw_weight(name, shape, config, 1)
+        weight = model.draw_weight(name, shape, 1)
         assert (weight.shape, weight.dtype, weight.device.type) == (shape, torch.float32, "cpu")
         part = name.split(".")[-2]
         if name.endswith("bias"):
@@ -32,21 +33,21 @@ def test_the_weights_are_spread_as_the_table_says(arch: Arch) -> None:
 
 
 def test_a_weight_depends_on_seed_and_name_alone() -> None:
-    shape = (1001, 777)  # large enough for torch to use several threads
-    weight = draw_weight("h.0.attn.c_attn.weight", shape, CONFIG, 1)
+    model, shape = GPT(CONFIG, **SIZES), (1001, 777)  # large enough for torch to use several threads
+    weight = model.draw_weight("h.0.attn.c_attn.weight", shape, 1)
     torch.manual_seed(77)
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
             with torch.device("meta"):  # whatever the default device is
-                again = draw_weight("h.0.attn.c_attn.weight", shape, CONFIG, 1)
+                again = model.draw_weight("h.0.attn.c_attn.weight", shape, 1)
             assert torch.equal(again, weight)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(draw_weight("h.0.attn.c_attn.weight", shape, CONFIG, 2), weight)
-    assert not torch.equal(draw_weight("h.1.attn.c_attn.weight", shape, CONFIG, 1), weight)
+    assert not torch.equal(model.draw_weight("h.0.attn.c_attn.weight", shape, 2), weight)
+    assert not torch.equal(model.draw_weight("h.1.attn.c_attn.weight", shape, 1), weight)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -55,7 +56,7 @@ def test_a_model_has_the_weights_that_are_drawn_by_name_also_if_it_is_filled_lat
     expected = GPT(config, **SIZES)
     expected.init_weights(5)
     for name, weight in expected.named_parameters():
-        assert torch.equal(weight, draw_weight(name, tuple(weight.shape), config, 5)), name
+        assert torch.equal(weight, expected.draw_weight(name, tuple(weight.shape), 5)), name
     with torch.device("meta"):
         model = GPT(config, **SIZES)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

@@ -8,7 +8,7 @@ import torch
 from mingpt.config import Config, ModelConfig, to_dict
 from mingpt.data import CharTokenizer
 from mingpt.model import GPT
-from mingpt.model.hf import CLASSES, CONFIGS, hf_fields, import_transformers
+from mingpt.model.hf import convertible, hf_fields, import_transformers
 from mingpt.snapshot import SnapshotStore
 from mingpt.snapshot.contents import describe_tokenizer
 from support.models import add_noise
@@ -21,8 +21,8 @@ def their_model(config: ModelConfig, vocab_size: int = 31, block_size: int = 24)
     transformers = import_transformers()
     torch.manual_seed(3)
     fields = hf_fields(config, vocab_size=vocab_size, block_size=block_size)
-    theirs = getattr(transformers, CONFIGS[config.arch])(**fields)
-    model = getattr(transformers, CLASSES[config.arch])(theirs).eval()
+    theirs = transformers.AutoConfig.for_model(convertible(config.arch).hf_model_type, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(theirs).eval()
     add_noise(model)
     return model
 

@@ -24,7 +24,7 @@ from mingpt.base.rows import split_rows
 from mingpt.config import ModelConfig
 from mingpt.data.windows import split_evenly
 from mingpt.distributed import DistributedContext
-from mingpt.model import GPT, LossModule, draw_weight
+from mingpt.model import GPT, LossModule
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, ddp
 from support import hooked_ddp  # noqa: F401 - enters itself in STRATEGIES
 from support.forks import results_of, share_memory
@@ -134,7 +134,7 @@ def make_strategy(case: Case, context: DistributedContext) -> tuple[GPT, Strateg
     strategy = make(setup)
     model.init_buffers()
     for name, weight in strategy.held_weights().items():
-        whole = draw_weight(name, strategy.shapes[name], config, seed=5)
+        whole = model.draw_weight(name, strategy.shapes[name], seed=5)
         whole += torch.linspace(-0.1, 0.1, whole.numel()).view_as(whole)  # so that no weight begins at zero
         weight.copy_(whole[strategy.my_rows(name)] if strategy.weights_are_sharded else whole)
     strategy.prepare(LossModule(model))

@@ -15,6 +15,7 @@ from mingpt.base import command as base_command
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.config.cli import parse
 from mingpt.data import CharTokenizer, JsonTokenizer
+from mingpt.model import GPT, gpt
 from mingpt.model.hf import import_transformers
 from mingpt.tools.export import export, main
 from mingpt.training.initial_weights import open_weights
@@ -194,9 +195,15 @@ def test_a_failure_leaves_nothing_and_is_one_sentence(
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     save_run(run, make_config("gpt2"), CHARACTERS)
+    save_run(tmp_path / "other", make_config("modern"), CHARACTERS)
+    monkeypatch.setitem(gpt.ARCHITECTURES, "modern", GPT)  # one that brings no conversion
     (tmp_path / "file").touch()
     attempts: list[tuple[list[object], str]] = [
         ([run], "the following arguments are required: OUT_DIR; see python -m mingpt export --help"),
+        (
+            [tmp_path / "other", out],
+            "model.arch=modern cannot be written in Hugging Face's format; sample.py",
+        ),
         ([run, tmp_path / "file"], "cannot be written: Not a directory"),
         ([run, tmp_path / "file" / "out"], "cannot be written: Not a directory"),
         ([run, "s3://name:secret@host/out"], "is no folder on a disk of this machine: export to one"),
@@ -211,7 +218,7 @@ def test_a_failure_leaves_nothing_and_is_one_sentence(
 
     monkeypatch.setattr("mingpt.tools.export.fsync_path", fail)
     assert "cannot be written: No space left on device" in refusal(capsys, run, out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "other", "run"]
     monkeypatch.undo()
     export(str(run), str(out))
     assert "a folder in Hugging Face's format is for transformers" in refusal(capsys, out, tmp_path / "again")

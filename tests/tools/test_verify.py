@@ -5,11 +5,11 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.snapshots import TENSORS, make_manifest, make_store, write
 
-from mingpt.config import Config
 from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.distributed import Launch
@@ -20,16 +20,16 @@ from mingpt.training.audit import recompute
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     work = tmp_path_factory.mktemp("verify")
     return work, train_undisturbed(work)
 
 
 @pytest.mark.slow
-def test_a_run_that_was_only_killed_passes(prepared: tuple[Path, Config]) -> None:
+def test_a_run_that_was_only_killed_passes(prepared: tuple[Path, dict[str, Any]]) -> None:
     """A worker is killed inside the reduction, and four go on; the other run is identical all the same."""
-    work, config = prepared
-    assert find_problems(1, [Kill("reduction", 9, 0, 4)], 1, work, config)[0] == []
+    work, settings = prepared
+    assert find_problems(1, [Kill("reduction", 9, 0, 4)], 1, work, settings)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,8 @@ def test_a_run_that_was_only_killed_passes(prepared: tuple[Path, Config]) -> Non
 def test_each_way_in_which_the_disturbed_run_can_differ_is_a_problem(
     changed: str, sentence: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = build(verify.SETTINGS | {"data.path": str(text)})
+    settings = verify.SETTINGS | {"data.path": str(text)}
+    config = build(settings)
     audit = recompute(config, make_corpus(text.read_bytes(), config.data).train, STEPS)
     fed, tensors = [audit], dict(TENSORS)
 
@@ -58,7 +59,7 @@ def test_each_way_in_which_the_disturbed_run_can_differ_is_a_problem(
     if changed == "tensor":
         tensors["model.wte"] = TENSORS["model.wte"] + 1
     kills = [Kill("forward", 9, 0, 1)] * (changed == "kill")
-    problems, _ = find_problems(1, kills, 1, tmp_path, config)
+    problems, _ = find_problems(1, kills, 1, tmp_path, settings)
     assert bool(problems) == bool(changed) and re.search(sentence, "; ".join(problems)), problems
 
 
