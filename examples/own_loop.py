@@ -2,12 +2,13 @@
 
     torchrun --standalone --nproc_per_node=2 --max-restarts=3 examples/own_loop.py
 
-A step has BATCH images in micro-batches, which the workers share. The last line, a hash of the weights, does
-not depend on the number of workers and of kills. Snapshots are in own_loop/: the same command goes on there.
+This project must be on PYTHONPATH, or installed. The last line, a hash of the weights, does not depend on the
+number of workers and of kills, on one kind of device. Snapshots go to own_loop/: the same command goes on.
 """
 
 import hashlib
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -58,9 +59,9 @@ def train(context: DistributedContext) -> str | None:
         momentum = optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         state |= {f"model.{name}": weight, f"optimizer.{name}.momentum_buffer": momentum}
     store = SnapshotStore("own_loop")
+    saver, found = SnapshotSaver(store), load_latest(store, state, context)
     context.on_rank(0, store.prepare)
-    saver, manifest = SnapshotSaver(store), load_latest(store, state, context)
-    step = manifest.step if manifest else 0
+    step = found.step if found else 0
     sampler.seek(step * BATCH)
     batches = iter(DataLoader(data, batch_size=MICRO_BATCH, sampler=sampler))
     context.stop_signal.defer()  # from here on a request to stop waits for the end of a step
@@ -80,10 +81,11 @@ def train(context: DistributedContext) -> str | None:
         strategy.finish_update()
         step += 1
         losses_of_all, _ = context.reduce_step_status(losses)()  # the workers also agree to stop
+        assert math.isfinite(sum(losses_of_all)), f"the loss of step {step} is not finite"
         if context.rank == 0 and step % 50 == 0:
             print(f"step {step}  loss {sum(losses_of_all) / len(losses_of_all):.4f}", flush=True)
-        if context.rank == 0 and (step % SAVE_EVERY == 0 or step == STEPS or context.agreed_stop):
-            saver.save(Manifest(step=step, windows=step * BATCH), state, Keep(last=2))
+        if step % SAVE_EVERY == 0 or step == STEPS or context.agreed_stop:
+            context.on_rank(0, partial(saver.save, Manifest(step=step, windows=step * BATCH), state, Keep(2)))
     context.on_rank(0, saver.wait)
     if saver.error:
         raise saver.error

@@ -205,6 +205,8 @@ class ElasticSampler(DistributedSampler[int]):
         self.takes_turns = takes_turns
         self.stride = dataset.block_size if isinstance(dataset, WindowDataset) else 1
         count = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not promise a length
+        if not count or batch_size % micro_batch_size:
+            raise ValueError("samples and whole micro-batches are needed")
         self.windows_per_epoch = -(-count // self.stride)
         self.offsets = (count - 1) % self.stride + 1
         self.windows_seen = 0

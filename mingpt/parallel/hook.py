@@ -30,12 +30,18 @@ class ExactHook:
     A step has `micro_batches`, which must not depend on the number of workers: each worker makes one backward
     pass for each of its share, which `split_evenly` gives, in order. A gradient becomes the sum over all
     micro-batches, and is not divided by anything: a loss whose mean is wanted is divided by `micro_batches`.
+    Raises ValueError for more workers than micro-batches, or with find_unused_parameters.
     Every parameter must take part in every micro-batch, and `grad` must be None before a step, as `zero_grad`
     leaves it.
     """
 
     def __init__(self, model: DistributedDataParallel, micro_batches: int) -> None:
         rank, workers = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
+        if workers > micro_batches or model.find_unused_parameters:
+            raise ValueError(
+                f"{workers} workers need at least as many micro-batches, not {micro_batches}, and no "
+                "find_unused_parameters: each must take part in every backward pass"
+            )
         self.model, self.micro_batches = model, micro_batches
         self.shares = split_evenly(micro_batches, workers)
         self.share = self.shares[rank]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mingpt.base.errors import UserError
 from mingpt.base.rows import RowMap, Shape
 from mingpt.distributed import DistributedContext
 
@@ -171,7 +172,11 @@ class Strategy(ABC):
     def __init__(self, setup: StrategySetup) -> None:
         self.setup, self.context = setup, setup.context
         self.rank, self.world_size = setup.context.rank, setup.context.world_size
-        self.shapes = {name: tuple(weight.shape) for name, weight in setup.model.named_parameters()}
+        weights = dict(setup.model.named_parameters())
+        frozen = [name for name, weight in weights.items() if not weight.requires_grad]
+        if frozen:
+            raise UserError(f"{frozen[0]} has no gradient: every parameter of the model must be trained")
+        self.shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         self.my_micro_batches = setup.micro_batches_by_rank[self.rank]
         self.loss_weight = 1.0 / setup.micro_batches  # of each micro-batch in the step's mean loss
         self.loss_scale = 1.0

@@ -41,7 +41,10 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     """
     missing = sorted({"config", "tokenizer", "data", "software"} - manifest.model_fields_set)
     if missing:
-        raise CorruptSnapshot(f"its manifest, which is not that of a run, lacks {missing[0]}")
+        raise UserError(  # not corrupt: those files are another program's, and stay as they are
+            f"the snapshot of step {manifest.step} was not written by a run, as its manifest lacks "
+            f"{missing[0]}: choose another folder"
+        )
     if manifest.settings.model.n_layer > len(entries):
         raise CorruptSnapshot(f"its {len(entries)} tensors cannot have config.model.n_layer blocks")
     try:

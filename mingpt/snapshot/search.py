@@ -15,6 +15,7 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from mingpt.snapshot.manifest import Manifest
 from mingpt.snapshot.reading import Check, Entries
 from mingpt.snapshot.store import Snapshot, SnapshotStore, unfinished_steps
 
+log = logging.getLogger(__name__)
 # If a kill interrupts a save in parts, some stores have a step that others lack.
 OFFERS_IN_MEMORY = 2
 # Fields of the manifest that are the same in all parts of one save.
@@ -307,9 +309,12 @@ def load_latest(
     """Copy the newest valid snapshot that any rank sees to `tensors`, on all ranks; return its manifest.
 
     It is for a loop of one's own, in which each rank has the whole state: `tensors`, float32. Returns None if
-    there is no snapshot. All ranks raise UserError if it holds other tensors than these, or if there are only
-    snapshots that are not valid. Collective.
+    there is no snapshot. All ranks raise UserError for tensors of other types, if the snapshot holds other
+    tensors than these, or if there are only snapshots that are not valid. Collective.
     """
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise UserError(f"{name} is {tensor.dtype}, and only float32 can be read from a snapshot")
     rows = RowMap({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
     def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
@@ -323,6 +328,8 @@ def load_latest(
         raise UserError(f"no snapshot in {store.url} can be used ({faults[0]}): begin in another folder")
     if found.state is None:
         return None
+    for fault in faults if context.rank == 0 else ():
+        log.warning(f"a snapshot in {store.url} is not used: {fault}")
     found.state.copy_into(tensors, rows, context.rank, context)
     return found.state.manifest
 

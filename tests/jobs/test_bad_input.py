@@ -90,4 +90,6 @@ def test_under_torchrun_the_sentence_comes_once_and_the_job_ends(
     given: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text} | settings
     job = start(command(launcher=torchrun(2, restarts=50), **given))
     assert job.wait(60) != 0
-    assert job.err().count(expected) == 1 and job.err().count("error: ") == 1, job.err()
+    # torchrun's agent may abort at its own end, with a line of Python's that has "error: " in it, too.
+    sentences = [line for line in job.err().splitlines() if line.startswith("error: ")]
+    assert len(sentences) == 1 and expected in sentences[0], job.err()

@@ -33,6 +33,7 @@ def weights_of(job: Job) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_has_one_hash_through_a_kill_and_a_second_start(
     start: Start, tmp_path: Path
 ) -> None:
@@ -45,7 +46,7 @@ def test_a_loop_of_ones_own_has_one_hash_through_a_kill_and_a_second_start(
     assert weights_of(start_loop(start, tmp_path / "2", 3, steps=60)) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_loop_of_ones_own_has_one_hash_through_kills_at_random_moments(
     start: Start, tmp_path: Path
 ) -> None:
