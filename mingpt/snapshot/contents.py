@@ -37,14 +37,17 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     """Raise CorruptSnapshot unless a snapshot, or one rank's part of a state, has exactly its run's tensors.
 
     A part must have the rank's rows of each sharded tensor, and either all tensors that are not sharded, and
-    the tokenizer, or none. A tokenizer.json, which takes long to parse, is not parsed here.
+    the tokenizer, or none. A tokenizer.json, which takes long to parse, is not parsed here. Raises UserError
+    for a snapshot that no run has written.
     """
     missing = sorted({"config", "tokenizer", "data", "software"} - manifest.model_fields_set)
-    if missing:
-        raise UserError(  # not corrupt: those files are another program's, and stay as they are
-            f"the snapshot of step {manifest.step} was not written by a run, as its manifest lacks "
-            f"{missing[0]}: choose another folder"
+    if len(missing) == 4:  # not corrupt: it is another program's, and stays as it is
+        raise UserError(
+            f"the snapshot of step {manifest.step} was written by a loop of one's own and not by a run: "
+            "choose another folder"
         )
+    if missing:
+        raise CorruptSnapshot(f"its manifest lacks {missing[0]}")
     if manifest.settings.model.n_layer > len(entries):
         raise CorruptSnapshot(f"its {len(entries)} tensors cannot have config.model.n_layer blocks")
     try:

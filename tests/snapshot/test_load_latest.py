@@ -26,7 +26,7 @@ def make_state(value: float) -> dict[str, Tensor]:
 def store(tmp_path: Path) -> SnapshotStore:
     """A store with snapshots of steps 1 and 2."""
     store = make_store(tmp_path)
-    assert load_latest(store, make_state(0), SingleProcess()) is None
+    assert load_latest(store, make_state(0.0), SingleProcess()) is None
     for step in (1, 2):
         save(SnapshotSaver(store), Manifest(step=step, windows=8 * step), make_state(float(step)))
     return store
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> SnapshotStore:
 
 def test_all_ranks_get_the_newest_valid_snapshot(store: SnapshotStore) -> None:
     def load(context: DistributedContext) -> tuple[Manifest | None, dict[str, Tensor]]:
-        state = make_state(0)
+        state = make_state(0.0)
         return load_latest(store, state, context), state
 
     for step in (2, 1):
@@ -47,8 +47,8 @@ def test_all_ranks_get_the_newest_valid_snapshot(store: SnapshotStore) -> None:
 
 
 def test_a_snapshot_of_other_tensors_is_refused_here_and_by_train_py(store: SnapshotStore) -> None:
-    for other in ({"model.weight": torch.zeros(5, 3)}, make_state(0) | {"model.weight": torch.zeros(3, 5)}):
+    for other in ({"model.weight": torch.zeros(5, 3)}, make_state(0.0) | {"model.weight": torch.zeros(3, 5)}):
         with pytest.raises(UserError, match="holds a snapshot of other tensors"):
             load_latest(store, other, SingleProcess())
-    with pytest.raises(UserError, match="was not written by a run"):
+    with pytest.raises(UserError, match="written by a loop of one's own and not by a run"):
         store.read(2, check_model)
