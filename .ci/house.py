@@ -49,13 +49,13 @@ class Size:
 
 # Room for what a fork adds to the program; all additions of docs/extending.md fit in it. A fork raises it.
 ROOM = {"statements": 105, "nodes": 660, "files": 6}
-MAX_FILES = 100 + ROOM["files"]
+MAX_FILES = 103 + ROOM["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_220 + ROOM["statements"], nodes=83_670 + ROOM["nodes"]),
-    ("tests",): Size(statements=11_600),
-    ("benchmarks",): Size(lines=4_980),
+    PROGRAM: Size(statements=11_411 + ROOM["statements"], nodes=85_280 + ROOM["nodes"]),
+    ("tests",): Size(statements=11_820),
+    ("benchmarks",): Size(lines=4_990),
 }
 
 

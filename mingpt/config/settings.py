@@ -36,7 +36,7 @@ if not (PROJECT / "train.py").exists():  # pip has installed mingpt into PREFIX/
     PROJECT = PROJECT.parents[2] / "share/mingpt"
 WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
-DURATION = re.compile(r"(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?|(\d+(?:\.\d+)?)", re.ASCII)
+DURATION = re.compile(r"(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?|(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", re.ASCII)
 
 
 def Field(default: Any, description: str, *, affects_result: bool = False, **limits: Any) -> Any:

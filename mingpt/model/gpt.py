@@ -236,7 +236,7 @@ def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -
     try:
         with torch.device("meta"):
             model = GPT(config, vocab_size=vocab_size, block_size=block_size)
-    except RuntimeError:  # torch counts a tensor's bytes in 63 bits
+    except (RuntimeError, TypeError, OverflowError):  # torch counts sizes and bytes in 63 bits
         raise UserError("no tensor can be as large as one of this model") from None
     return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 

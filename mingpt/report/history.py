@@ -193,7 +193,7 @@ class RunHistory:
         # In a restart, the newest snapshot may be lost with its disk, but its step must stay on record.
         earlier = self.content["durable_step"] if start.is_restart else 0
         self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
-        if self.content.get("job") != start.job:
+        if self.content.get("job") != start.job or "job_began" not in self.content:
             self.content |= {"job": start.job, "job_began": now - start_s}
         self.write()
         return sentence

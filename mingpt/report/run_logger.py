@@ -6,7 +6,6 @@ Seconds per step are measured between two records, without evaluations and waits
 import functools
 import logging
 import math
-import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -208,7 +207,8 @@ class RunLogger:
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
         self.history.content["durable_step"] = step
         self._end("stopped" if stopped_by else "finished", step, how, phases)
-        goes_on = "; the same command goes on" if stopped_by else ""
+        is_refused = self.start.config.snapshot.resume == "never"
+        goes_on = "; the same command goes on" if stopped_by and not is_refused else ""
         log.info(f"{how} at step {step}: {self.history.summary()}{goes_on}")
         peak = torch.cuda.max_memory_allocated() if self.gpu else peak_memory()
         if peak:
@@ -216,7 +216,7 @@ class RunLogger:
             log.info(f"worker 0 took at most {peak / 1e6:,.0f} MB of {what}")
         log.info(f"snapshot in {snapshots}, metrics, loss.png and timeline.png in {self.start.run_dir}")
         lowest, held = self.records.lowest, "no snapshot has it"
-        program = "sample.py" if os.path.exists("sample.py") else str(PROJECT / "sample.py")
+        program = "sample.py" if Path.cwd() == PROJECT else str(PROJECT / "sample.py")
         command = ["python", program, str(self.start.run_dir)]
         if best[0] <= lowest[0] < math.inf:
             lowest, held, command = best, "the snapshot of that step has it", [*command, "--best"]

@@ -107,6 +107,8 @@ def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
             if not set_aside:
                 store.read(step)
         except (CorruptSnapshot, UnreadableSnapshot, UserError) as error:  # or of another version
+            if not set_aside and not store.has_manifest(step):
+                continue  # a job that runs has removed it meanwhile
             log.warning(f"{match[0]}: {error}")
             state = set_aside or ("damaged" if isinstance(error, CorruptSnapshot) else "unreadable")
         yield step, ROW.format(step, loss, size, state)

@@ -239,6 +239,7 @@ def read_all(batch: Sequence[Source]) -> Tensor:
     return read[0] if len(read) == 1 else torch.cat([torch.empty(0), *read])
 
 
+@torch.no_grad()
 def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
     """Copy into `part` those of `rows` that belong there, and leave the rest of `part` as it is.
 

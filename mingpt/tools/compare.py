@@ -243,6 +243,8 @@ def compare(one: Run, other: Run) -> Comparison:
                 differences.append(f"tensors that differ at step {saved}: {len(tensors)}, first {tensors[0]}")
         except CorruptSnapshot as error:
             return Comparison([], [*differences, str(error)], not_compared, finding=str(error))
+        except UserError as error:  # of another schema
+            not_compared.append(f"not compared: tensors of step {saved} ({error})")
     facts = [read_facts(run) for run in runs]
     known, others = facts if all(facts) else ({}, {})
     differing = [key for key in known | others if known.get(key) != others.get(key)]

@@ -38,6 +38,7 @@ SETTINGS = {
     "trainer.eval_every": 8, "trainer.log_every": 1, "trainer.sample_tokens": 0, "trainer.device": "cpu",
     "trainer.timeout_s": 60, "snapshot.every": 4, "snapshot.keep_last": 3,
 }  # fmt: skip
+OWN_SETTINGS = {"run_dir", "data.path", "trainer.max_steps", "trainer.pause_after", "snapshot.path"}
 # Like the number of workers, these settings may change between generations; they change no bit.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"trainer.parallel": "ddp", "trainer.shard_optimizer": False},
@@ -133,13 +134,20 @@ def last_manifest(folder: Path) -> Manifest:
 def train_undisturbed(work: Path, words: Sequence[str] = ()) -> dict[str, Any]:
     """Train the undisturbed run, of one worker, on 5000 bytes of data/input.txt; return its settings.
 
-    `words` are settings, section.key=value, beside SETTINGS. Raises UserError for a wrong one.
+    `words` are settings, section.key=value, beside SETTINGS. Raises UserError for a wrong one, for one that
+    verify sets itself, and if no run can be trained with them.
     """
     text = work / "text.txt"
     text.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:5000])
-    settings = SETTINGS | {"data.path": str(text)} | dict(word.partition("=")[::2] for word in words)
+    given = dict(word.partition("=")[::2] for word in words)
+    for key in sorted(OWN_SETTINGS & given.keys()):
+        raise UserError(f"verify sets {key} itself")
+    settings = SETTINGS | {"data.path": str(text)} | given
     build(settings)  # raises UserError
-    train(work / "undisturbed", 1, [], settings)
+    try:
+        train(work / "undisturbed", 1, [], settings)
+    except RuntimeError as error:
+        raise UserError(f"the undisturbed run cannot be trained: {error}") from None
     return settings
 
 

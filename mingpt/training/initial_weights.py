@@ -62,11 +62,14 @@ def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_fro
     lowest validation loss); a snapshot; or a folder in Hugging Face's format. Messages on the last begin with
     `asked` and `where`.
     """
-    if where.endswith("@best") and not os.path.exists(where):
+    asks_best = where.endswith("@best") and not os.path.exists(where)
+    if asks_best:
         where, best = where.removesuffix("@best"), True
     is_on_hub = where in GPT2_NAMES and not os.path.exists(where)
     try:
         if is_on_hub or os.path.isfile(os.path.join(where, CONFIG)):
+            if asks_best:
+                raise UserError("only a run has a best snapshot: leave @best out")
             return read_folder(where, is_on_hub)
     except Exception as error:  # transformers raises the errors of many packages
         reason = " ".join(str(error).split())[:500]

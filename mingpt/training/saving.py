@@ -68,10 +68,10 @@ class Saving:
         self.own_step = start.found.views[context.rank].step
         if self.is_sharded:  # all ranks save together, so the main rank's step is that of all
             self.own_step = start.found.views[self.main_rank].step
+        steps = [step for step in self.store.steps() if step <= state.step] if self.is_main else []
+        self.saver.best = min(self.store.losses_of(steps), default=NO_LOSS)
         self.best_loss = -math.inf  # the lowest validation loss so far; without keep_best no loss is lower
         if config.snapshot.keep_best:
-            steps = [step for step in self.store.steps() if step <= state.step] if self.is_main else []
-            self.saver.best = min(self.store.losses_of(steps), default=NO_LOSS)
             self.best_loss = context.broadcast_object(self.saver.best[0], self.main_rank)
         self.is_slow_disk_reported = False
         self.durable_step = start.durable_step  # of the last snapshot that all ranks know to be on disk

@@ -94,7 +94,7 @@ def means(content: str, expected: dict[str, str]) -> bool:
         ("trainer.device", "cpu\r", Sentence(r"must be 'auto', 'cpu', 'cuda' or 'mps', not 'cpu\r'")),
         *[
             ("trainer.pause_after", text, seconds)
-            for text, seconds in (("90", 90.0), ("1.5", 1.5), ("15s", 15.0), ("90m", 5400.0), ("2h", 7200.0))
+            for text, seconds in (("90", 90.0), ("1.5", 1.5), ("15s", 15.0), ("90m", 5400.0), ("1e-05", 1e-5))
         ],
         ("trainer.pause_after", "5h30m", 19_800.0),
         ("trainer.pause_after", "1h2m3s", 3723.0),

@@ -38,6 +38,7 @@ def test_the_parameters_are_those_that_snapshots_hold(arch: Arch) -> None:
     ("width", "sentence"),
     [
         (10**12, "no tensor can be as large as one of this model"),
+        (10**20, "no tensor can be as large as one of this model"),
         (10, r"n_head \(5\) must be even for rotary"),
     ],
 )
