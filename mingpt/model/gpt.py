@@ -86,7 +86,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, norm: type[nn.Module], attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.ln_1, self.attn, self.ln_2, self.mlp = norm(config.n_embd), attn, norm(config.n_embd), mlp
-        self.drop = Dropout(config.dropout)
+        self.drop_1, self.drop_2 = Dropout(config.dropout), Dropout(config.dropout)
         self.recompute = False
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
@@ -99,8 +99,8 @@ class Block(nn.Module):
         return y
 
     def compute(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
-        x = x + self.drop(self.attn(self.ln_1(x), positions, cache))
-        return x + self.drop(self.mlp(self.ln_2(x)))
+        x = x + self.drop_1(self.attn(self.ln_1(x), positions, cache))
+        return x + self.drop_2(self.mlp(self.ln_2(x)))
 
 
 class GPT(nn.Module):
