@@ -45,7 +45,7 @@ def make_model() -> nn.Module:
 def train(context: DistributedContext) -> str | None:
     """Train up to STEPS, or up to a request to stop, and return that request."""
     enable_determinism()
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED)  # all workers draw the same weights: nothing broadcasts them
     model, data = make_model().to(context.device), make_images(6000)
     sampler = ElasticSampler(
         data, batch_size=BATCH, micro_batch_size=MICRO_BATCH, seed=SEED,
@@ -53,9 +53,9 @@ def train(context: DistributedContext) -> str | None:
     )  # fmt: skip
     strategy = ExactReduction(StrategySetup(model, sampler.micro_batches_by_rank(), context))
     strategy.prepare(model)
-    weights, state = strategy.pieces(), dict[str, Tensor]()  # the state is what a snapshot holds
+    weights, state = strategy.pieces(), dict[str, Tensor]()  # the parameters' memory; a snapshot's content
     optimizer = torch.optim.SGD(weights.values(), lr=0.02, momentum=0.9)
-    for name, weight in weights.items():
+    for name, weight in weights.items():  # the momentum, too: load_latest fills tensors that exist
         momentum = optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         state |= {f"model.{name}": weight, f"optimizer.{name}.momentum_buffer": momentum}
     store = SnapshotStore("own_loop")
@@ -80,7 +80,7 @@ def train(context: DistributedContext) -> str | None:
         optimizer.step()
         strategy.finish_update()
         step += 1
-        losses_of_all, _ = context.reduce_step_status(losses)()  # the workers also agree to stop
+        losses_of_all, _ = context.reduce_step_status(losses)()  # sends, then waits; agrees on stops
         assert math.isfinite(sum(losses_of_all)), f"the loss of step {step} is not finite"
         if context.rank == 0 and step % 50 == 0:
             print(f"step {step}  loss {sum(losses_of_all) / len(losses_of_all):.4f}", flush=True)
@@ -96,5 +96,5 @@ def train(context: DistributedContext) -> str | None:
 
 
 if __name__ == "__main__":
-    with Worker() as worker:  # exits with the code that torchrun needs, and at once if another is killed
+    with Worker() as worker:  # exits at once if another one is killed, and torchrun restarts all
         worker.stopped_by = train(worker.connect())
