@@ -10,7 +10,7 @@ from conftest import ROOT, command
 from support.jobs import Job
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_what_pip_installs_finds_its_program_configuration_and_text(text: Path, tmp_path: Path) -> None:
     """What it requires is that of this environment. pip downloads setuptools, to build the package."""
     ignored = shutil.ignore_patterns(".*", "*.egg-info", "build", "out", "results", "tests")
