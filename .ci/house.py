@@ -53,8 +53,8 @@ MAX_FILES = 103 + ROOM["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_411 + ROOM["statements"], nodes=85_280 + ROOM["nodes"]),
-    ("tests",): Size(statements=11_820),
+    PROGRAM: Size(statements=11_411 + ROOM["statements"], nodes=85_290 + ROOM["nodes"]),
+    ("tests",): Size(statements=11_835),
     ("benchmarks",): Size(lines=4_990),
 }
 

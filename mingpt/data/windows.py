@@ -165,7 +165,7 @@ def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
     return indices
 
 
-def split_evenly(count: int, workers: int) -> list[range]:
+def micro_batch_shares(count: int, workers: int) -> list[range]:
     """Return each rank's share of `count` micro-batches: neighbours, in numbers that differ by one at most.
 
     If there are more workers than micro-batches, some shares are empty.
@@ -184,7 +184,7 @@ class ElasticSampler(DistributedSampler[int]):
     windows that lie end to end from a random offset. A step takes the next `batch_size` windows, across the
     end of an epoch, too, in micro-batches of `micro_batch_size`. Iterating yields the index in `dataset` of
     each of this worker's windows, from `windows_seen` on, in a random order and without end; nothing for a
-    worker without micro-batches.
+    worker without micro-batches. Raises ValueError without samples, or if micro-batches do not fill a step.
     """
 
     def __init__(
@@ -206,7 +206,9 @@ class ElasticSampler(DistributedSampler[int]):
         self.stride = dataset.block_size if isinstance(dataset, WindowDataset) else 1
         count = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not promise a length
         if not count or batch_size % micro_batch_size:
-            raise ValueError("samples and whole micro-batches are needed")
+            raise ValueError(
+                f"{count} samples and steps of {batch_size} do not make micro-batches of {micro_batch_size}"
+            )
         self.windows_per_epoch = -(-count // self.stride)
         self.offsets = (count - 1) % self.stride + 1
         self.windows_seen = 0
@@ -218,13 +220,13 @@ class ElasticSampler(DistributedSampler[int]):
     def micro_batches_by_rank(self) -> list[range]:
         """Return the micro-batches that each rank reads, out of the m micro-batches of a step.
 
-        These are the shares of `split_evenly`; with `takes_turns` rank r of n reads r, r + n, r + 2 n, ...
-        If n > m, n - m ranks read none.
+        `micro_batch_shares` gives them; with `takes_turns` rank r of n reads r, r + n, r + 2 n, ... If n > m,
+        n - m ranks read none.
         """
         count, workers = self.batch_size // self.micro_batch_size, self.num_replicas
         if self.takes_turns:
             return [range(rank, count, workers) for rank in range(workers)]
-        return split_evenly(count, workers)
+        return micro_batch_shares(count, workers)
 
     def my_micro_batches(self) -> range:
         return self.micro_batches_by_rank()[self.rank]

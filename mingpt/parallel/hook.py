@@ -18,7 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from mingpt.base.rows import split_rows
-from mingpt.data.windows import split_evenly
+from mingpt.data.windows import micro_batch_shares
 from mingpt.distributed.transport import Transport
 from mingpt.parallel.exact import Overlap, make_reduction
 from mingpt.parallel.tree import PartialSums, push
@@ -28,11 +28,11 @@ class ExactHook:
     """The state of the hook of a DDP model; `ExactHook.reduce` is the hook.
 
     A step has `micro_batches`, which must not depend on the number of workers: each worker makes one backward
-    pass for each of its share, which `split_evenly` gives, in order. A gradient becomes the sum over all
-    micro-batches, and is not divided by anything: a loss whose mean is wanted is divided by `micro_batches`.
-    Raises ValueError for more workers than micro-batches, or with find_unused_parameters.
-    Every parameter must take part in every micro-batch, and `grad` must be None before a step, as `zero_grad`
-    leaves it.
+    pass for each of its share, which `micro_batch_shares` gives, in order. A gradient becomes the sum over
+    all micro-batches, and is not divided by anything: a loss whose mean is wanted is divided by
+    `micro_batches`. Every parameter must take part in every micro-batch, and `grad` must be None before a
+    step, as `zero_grad` leaves it. Raises ValueError for more workers than micro-batches, or with
+    find_unused_parameters.
     """
 
     def __init__(self, model: DistributedDataParallel, micro_batches: int) -> None:
@@ -43,7 +43,7 @@ class ExactHook:
                 "find_unused_parameters: each must take part in every backward pass"
             )
         self.model, self.micro_batches = model, micro_batches
-        self.shares = split_evenly(micro_batches, workers)
+        self.shares = micro_batch_shares(micro_batches, workers)
         self.share = self.shares[rank]
         self.transport = Transport(rank, workers, model.process_group)
         self.counts = Counter[Tensor]()  # backward passes of a step so far, by parameter

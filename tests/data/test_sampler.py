@@ -103,3 +103,9 @@ def test_samples_of_any_data_set_are_each_read_once_in_an_epoch() -> None:
     one = ElasticSampler(TensorDataset(torch.arange(10)), batch_size=4, micro_batch_size=1, seed=3)
     read = list(itertools.islice(one, 20))
     assert sorted(read[:10]) == sorted(read[10:]) == list(range(10)) and read[:10] != read[10:]
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(10, 5), (0, 4)])
+def test_a_step_needs_samples_and_whole_micro_batches(count: int, batch_size: int) -> None:
+    with pytest.raises(ValueError, match="do not make micro-batches of 2"):
+        ElasticSampler(TensorDataset(torch.zeros(count)), batch_size=batch_size, micro_batch_size=2, seed=1)

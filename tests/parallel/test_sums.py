@@ -7,7 +7,7 @@ import torch
 from support.forks import results_of, share_memory
 from torch import Tensor
 
-from mingpt.data.windows import split_evenly
+from mingpt.data.windows import micro_batch_shares
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.transport import SharedMemoryTransport
 from mingpt.parallel.exact import make_reduction, naive_sum
@@ -27,7 +27,7 @@ def sums_are_right(context: DistributedContext, shares: bool, gathers: bool) -> 
     if shares:
         assert isinstance(share_memory(context), SharedMemoryTransport)
     rank, ranks = context.rank, context.world_size
-    parts, found = split_evenly(LEAVES, ranks), []
+    parts, found = micro_batch_shares(LEAVES, ranks), []
     for bucket, size in enumerate(SIZES):
         leaves = [leaf(bucket, number) for number in parts[rank]]
         expected = naive_sum(leaves, context)

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from mingpt.data.windows import split_evenly
+from mingpt.data.windows import micro_batch_shares
 from mingpt.parallel.tree import PartialSums, cover, push
 
 
@@ -28,7 +28,7 @@ def test_the_sum_is_that_of_the_tree_whoever_computes_it(leaves: int) -> None:
     values = [generator.uniform(-1, 1) * 10 ** generator.randrange(12) for _ in range(leaves)]
     for workers in range(1, leaves + 3):
         parts: list[tuple[int, int, float]] = []
-        for part in split_evenly(leaves, workers):
+        for part in micro_batch_shares(leaves, workers):
             parts += push_all([(0, leaf, values[leaf]) for leaf in part], leaves)
         ((_, _, total),) = push_all(parts, leaves)
         assert total == sum_of_tree(values)
@@ -36,7 +36,7 @@ def test_the_sum_is_that_of_the_tree_whoever_computes_it(leaves: int) -> None:
 
 @pytest.mark.parametrize(("leaves", "workers"), [(8, 1), (8, 2), (8, 3), (12, 5), (7, 7), (40, 6)])
 def test_a_cover_holds_a_workers_leaves_in_few_nodes(leaves: int, workers: int) -> None:
-    for part in split_evenly(leaves, workers):
+    for part in micro_batch_shares(leaves, workers):
         nodes = cover(part, leaves)
         held: list[int] = []
         for level, index in nodes:
@@ -46,4 +46,4 @@ def test_a_cover_holds_a_workers_leaves_in_few_nodes(leaves: int, workers: int) 
 
 
 def test_whole_subtrees_are_covered_by_one_node_each() -> None:
-    assert [cover(part, 8) for part in split_evenly(8, 4)] == [[(1, 0)], [(1, 1)], [(1, 2)], [(1, 3)]]
+    assert [cover(part, 8) for part in micro_batch_shares(8, 4)] == [[(1, 0)], [(1, 1)], [(1, 2)], [(1, 3)]]

@@ -47,6 +47,8 @@ def test_all_ranks_get_the_newest_valid_snapshot(store: SnapshotStore) -> None:
 
 
 def test_a_snapshot_of_other_tensors_is_refused_here_and_by_train_py(store: SnapshotStore) -> None:
+    with pytest.raises(UserError, match=r"model\.weight is torch\.int64, and only float32"):
+        load_latest(store, {"model.weight": torch.zeros(5, 3, dtype=torch.int64)}, SingleProcess())
     for other in ({"model.weight": torch.zeros(5, 3)}, make_state(0.0) | {"model.weight": torch.zeros(3, 5)}):
         with pytest.raises(UserError, match="holds a snapshot of other tensors"):
             load_latest(store, other, SingleProcess())

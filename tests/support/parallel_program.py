@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mingpt.base.rows import split_rows
 from mingpt.config import ModelConfig
-from mingpt.data.windows import split_evenly
+from mingpt.data.windows import micro_batch_shares
 from mingpt.distributed import DistributedContext
 from mingpt.model import GPT, LossModule
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, ddp
@@ -116,7 +116,7 @@ def make_strategy(case: Case, context: DistributedContext) -> tuple[GPT, Strateg
         model.set_recompute(True)
     make = STRATEGIES[case.parallel, case.reduction]
     count, ranks = case.micro_batches, context.world_size
-    parts = split_evenly(count, ranks)
+    parts = micro_batch_shares(count, ranks)
     if make.takes_turns:
         parts = [range(rank, count, ranks) for rank in range(ranks)]
     setup = StrategySetup(

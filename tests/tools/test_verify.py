@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.snapshots import TENSORS, make_manifest, make_store, write
 
+from mingpt.base.errors import UserError
 from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.distributed import Launch
@@ -79,3 +80,8 @@ def test_a_schedule_depends_on_its_seed_alone_and_has_every_phase() -> None:
     assert all({kill.phase for kill in make_schedule(seed, 5, [2])} == {*PHASES} for seed in range(20))
     assert make_schedule(3, 5, [1, 2]) == make_schedule(3, 5, [1, 2])
     assert make_schedule(3, 5, [1, 2]) != make_schedule(4, 5, [1, 2])
+
+
+def test_a_setting_that_verify_needs_for_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^verify sets trainer\.max_steps itself$"):
+        train_undisturbed(tmp_path, ["model.arch=gpt2", "trainer.max_steps=20"])
