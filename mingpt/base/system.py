@@ -5,10 +5,8 @@ IPv4 addresses and their interfaces are read from the Linux kernel, without the 
 """
 
 import ctypes
-import fcntl
 import ipaddress
 import os
-import resource
 import socket
 import struct
 import threading
@@ -18,6 +16,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from mingpt.base.errors import UserError
+
+try:
+    import fcntl
+    import resource
+except ModuleNotFoundError:  # each command imports this file before anything else that Windows lacks
+    os.write(2, b"error: mingpt-distributed does not run on Windows: use WSL (Windows Subsystem for Linux)\n")
+    raise SystemExit(2) from None
 
 T = TypeVar("T")
 SIOCGIFCONF, SIOCGIFNETMASK = 0x8912, 0x891B
@@ -36,15 +41,15 @@ def check_working_directory() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        reason = error.strerror
-        raise UserError(f"the working directory cannot be used ({reason}): change to another one") from None
+        raise UserError(
+            f"the working directory cannot be used ({error.strerror}): change to another one"
+        ) from None
 
 
 def run_within(limit_s: float, work: Callable[[], T]) -> T:
     """Run `work` in a thread; return its result or raise its exception. Raises OutOfTime after `limit_s`."""
     outcome = start(work)
-    wait([outcome], limit_s)
-    if not outcome.done():
+    if wait([outcome], limit_s).not_done:
         raise OutOfTime(f"not done within {limit_s:g} s")
     return outcome.result()
 
@@ -160,8 +165,7 @@ def cgroup_quota(membership: Path, mount: Path) -> float:
     for place in (folder, *folder.parents):
         try:
             allowed, period = (place / "cpu.max").read_text().split()
-        except (OSError, ValueError):
-            continue  # this level sets no limit
-        if allowed != "max":
             quota = min(quota, int(allowed) / int(period))
+        except (OSError, ValueError):
+            continue  # this level sets no limit: there is no such file, or it begins with "max"
     return quota

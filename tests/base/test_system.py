@@ -1,5 +1,6 @@
 import math
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from conftest import ROOT
 
 from mingpt.base.errors import UserError
 from mingpt.base.system import (
@@ -22,6 +24,29 @@ from mingpt.base.system import (
     try_within,
     usable_cores,
 )
+
+# Windows' Python has none of these.
+WINDOWS = """
+import os, signal, sys
+sys.modules |= dict.fromkeys(["fcntl", "grp", "pwd", "resource", "termios"])
+for name in ("SIGALRM", "SIGHUP", "SIGKILL", "SIGQUIT", "SIGUSR1", "SIGUSR2", "pthread_sigmask"):
+    delattr(signal, name)
+for name in ("fork", "geteuid", "getuid", "killpg", "register_at_fork", "sched_getaffinity", "statvfs"):
+    delattr(os, name)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["train.py", "sample.py", "-m mingpt", "-m mingpt.launch.elastic", "-m mingpt.launch.elastic.command"],
+)
+def test_on_windows_every_command_is_one_sentence(words: str, tmp_path: Path) -> None:
+    """The commands that pip installs begin as `-m mingpt` does."""
+    (tmp_path / "sitecustomize.py").write_text(WINDOWS)
+    command = ["env", f"PYTHONPATH={tmp_path}", sys.executable, *words.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch("error: mingpt-distributed does not run on Windows: use WSL .*\n", done.stderr)
 
 
 def test_a_working_directory_that_was_removed_is_named(
