@@ -1,4 +1,4 @@
-"""The notebook for Colab and Kaggle: its cells run on CPUs, session after session, each on another machine."""
+"""The notebook for Colab and Kaggle: its cells run on CPUs, in two sessions on different machines."""
 
 import json
 import re
