@@ -17,7 +17,11 @@ SHORT = {key: value for key, value in SMALL.items() if key not in ("data.block_s
 SHORT |= {"data.block_size": 16, "data.sha256": "null", "trainer.max_steps": 2}
 SHORT |= {"trainer.compile": False}  # tests/jobs/test_compiled_jobs.py tests whole jobs that compile
 COMMAND = re.compile(r"^    ((?:[A-Z_]+=\S+ )?(?:python|torchrun) .*)$", re.MULTILINE)
-PROGRAMS = {"torchrun": f"{sys.executable} -m torch.distributed.run", "python": sys.executable}
+PROGRAMS = {
+    "python": sys.executable,
+    "pip": f"{sys.executable} -m pip",
+    "torchrun": f"{sys.executable} -m torch.distributed.run",
+}
 TIMEOUT_S = 180  # enough beside other tests on two cores; alone a program takes 2 to 20 s
 NEEDED = (
     "train.py",
