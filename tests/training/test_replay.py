@@ -175,7 +175,8 @@ def test_a_snapshot_of_before_a_difference_is_discarded_past_the_last_step_that_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "found_at", "suspects"), [(7, 11, ["suspect-1-step_00000010"]), (0, 1, [])]
+    ("first", "found_at", "suspects"),
+    [(7, 11, ["suspect-1-step_00000010"]), pytest.param(0, 1, [], marks=pytest.mark.weekly)],
 )
 def test_a_worker_that_computes_wrongly_ends_the_job_and_the_next_one_goes_on_before_it(
     first: int,
