@@ -150,7 +150,10 @@ class BoardMemory:
         self._entries: dict[tuple[str, str], tuple[str, float]] = {}
 
     def post(self, message: Message) -> str:
-        """Keep the message's entry; return all entries of its job, as JSON. KeyError or TypeError without one."""
+        """Keep the message's entry; return all entries of its job, as JSON.
+
+        Raises KeyError or TypeError if the message has no entry.
+        """
         now, rdzv_id, entry = time.monotonic(), str(message["rdzv_id"]), message["entry"]
         forget_s = FORGET_FINISHED_S if entry["state"] == FINISHED else FORGET_S
         # Each entry is encoded once: with many agents, encoding is most of the work.

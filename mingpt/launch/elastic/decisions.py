@@ -1,7 +1,8 @@
 """Decide which of torchrun's agents start workers together, and which have to restart theirs.
 
 A group is the agents that may start workers together; a round is their agreement to do so, and the workers
-that follow until the next restart. All is decided from the entries that agents post, without clock or network.
+that follow until the next restart. Decisions are made from the entries that agents post, without clock,
+network or torch.
 """
 
 import ipaddress

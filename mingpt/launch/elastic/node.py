@@ -1,8 +1,8 @@
 """A Node posts the entry of one of torchrun's agents, reads those of others, and pings them, in threads.
 
 No public method of `Node` waits for the network or for storage, except `end` for a limited time, so an agent
-whose storage hangs still obeys a signal. While an agent waits, `Meeting` chooses the group that
-the agent proposes if it is the leader. decisions.py says what a round and a group are.
+whose storage hangs still obeys a signal. While an agent waits, `Meeting` chooses the group that the agent
+proposes if it is the leader. decisions.py says what a round and a group are.
 """
 
 import dataclasses
@@ -212,7 +212,7 @@ class Node:
         return {"ok": self.promise(check_json(message["round"], Round))}
 
     def promise(self, round: Round) -> bool:
-        """Promise a round's leader to take part; return False if not waiting, or promised to another leader."""
+        """Promise a round's leader to take part. Return False if not waiting, or promised to another."""
         leader = round.members[0].id
         with self._changed:
             promised_to, _, until = self._promise
@@ -285,7 +285,7 @@ class Meeting:
         return group if is_complete else None
 
     def line_to_say(self, view: View, now: float) -> str | None:
-        """Return a line to log now, or None if the line is unchanged and less than SAY_EVERY_S old."""
+        """Return the line to log now, or None: in the first second, or if it was logged a short time ago."""
         if now - self.began < SAY_AFTER_S:
             return None
         line = decisions.describe_wait(view.me, view.alive, self.min_nodes, view.troubles)
