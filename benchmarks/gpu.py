@@ -134,7 +134,7 @@ class Bench:
 
 
 def find_beside(*names: str) -> Path | None:
-    """Return the first file or folder with one of these names beside the project's folder or a level below."""
+    """Return the first path with one of these names beside the project's folder, or one level deeper."""
     places = (ROOT.parent, *ROOT.parent.iterdir(), *ROOT.iterdir())
     return next((place / name for place in places for name in names if (place / name).exists()), None)
 

@@ -293,7 +293,7 @@ def plan(arguments: argparse.Namespace) -> Iterator[Trial]:
 
 
 def plan_joins(arguments: argparse.Namespace, rng: random.Random) -> Iterator[Trial]:
-    """Return the trials of --joins, in which the last node joins, and of --random_joins: a random one does."""
+    """Yield the trials of --joins, where the last node joins, and of --random_joins: a random node does."""
     chosen = [
         ((number + number // 3) % NODES, NODES - 1, MOMENTS[number], settings)
         for number in arguments.joins

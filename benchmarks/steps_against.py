@@ -161,7 +161,7 @@ def scaling(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
 
 
 def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
-    """Measure what two workers, and what their exchange, cost: two separate jobs share the memory bus, too."""
+    """Measure the cost of the exchange: two jobs at once also share the memory bus, but exchange nothing."""
 
     def two_jobs_s() -> float:
         batch_size = SIZES[size].get("trainer.batch_size", TrainerConfig().batch_size)
