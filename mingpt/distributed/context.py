@@ -55,8 +55,8 @@ class DistributedContext(Group):
 
     `device`, `dtype` and `threads` are the settings trainer.device, trainer.dtype and trainer.threads.
     Without a launcher such as torchrun this worker is the only one. All ranks raise UserError if a rank lacks
-    the device or if the ranks' kinds of devices differ, and StopRequested after a request to stop. Ranks that
-    have waited for others for `timeout_s` seconds raise PeersMissing; `join_generation` may wait longer.
+    the device or if the ranks' kinds of devices differ, and StopRequested after a request to stop. Raises
+    PeersMissing if some workers do not arrive in the time that `join_generation` allows.
 
     If a peer is lost, or all ranks agree to stop before training, while `on_rank`, `on_all` or
     `gather_on_all` run their work, then this process exits. If the work raises UserError on any rank, all
@@ -174,7 +174,7 @@ class DistributedContext(Group):
         )
 
     def use_threads(self, recorded: int) -> None:
-        """Set the number of CPU threads to that of the run's beginning, `recorded`: results depend on it."""
+        """Set the number of CPU threads to `recorded`, as at the run's beginning: results depend on it."""
         import torch
 
         if recorded != self.threads:
@@ -183,11 +183,17 @@ class DistributedContext(Group):
             torch.set_num_threads(recorded)
 
     def was_started(self) -> bool:
-        """Return whether this job started before, as `mark_started` or the launcher's restart count tells."""
+        """Return whether workers of this job called `mark_started` before a restart.
+
+        If the job's store does not outlive its workers, the launcher's restart count decides.
+        """
         return self.rendezvous is not None and self.rendezvous.is_restart()
 
     def mark_started(self) -> None:
-        """Record in the store that the job has started. Only rank 0 calls this; it is not collective."""
+        """Record in the job's store that the job has started, so that workers after a restart know it.
+
+        Only rank 0 calls this; it is not collective.
+        """
         if self.rendezvous is not None:
             self.rendezvous.mark_started()
 
@@ -230,13 +236,13 @@ class DistributedContext(Group):
         return wait
 
     def fail_beside_work(self, error: Exception) -> None:
-        """Exit this process: a peer is lost, or all ranks agreed to stop, while the main thread is busy."""
+        """Exit because of `error`, a lost peer or an agreed stop: the main thread is busy with its work."""
         if isinstance(error, StopRequested):
             self.stop_signal.exit_before_training(error.reason)
         self.exit.exit_process(error)
 
     def should_stop(self) -> bool:
-        """Return whether the ranks agreed to stop, so work may be cut short. Others may see it later."""
+        """Return whether the ranks agreed to stop, so work may be cut short. Other ranks may see it later."""
         if self.world_size == 1:
             self.agree_to_stop([self.stop_signal.reason])
         return self.agreed_stop is not None

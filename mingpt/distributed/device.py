@@ -67,7 +67,7 @@ def check_device_types(types: list[str]) -> None:
 
 
 def check_gloo() -> None:
-    """Raise NodeRefused if gloo cannot use what GLOO_SOCKET_IFNAME or GLOO_DEVICE_TRANSPORT names here."""
+    """Raise NodeRefused if gloo cannot use what GLOO_SOCKET_IFNAME or GLOO_DEVICE_TRANSPORT asks for."""
     from torch.distributed import ProcessGroupGloo
 
     names = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
@@ -184,7 +184,10 @@ def find_program() -> str:
 
 
 def enable_determinism() -> None:
-    """Have torch use deterministic kernels only; other operations raise RuntimeError. Call before GPU use."""
+    """Have torch use deterministic kernels only; operations without one raise RuntimeError.
+
+    Call it before a GPU is used.
+    """
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at its first product

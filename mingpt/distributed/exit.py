@@ -42,7 +42,7 @@ JOB_ENDS = ("SIGUSR1", "STOP", PAUSE)  # requests that end the job; after any ot
 
 
 class SignalReceived(Exception):
-    """A signal that ends this process at once: a second one, or a first one before training or when stuck."""
+    """A signal that ends this process at once: a second one, or a first one before training or if stuck."""
 
     def __init__(self, number: signal.Signals, is_first: bool) -> None:
         super().__init__(number.name)
@@ -130,10 +130,11 @@ def how_to_exit(
 
 
 def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
-    """Return the plan to exit with all other workers, after the `request` to stop; None: when finished.
+    """Return the plan to exit together with all workers, at a `request` to stop or, if None, when finished.
 
-    The exit code is 0. But under an agent, if the request is a signal other than SIGUSR1, the code is
-    128 + signal, and the claim to the run folder is kept: the agent decides whether workers start again.
+    The exit code is 0. But under torchrun's agent, if the request is a signal other than SIGUSR1, the code is
+    128 + signal, and the job keeps its claim (right to write) to the run folder: the agent decides whether
+    workers start again.
     """
     status = "" if launch.rank else "0 "
     if request is None or request in JOB_ENDS or launch.agent_pid is None:
@@ -144,7 +145,7 @@ def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
 
 
 def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
-    """Return the plan to exit at once: with 128 + signal, or with 0 for a first signal without an agent."""
+    """Return the plan to exit at once: with 128 + signal, or 0 for a first signal without an agent."""
     line = before_first_step(received.number.name) if received.is_first and launch.rank == 0 else ""
     is_alone = launch.agent_pid is None
     return ExitPlan(
@@ -158,9 +159,9 @@ def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
 def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
     """Return the plan to end the job because of `error`, even if restarts are left.
 
-    Local rank 0 of each node ends its agent, and the node's other workers wait for that. Rank 0 prints the
-    error. If rank 0 may not know it (before the rendezvous, or for NodeRefused or ClaimLost), local rank 0
-    of each node prints it, too.
+    Local rank 0 of each node ends torchrun's agent there, and the node's other workers wait for that. Rank 0
+    prints the error. If rank 0 may not know it (before the rendezvous, or for NodeRefused or ClaimLost),
+    local rank 0 of each node (without an agent, each worker) prints it, too.
     """
     is_first = launch.local_rank == 0 or launch.agent_pid is None
     is_printed = launch.rank == 0 or not has_met or isinstance(error, (NodeRefused, ClaimLost))
@@ -214,8 +215,8 @@ class StackFile:
 class ProcessExit:
     """Ends this process as `how_to_exit` decides; holds what that needs, such as the last completed step.
 
-    Any thread may call it. Only the first thread that begins an exit carries it out, but `exit_at_once` exits
-    even while another thread is exiting.
+    Any thread may call its methods. Only the first thread that begins an exit carries it out, but
+    `exit_at_once` exits even while another thread is exiting.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -233,7 +234,7 @@ class ProcessExit:
             launch.status_file.unlink(missing_ok=True)  # of an earlier generation
 
     def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        """From now on store exit reasons by `rendezvous`, where all ranks have met.
+        """From now on store exit reasons through `rendezvous`, where all ranks have met.
 
         `timeout_s` is the limit of a collective, in seconds.
         """
@@ -245,7 +246,7 @@ class ProcessExit:
         self.nccl = nccl
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
-        """Register a function that an exit calls if the job ends, so that no restart follows."""
+        """Register `release_claims`, which is called at an exit after which the job starts no workers."""
         self.release_claims = release_claims
 
     def start_run(
@@ -255,8 +256,8 @@ class ProcessExit:
 
         `last_step` returns the last completed step. `note_failure` records in run.json why the job failed; it
         is None on ranks that do not write to `run_dir`. Each worker has a file in `run_dir`/stacks; if it
-        cannot be opened, no stacks are written. The rank with `note_failure` first removes the files of
-        workers before the last restart that are empty or not among the newest MAX_STACK_FILES.
+        cannot be opened, no stacks are written. The rank with `note_failure` first removes files of
+        earlier workers that are empty or not among the newest MAX_STACK_FILES.
         """
         self.last_step, self.note_failure = last_step, note_failure
         folder, name = run_dir / "stacks", self.rendezvous.generation if self.rendezvous else ""
@@ -281,7 +282,7 @@ class ProcessExit:
         return f"{TIMED_OUT} {self.timeout_s:g} s" if is_stuck else ""
 
     def read_exit_reason(self, rank: int) -> tuple[bool, ExitReason | None]:
-        """Return whether the store answers in time, and the exit reason of `rank`, None without one."""
+        """Return whether the store answers in time, and the exit reason of `rank`, None if it has none."""
         return self.rendezvous.read_exit_reason(rank) if self.rendezvous else (False, None)
 
     def exit_process(
@@ -301,7 +302,7 @@ class ProcessExit:
             self.perform(self.plan(error))
 
     def exit_at_once(self, error: SignalReceived | None = None) -> NoReturn:
-        """Exit even if another thread is exiting, because of a signal or, without one, of a lost agent."""
+        """Exit, even if another thread is exiting, because of a signal; None: because the agent is gone."""
         self.perform(self.plan(error))
 
     def exit_if_nccl_stuck(self) -> None:

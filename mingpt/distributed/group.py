@@ -101,8 +101,8 @@ class Group:
 
         Meanwhile a thread exchanges heartbeats, so that timeouts do not fire, however long the work takes. If
         the work raises one of `shared_errors` on some ranks, all ranks raise the first such rank's error once
-        the work has ended on all. Any other error is raised at once, only on its own rank, because the others
-        may be waiting for that rank in their work; they lose a peer.
+        the work has ended on all. Any other error is raised at once, only on its own rank: the others, which
+        may wait for that rank in their work, notice that they have lost a peer.
         """
         own: list[T] = []
         self.gather_on_all(lambda: own.append(work()))
@@ -162,8 +162,8 @@ class Group:
     def agree_to_stop(self, reasons: Sequence[str | None]) -> None:
         """Set `agreed_stop`, if it is not set, to the first of REASONS that is among `reasons`.
 
-        `reasons` has the requests to stop that all ranks have received, the same on all ranks. Raises
-        StopRequested if there is a request before training.
+        `reasons` has the requests to stop that the ranks have received (None for a rank without one), and is
+        the same on all ranks. If there is a request before training, raises StopRequested.
         """
         first = next((name for name in REASONS if name in reasons), None)
         self.agreed_stop = self.agreed_stop or first

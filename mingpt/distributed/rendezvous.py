@@ -116,7 +116,7 @@ class Rendezvous:
         return [rank for rank in ranks if not self._store.check([member_key(name, rank)])]
 
     def _waited_for(self, name: str) -> list[int]:
-        """Return the late ranks: those missing, but rank 0 if it ignores an offer or none is missing."""
+        """Return the late ranks: the missing ones, or rank 0 if it ignores an offer or if none is missing."""
         store, missing = self._store, self._missing(name)
         for rank in missing:
             offered = read_key(store, f"hello/{rank}")
@@ -145,7 +145,7 @@ class Rendezvous:
         )
 
     def _replace_generation(self, name: str) -> None:
-        """Tell all ranks that generation `name` has met, and how the previous one ended. For rank 0."""
+        """Tell all ranks that generation `name` is complete, and how the previous one ended. For rank 0."""
         store, launch, ended = self._store, self.launch, None
         found = read_generation_end(store)
         # If another node hosted the store in between, this store does not know the previous generation.
@@ -161,7 +161,7 @@ class Rendezvous:
             run_within(EXIT_REASON_TIMEOUT_S, lambda: self._exit_store.compare_set(key, "", content))
 
     def read_exit_reason(self, rank: int) -> tuple[bool, ExitReason | None]:
-        """Return whether the store answers in time, and the exit reason of `rank`, None without one."""
+        """Return whether the store answers in time, and the exit reason of `rank`, None if it has none."""
         try:
             return True, run_within(
                 PEER_END_TIMEOUT_S, lambda: read_exit_reason(self._exit_store, self.generation, rank)

@@ -115,7 +115,7 @@ class Segments:
         self.maps: dict[int, mmap.mmap] = {}
 
     def begin(self, nbytes: int) -> None:
-        """Begin an exchange once all ranks have ended the last; provide segments of `nbytes`. Collective.
+        """Wait until all ranks have ended the last exchange; have segments of `nbytes` or more. Collective.
 
         `nbytes` is the same on all ranks. Segments that are too small are replaced by new ones; tensors in
         the old segments stay valid.
@@ -139,7 +139,7 @@ class Segments:
         return file
 
     def of(self, rank: int, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
-        """Return a tensor of `count` elements in a rank's segment, from byte `first` on; it is no copy."""
+        """Return a tensor of `count` elements that shares a rank's segment, from byte `first` on."""
         if not count:
             return torch.empty(0, dtype=dtype)  # frombuffer refuses an empty one
         return torch.frombuffer(self.maps[rank], dtype=dtype, count=count, offset=first)
@@ -153,7 +153,7 @@ def node() -> str:
 
 
 def listen() -> tuple[socket.socket, Address] | tuple[None, None]:
-    """Return a listening Unix socket and its address, or Nones if the system refuses it or shared memory."""
+    """Return a listening Unix socket and its address, or (None, None) if the system refuses sharing."""
     try:
         check_capacity()
         address = Address(node(), os.getpid(), b"\0mingpt-" + secrets.token_hex(16).encode())

@@ -52,16 +52,16 @@ READ_END = -1  # the pipe's key among the ranks whose pidfds are polled
 
 
 class StopSignal:
-    """Listens for requests to stop, in a thread, and keeps one in `reason`.
+    """Listens for requests to stop, in a thread of its own, and keeps the request in `reason`.
 
     Before `defer`, which is called when training begins, a signal other than SIGUSR1 ends this process at
     once. SIGUSR1 or a file STOP ends a single worker at once; several workers first agree. After `defer`, a
     request is only kept until all ranks have agreed on it. A second signal, more than REPEAT_S seconds after
-    the first, ends this process at once; a file STOP or a pause does not count as the first.
+    the first, ends this process at once; a file STOP or trainer.pause_after does not count as the first.
 
-    The thread works even while the main thread is stuck. It also ends this process if the agent is gone, if
-    another worker of the agent was lost, or if a collective on GPUs has waited for `timeout_s`; and if a
-    signal other than SIGUSR1 waits while no collective has ended for `timeout_s`.
+    The thread works even while the main thread is stuck. It also ends this process if torchrun's agent is
+    gone, if another worker of the agent was lost, or if a collective on GPUs has waited for
+    trainer.timeout_s; and if a signal other than SIGUSR1 waits while no collective has ended for that time.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
@@ -89,7 +89,7 @@ class StopSignal:
 
     @property
     def reason(self) -> str | None:
-        """The request to stop, one of REASONS; None without one."""
+        """The request to stop, such as "SIGTERM" or "STOP" (one of REASONS); None without one."""
         return self.received or (PAUSE if time.monotonic() >= self.pause_at else None)
 
     def watch_siblings(self) -> None:
@@ -101,7 +101,7 @@ class StopSignal:
         self.stop_file, self.note_stop = path, note_stop
 
     def defer(self) -> None:
-        """From now on, only keep a request until all ranks agree on it, after a step or in a heartbeat."""
+        """From now on, do not exit at a request: keep it until all ranks agree on it, as after each step."""
         self.deferred = True
 
     def remove_stop_file(self) -> None:
@@ -176,7 +176,7 @@ class StopSignal:
         self.received = number.name
 
     def request(self, reason: str) -> None:
-        """Keep a request, SIGUSR1 or STOP, until all ranks agree; a single worker exits if before `defer`."""
+        """Keep a request, SIGUSR1 or STOP, until all ranks agree. Before `defer`, a single rank exits."""
         if not self.deferred and self.launch.world_size == 1:
             self.exit_before_training(reason)
         self.received = self.received or reason

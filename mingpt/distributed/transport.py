@@ -1,6 +1,6 @@
 """How tensors travel among the ranks: by gloo or NCCL, or through memory that the CPUs of one node share.
 
-`Transport` has the collectives on tensors, and only this file knows which way the bytes go. Collectives on
+`Transport` has the collectives on tensors, and only this file knows how the bytes travel. Collectives on
 Python objects, such as settings and errors, are in group.py.
 """
 
@@ -268,7 +268,7 @@ def connect(
     all_gather_object: Callable[[bool], list[bool]],
     timeout_s: float,
 ) -> Transport:
-    """Return a transport; it uses shared memory if all ranks are on one node that allows that. Collective.
+    """Return a transport, through shared memory if all ranks are on one node that allows it. Collective.
 
     `addresses`, by rank, are those at which the ranks listen, None for a rank that cannot share memory. This
     rank's listening socket, `listener`, is closed. `timeout_s` limits each wait for a peer.

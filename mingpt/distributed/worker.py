@@ -18,12 +18,12 @@ from mingpt.distributed.signals import StopSignal
 
 
 class Worker:
-    """This worker process. As a context manager it exits, with a code, at the end of its block.
+    """This worker process. As a context manager, it exits the process at the end of its block.
 
-    The code is 0 if the block finished or was told to stop, 128 + signal if it was told to stop by a signal
-    other than SIGUSR1 under an agent (such as torchrun's), 2 after a UserError, 1 after any other error. The
-    block sets `stopped_by` to the request that stopped it. Constructing a Worker begins to listen for
-    signals, and exits with 2 if the launcher's environment variables are incomplete.
+    The exit code is 0 if the block finished or was told to stop, 128 + signal if it was told to stop by a
+    signal other than SIGUSR1 under an agent (such as torchrun's), 2 after a UserError, 1 after any other
+    error. The block sets `stopped_by` to the request that stopped it. Constructing a Worker begins to listen
+    for signals, and exits with 2 if the launcher's environment variables are incomplete.
     """
 
     def __init__(self) -> None:

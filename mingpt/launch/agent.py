@@ -46,7 +46,7 @@ def choose_workers(config: Config, launch: Launch) -> int:
 
     auto means one per GPU, or without GPUs one per `Launch.threads` cores, but at most MAX_WORKERS and the
     number of micro-batches in a step. It means one if trainer.device is mps or snapshot.path is in memory.
-    Raises UserError if a given number exceeds that of micro-batches.
+    Raises UserError if trainer.workers is a number larger than that of micro-batches.
     """
     trainer = config.trainer
     if trainer.workers != "auto":
@@ -66,8 +66,8 @@ def choose_workers(config: Config, launch: Launch) -> int:
 def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> None:
     """Under plain `python`, run `python *command` in as many workers as trainer.workers asks for.
 
-    Then exits with the job's exit code. Returns if this process is itself to be a worker: under a launcher,
-    or if one worker is enough. In both cases it first calls `watch_stop_file`. Raises UserError if
+    Afterwards it exits with the job's exit code. It returns if this process is itself to be a worker: under a
+    launcher, or if one worker is enough. In both cases it first calls `watch_stop_file`. Raises UserError if
     trainer.workers is too large, or is auto in one of several srun tasks without torchrun.
     """
     launch = worker.launch
@@ -115,7 +115,7 @@ class StopRequest:
         self.is_obeyed = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: note the first one. Once `obey` has raised, raise again: workers exit at once."""
+        """Handle a signal: remember the first. Once `obey` has raised, raise again: workers exit at once."""
         self.first = self.first or signal.Signals(number)
         if self.is_obeyed:
             self.obey()
@@ -123,7 +123,7 @@ class StopRequest:
     def obey(self, before_start: bool = False) -> None:
         """If the job was told to stop, raise SignalException, which ends the agent and its workers.
 
-        `before_start`: no worker runs that could write the status file, so write it here.
+        With `before_start`, first write the status file, because no worker runs that could write it.
         """
         from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -144,8 +144,8 @@ def job_exit(
     """Return the exit code of a job whose workers have ended, and the text to print.
 
     `is_told` is whether the job was told to stop, `status` the status file's content, `codes` the exit codes
-    of the workers that failed, by rank, and `end` how the last generation that met has ended. `command` is
-    what the workers ran.
+    of the workers that failed, by rank, and `end` how the last workers that met at the rendezvous ended.
+    `command` is what the workers ran.
     """
     # A worker that ends the job writes the status file and sends a signal. Its exit may be seen first.
     if is_told and (status or not codes):

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def examine(launch: Launch, config: Config) -> None:
-    """Print a report on all workers, on the first one. Collective.
+    """Examine all workers, and print a report on the first rank that answers. Collective.
 
     All ranks raise NonRetryableError if there are faults.
     """
@@ -110,7 +110,7 @@ def all_gather(store: Any, launch: Launch, name: str, value: Any, limit_s: float
 
 
 def find_facts(launch: Launch, config: Config) -> Facts:
-    """Return facts about this worker, and start a ZeroServer, for others to measure links.
+    """Return facts about this worker, and start a ZeroServer, with which other nodes measure links.
 
     The fact `port` is that of the server on the first worker of each node, and 0 on the others.
     """

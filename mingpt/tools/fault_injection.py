@@ -1,4 +1,4 @@
-"""Train as a worker of train.py does, and kill it when `python -m mingpt verify` has planned so.
+"""Train as a worker of train.py does, and kill this process when `mingpt verify` has planned it.
 
     python -m mingpt.tools.fault_injection FOLDER section.key=value ...
 
@@ -45,7 +45,7 @@ def marker(folder: Path, number: int) -> Path:
 
 
 class FaultInjector:
-    """Kills this worker when `folder`/kills.json says so. Construct it before Worker."""
+    """Kills this worker at the moments that `folder`/kills.json plans. Construct it before Worker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

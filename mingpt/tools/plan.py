@@ -53,8 +53,8 @@ def nbytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
 def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, element: int) -> dict[str, float]:
     """Return the bytes of memory that worker 0 needs at its peak, by purpose, and their total.
 
-    Worker 0 needs the most, because it writes snapshots; if it has a GPU, their copies are in the host's
-    memory, which the total leaves out. `element` is the bytes per number in matrix products.
+    Worker 0 needs the most, because it writes snapshots; if it has a GPU, the snapshots' copies are in the
+    host's memory, which the total leaves out. `element` is the bytes per number in matrix products.
     """
     trainer = config.trainer
     shapes = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
@@ -143,7 +143,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def find_vocab_size(config: Config) -> int:
-    """Return the vocabulary size that the data and its tokenizer give. Raises UserError."""
+    """Return the vocabulary size of the data's tokenizer. Raises UserError if it cannot be found."""
     if config.snapshot.init_from and config.data.tokenizer == "auto":
         raise UserError("with snapshot.init_from a plan needs the weights' vocabulary: set data.vocab_size=N")
     data, name = open_data(config.data), config.data.tokenizer

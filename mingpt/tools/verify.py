@@ -104,7 +104,7 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
 def find_problems(
     seed: int, kills: list[Kill], workers: int, work: Path, settings: dict[str, Any]
 ) -> tuple[list[str], str | None]:
-    """Train the disturbed run, and compare it with the undisturbed one in the folder `work`.
+    """Train a run that `kills` disturb, and compare it with the undisturbed one, both in the folder `work`.
 
     Returns the problems found, and the SHA-256 of the disturbed run's last snapshot, None if the run fails,
     which is also a problem. `workers` is the number of workers to begin with.
@@ -128,7 +128,10 @@ def find_problems(
 
 
 def last_manifest(folder: Path) -> Manifest:
-    """Return the manifest of step STEPS of `folder`/run. Raises CorruptSnapshot or UnreadableSnapshot."""
+    """Return the manifest of the last snapshot of `folder`/run, at step STEPS.
+
+    Raises CorruptSnapshot or UnreadableSnapshot.
+    """
     return SnapshotStore(str(folder / "run" / "snapshots")).read_manifest(STEPS)
 
 

@@ -83,7 +83,7 @@ def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
 
 
 class FolderBoard:
-    """The board of job `rdzv_id` in a shared folder: each agent posts its entry in a file of its own.
+    """A shared folder in which the agents of job `rdzv_id` find each other: each posts its entry in a file.
 
     A file is replaced by rename. So the board needs no locks, does not grow, and works on NFS.
     """
@@ -112,7 +112,7 @@ class FolderBoard:
 
 
 class HostBoard:
-    """The board of job `rdzv_id` in the memory of the Server at (host, port), which an agent may run."""
+    """The memory of the Server at (host, port), in which the agents of job `rdzv_id` find each other."""
 
     def __init__(self, host: str, port: int, rdzv_id: str) -> None:
         self.name = f"{host}:{port}"
@@ -128,7 +128,7 @@ class HostBoard:
 
 
 def parse_entries(contents: Iterable[Any]) -> list[Entry]:
-    """Return the valid entries among `contents`, JSON as bytes or parsed; skip all that is no entry."""
+    """Return the valid entries among `contents`, which are JSON, as bytes or parsed; skip all others."""
     found = []
     for content in contents:
         try:
@@ -142,7 +142,7 @@ Board = FolderBoard | HostBoard  # `name` is its name in messages
 
 
 class BoardMemory:
-    """The entries that a Server remembers, of all jobs that have a HostBoard there."""
+    """The entries of agents, of all jobs, that a Server keeps in memory for HostBoards."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

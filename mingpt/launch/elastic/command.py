@@ -37,7 +37,10 @@ def check_nproc(text: str) -> str:
 
 
 def check_local_addr(text: str) -> tuple[str, str]:
-    """Return the IP address of `text`, a name or address, and its interface. UserError if not this host's."""
+    """Return the IP address of `text`, a host name or address, and the network interface that has it.
+
+    Raises UserError if no interface of this host has the address.
+    """
     interfaces = {str(address.ip): name for name, address in ipv4_addresses()}  # only interfaces that are up
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:

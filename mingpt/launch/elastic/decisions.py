@@ -21,7 +21,7 @@ LAG_HOLD_S = 4.0  # a member of a new round may briefly be seen in its old round
 
 @dataclass(frozen=True)
 class Entry:
-    """The facts that an agent posts about itself. `counter` grows with each post: no clocks are compared."""
+    """The facts that an agent posts about itself. `counter` grows with each post, as a heartbeat."""
 
     __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
     id: str
@@ -51,9 +51,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Round:
-    """Agents' agreement to start workers together, as the leader proposes it. `members` are by rank.
+    """An agreement of agents to start workers together, as its leader proposes it.
 
-    The first member is the leader.
+    `members` are in the order of their ranks; the first one is the leader.
     """
 
     id: str
@@ -91,9 +91,8 @@ def is_linked(one: Entry, other: Entry) -> bool:
 def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
     """Return agents that all reach each other, at most `max_nodes`, in the order of their ranks.
 
-    The agent that reaches the fewest is left out, one after the other, until all reach each other; of several
-    such agents, the one with the largest key. If more than `max_nodes` are left, members of the latest round
-    are taken before others.
+    Until all reach each other, the agent that reaches the fewest is left out; of several such agents, the one
+    with the largest `key`. If more than `max_nodes` remain, members of the latest round are taken first.
     """
     group = sorted(entries, key=lambda entry: entry.key)
     reach = {entry.id: {entry.id, *entry.reach} for entry in group}
@@ -113,18 +112,18 @@ def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
 
 
 def last_members(group: Sequence[Entry]) -> set[str]:
-    """Return the ids of the members of the latest round that any agent of the group was in."""
+    """Return the ids of the members of the latest rendezvous round that any agent of `group` was in."""
     number = max((entry.number for entry in group), default=0)
     return {id for entry in group if entry.number == number for id in entry.members}
 
 
 def job_of(group: Sequence[Entry]) -> tuple[int, str]:
-    """Return the number of the latest round that `group` knows, and the job's token; (0, "") in a new job."""
+    """Return (number of the latest round, token of the job) as `group` knows them; (0, "") in a new job."""
     return max((entry.number, entry.job) for entry in group)
 
 
 def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Return {id of a round: its members in the state RUNNING}."""
+    """Return {id of a rendezvous round: its members whose workers run}."""
     found: dict[str, list[Entry]] = {}
     for entry in alive:
         if entry.state == RUNNING:
@@ -133,7 +132,7 @@ def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """Return the running agents of rounds that go on, and those of rounds that some member has left.
+    """Return the running agents of rendezvous rounds that go on, and of rounds that a member has left.
 
     While a round goes on, no other round starts; it ends by itself if it can take in a waiting agent. If a
     member has left a round and waits for a new one, the others will soon do so, too, and are given time.
@@ -167,7 +166,7 @@ def is_complete(
 
 @dataclass(frozen=True)
 class Restart:
-    """Why an agent has to end its round and restart its workers, once the reason has held for `hold_s`."""
+    """Why an agent has to restart its workers in a new round, once this has been so for `hold_s` seconds."""
 
     reason: str
     hold_s: float = 0.0

@@ -83,7 +83,7 @@ class RoundStore(HashStore):
 
     It has the workers' ranks, `known`, from the start. At the job's end no agent waits for the others: a
     worker exits with 0 only when all workers have ended the job, and an agent whose workers fail after that
-    learns from the board that the job is finished.
+    learns from the other agents that the job is finished.
     """
 
     def __init__(self, known: Mapping[str, str]) -> None:
@@ -92,7 +92,7 @@ class RoundStore(HashStore):
             self.set(key, value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Do nothing. torchrun's first agent would write the workers' ranks, which are already here."""
+        """Do nothing: torchrun's agent of rank 0 writes the workers' ranks, which are already here."""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return at once. torchrun's agent calls this when its workers have finished."""
@@ -279,7 +279,7 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def _free_memory(self, only_left: bool = False) -> None:
-        """Remove the snapshots that this agent's workers have in memory: no workers follow here.
+        """Remove the snapshots that this agent's workers keep in memory, because no workers follow here.
 
         With `only_left`, remove only those that the last workers left on purpose for workers after a restart.
         """
@@ -295,7 +295,7 @@ class ElasticRendezvous(RendezvousHandler):
 
 
 def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
-    """Return the port of the endpoint whose host is `address`, this node's; 0 if there is none."""
+    """Return the port of the endpoint whose host has `address`, this node's address; 0 if there is none."""
     for host, port in endpoints:
         try:
             found = {info[4][0] for info in socket.getaddrinfo(host, port)}

@@ -260,9 +260,10 @@ class Meeting:
     _said_at: float = 0.0
 
     def group_to_propose(self, view: View, now: float) -> list[Entry] | None:
-        """Return the group, by rank, if it is complete, this agent leads it and no round goes on, else None.
+        """Return the group of agents, by rank, if this agent should propose a round to them, else None.
 
-        Call it with each new view: it notes for how long the group has been unchanged.
+        This is so if the group is complete, this agent leads it, and no round goes on. Call this with each
+        new view, because it notes for how long the group has been unchanged.
         """
         if not view.is_fresh:
             self._group = ()
