@@ -156,7 +156,7 @@ class DistributedContext(Group):
 
     @property
     def previous_generation(self) -> GenerationEnd | None:
-        """How the workers before the last restart ended; None if the store does not tell."""
+        """How the workers before the last restart ended; None if that is not known."""
         return self.rendezvous.previous_generation if self.rendezvous else None
 
     def environment(self) -> Environment:
@@ -236,7 +236,7 @@ class DistributedContext(Group):
         return wait
 
     def fail_beside_work(self, error: Exception) -> None:
-        """Exit because of `error`, a lost peer or an agreed stop: the main thread is busy with its work."""
+        """Exit because of `error`, a lost peer or an agreed stop, which the busy main thread cannot raise."""
         if isinstance(error, StopRequested):
             self.stop_signal.exit_before_training(error.reason)
         self.exit.exit_process(error)

@@ -160,7 +160,7 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
     """Return the plan to end the job because of `error`, even if restarts are left.
 
     Local rank 0 of each node ends torchrun's agent there, and the node's other workers wait for that. Rank 0
-    prints the error. If rank 0 may not know it (before the rendezvous, or for NodeRefused or ClaimLost),
+    prints the error. If rank 0 may not know it (before the rendezvous, or if it is NodeRefused or ClaimLost),
     local rank 0 of each node (without an agent, each worker) prints it, too.
     """
     is_first = launch.local_rank == 0 or launch.agent_pid is None
@@ -172,7 +172,7 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
         status=f"{code} " if is_first else "",
         text=f"error: {error}\n" if is_first and is_printed else "",
         reason=f"ended the job ({type(error).__name__}: {first_line(error)})",
-        # Whoever raises a NonRetryableError has noted it.
+        # The code that raises a NonRetryableError has recorded it.
         failure="" if isinstance(error, NonRetryableError) else str(error),
         releases_claims=is_first,
         awaits_agent=not is_first,
@@ -195,7 +195,10 @@ class StackFile:
         faulthandler.register(signal.SIGUSR2, self.file)
 
     def note_progress(self) -> None:
-        """Restart the timer. At the first call, and if the process was stuck, empty the file."""
+        """Restart the time limit after which the process counts as stuck.
+
+        At the first call, and if the process was stuck, also empty the file.
+        """
         now = time.monotonic()
         waited_s = now - self.armed_at
         if waited_s > self.limit_s / 20:  # seldom, because each call starts a thread
@@ -318,7 +321,10 @@ class ProcessExit:
         return how_to_exit(error, self.launch, self.last_step(), self.timed_out(), has_met, is_orphan)
 
     def perform(self, plan: ExitPlan, is_told: Callable[[], bool] = lambda: False) -> NoReturn:
-        """Carry out a plan, then exit. Whatever needs a disk or the job's store has a time limit."""
+        """Carry out a plan, then exit. Whatever needs a disk or the job's store has a time limit.
+
+        `is_told` returns whether the agent has sent SIGTERM, for which some plans wait.
+        """
         launch = self.launch
         if plan.ends_agent:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its workers

@@ -106,7 +106,7 @@ class Launch:
         return self.master_addr is not None
 
     def describe_leftovers(self) -> str:
-        """Return a warning, on rank 0, if RANK and the like were set by no known launcher; else ""."""
+        """Return a warning, on rank 0, if variables such as RANK were set by no known launcher; else ""."""
         if self.rank > 0 or self.has_known_launcher or not self.is_distributed:
             return ""
         return (

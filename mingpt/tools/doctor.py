@@ -166,7 +166,7 @@ def free_gb(place: str) -> float:
 
 
 class ZeroServer(socketserver.ThreadingTCPServer):
-    """Sends zeros to whoever connects, until the connection is closed."""
+    """Sends zeros to each client until the connection is closed."""
 
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 

@@ -27,7 +27,7 @@ PHASE_OF = {"batch": "forward", "reduction_start": "reduction", "evaluation_star
 class Kill(NamedTuple):
     """A planned SIGKILL of worker `rank`, in `phase` of the first step from `step` on that has this phase.
 
-    `rank` is taken modulo the number of workers; in the phase save, rank 0 is killed, which writes. `step` is
+    `rank` is taken modulo the number of workers; in the phase save it is rank 0, which writes. `step` is
     ignored in the phase start-up. After the kill the job goes on with `next_workers` workers and
     `next_strategy`, a key of verify.STRATEGIES.
     """

@@ -187,7 +187,7 @@ def parse_endpoints(text: str) -> list[Endpoint]:
 
 
 def parse_rdzv(text: str) -> Path | list[Endpoint]:
-    """Return the endpoints of HOST:PORT[,...], or other text as a path. UserError if that has no slash."""
+    """Return the endpoints of HOST:PORT[,...], or a text with a slash as a path; else raise UserError."""
     endpoints = parse_endpoints(text)
     if endpoints:
         return endpoints

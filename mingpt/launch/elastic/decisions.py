@@ -166,7 +166,7 @@ def is_complete(
 
 @dataclass(frozen=True)
 class Restart:
-    """Why an agent has to restart its workers in a new round, once this has been so for `hold_s` seconds."""
+    """Why an agent must restart its workers in a new round, if the reason lasts for `hold_s` seconds."""
 
     reason: str
     hold_s: float = 0.0

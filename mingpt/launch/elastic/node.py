@@ -194,7 +194,10 @@ class Node:
             self._set_state(WAITING)
 
     def end(self, state: str, within_s: float) -> None:
-        """Post that the job is FINISHED or this agent LEFT; wait until a board has it, at most `within_s`."""
+        """Post `state`: the job is FINISHED, or this agent has LEFT the job.
+
+        Waits until a board has it, at most `within_s` seconds.
+        """
         with self._changed:
             self._set_state(state)
         deadline = time.monotonic() + within_s
@@ -212,7 +215,10 @@ class Node:
         return {"ok": self.promise(check_json(message["round"], Round))}
 
     def promise(self, round: Round) -> bool:
-        """Promise a round's leader to take part. Return False if not waiting, or promised to another."""
+        """Promise a round's leader to take part in the round, for PROMISE_S seconds.
+
+        Returns False if this agent is not waiting for a round, or has promised another leader.
+        """
         leader = round.members[0].id
         with self._changed:
             promised_to, _, until = self._promise
@@ -232,7 +238,10 @@ class Node:
         return {"ok": self.enter(check_json(message["round"], Round))}
 
     def enter(self, round: Round) -> bool:
-        """Enter a round: set `entered`, post RUNNING. Return False if no valid promise to it was made."""
+        """Enter a round: set `entered`, and post the state RUNNING.
+
+        Returns False if this agent has not promised to take part in the round, or the promise has expired.
+        """
         with self._changed:
             _, promised, until = self._promise
             if self._entry.state != WAITING or promised != round.id or time.monotonic() > until:
