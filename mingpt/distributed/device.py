@@ -153,7 +153,7 @@ def device_name(device: "torch.device") -> str:
 
 
 def gpu_facts(device: "torch.device") -> dict[str, str]:
-    """Return a GPU's card, memory, compute capability, driver and NCCL version; {} for another device."""
+    """Return a GPU's card, memory, compute capability, driver and NCCL version; {} if it is no GPU."""
     import torch
 
     if device.type != "cuda":

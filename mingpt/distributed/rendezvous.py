@@ -201,7 +201,7 @@ def exit_reason_key(generation: str, rank: int) -> str:
 
 
 def read_exit_reason(store: Any, generation: str, rank: int) -> ExitReason | None:
-    """Return the exit reason that `rank` recorded by Rendezvous.record_exit_reason; None without one."""
+    """Return the exit reason that `rank` of a generation recorded in the store; None if it has none."""
     content = read_key(store, exit_reason_key(generation, rank))
     return None if content is None else json.loads(content)
 

@@ -76,8 +76,8 @@ class Transport:
     def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start to sum `tensor` over the ranks; return a function that waits and returns the sum.
 
-        `tensor` may be overwritten. The backend chooses the order of the sum, so only a sum that needs no
-        rounding, such as of zeros on all ranks but one, has the same bits always.
+        `tensor` may be overwritten. The backend chooses the order of the sum. The result's bits do not depend
+        on it if nothing is rounded, for example if all ranks but one have zeros.
         """
         work = dist.all_reduce(tensor, group=self.group, async_op=True) if self.world_size > 1 else None
 

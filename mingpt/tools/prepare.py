@@ -217,7 +217,7 @@ def read_batches(texts: Iterable[str], tokenizer: Tokenizer, bar: "tqdm[Never]")
 def encode_all(
     batches: Iterable[list[str]], tokenizer: Tokenizer, end: list[int], dtype: np.dtype[Any]
 ) -> Iterator[np.ndarray]:
-    """Yield the tokens of each batch, (tokens,), with the tokens `end` for each "".
+    """Yield the tokens of each batch, (tokens,). For each piece "", which ends a text, they have `end`.
 
     The package `tokenizers` encodes on all cores. Two threads call it, so that one batch is encoded while the
     tokens of another are copied.

@@ -49,7 +49,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
-    """Return `kills` kills, drawn by `seed` and sorted by step: one in each of `kills` equal parts of a run.
+    """Draw `kills` kills by `seed`, one in each of `kills` equal parts of a run; return them by step.
 
     After each kill the job has a number of workers drawn from `workers` and a strategy drawn from STRATEGIES.
     Kills 0 to 4 have five different phases, and so have kills 5 to 9, and so on.
