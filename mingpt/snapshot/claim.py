@@ -1,14 +1,15 @@
-"""A claim lets only one job at a time write to a run folder, and to its snapshots, wherever they are.
+"""A claim is a file that lets only one job at a time write to a run folder, and the run's snapshots.
 
-A claim is a file `claim-<number>.json` in the run folder, and the one with the highest number counts. A job
-takes over from another one by creating the next number: if several try, one succeeds. It does so if the
-holder's agents (torchrun's) are seen to have ended or, if they may be on another machine, once the file has
-not been renewed for LEASE_S, the lease; else it is refused. A later generation of the same job, which shares
-an agent with the one before, overwrites the claim at once. If a job falls into parts that do not reach each
-other, the part that claims the folder first goes on.
+The file `claim-<number>.json` lies in the run folder, and the claim with the highest number counts. A job
+takes the folder over from another job by creating the file with the next number; if several jobs try, only
+one succeeds. It may do so once the agents (torchrun's) of the other job have ended. If they may run on
+another machine, where they cannot be seen, it waits until the claim has not been renewed for LEASE_S seconds,
+the lease. Otherwise it is refused. A later generation of the same job (its workers after a restart) shares an
+agent with the generation before, and overwrites the claim at once. If a job falls into parts that do not
+reach each other, the part that claims the folder first goes on.
 
-The rank that keeps a run folder holds the job's claim to it. Before each record and each manifest it asks
-`Claim.check` whether the claim that counts is still that of its generation.
+The rank that writes the records of a run folder holds the job's claim to it. Before each record and each
+manifest it asks `Claim.check` whether the claim that counts is still that of its generation.
 """
 
 import json
@@ -35,7 +36,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Holder:
-    """The content of a claim: a generation of a job, and the job's agents (without torchrun, its workers)."""
+    """The generation of a job that holds a claim.
+
+    `agents` are the processes of the job's torchrun agents; without torchrun, those of its workers.
+    """
 
     agents: tuple[Process, ...]
     job: str  # a token; later generations keep the first one's
@@ -43,25 +47,28 @@ class Holder:
     since: Seconds  # when the job made its first claim, since 1970
 
     def is_alive(self) -> bool | None:
-        """Whether an agent is alive; None if none is seen alive but some cannot be seen, or none is known."""
+        """Return whether any of the agents is alive; None if that cannot be told.
+
+        None means that no agent is known, or that none is seen alive but some run where they cannot be seen.
+        """
         states = [agent.is_alive() for agent in self.agents]
         if True in states:
             return True
         return None if None in states or not states else False
 
     def shares_agent(self, other: "Holder") -> bool:
-        """Whether the two holders have an agent in common: then they are one job, as an agent has one job."""
+        """Return whether the two holders have an agent in common, and so are the same job."""
         return bool({*self.agents} & {*other.agents})
 
     def sentence(self) -> str:
-        """Return the job, its agents and since when it holds the claim (local time), for a message."""
+        """Return a phrase with the job, its agents and the local time at which it made its first claim."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         agents = [f"process {agent.pid} on host {agent.host}" for agent in self.agents]
         return f"job {self.job[:8]} ({', '.join(agents) or 'an unknown process'}, since {since})"
 
 
 class Found(NamedTuple):
-    """The newest claim to a folder, as it was read."""
+    """The claim that counts, as it was read from its file."""
 
     number: int
     holder: Holder
@@ -73,7 +80,11 @@ NONE = Found(0, UNKNOWN, 0)  # there is no claim
 
 
 def read_newest(folder: Path) -> Found:
-    """Return the newest claim of any job to the folder; NONE if there is no claim. Raises OSError."""
+    """Return the claim with the highest number, of whatever job; NONE if there is no claim.
+
+    Its holder is UNKNOWN if the file is damaged, or just being written. Raises OSError if the folder or the
+    file cannot be read.
+    """
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -93,7 +104,7 @@ def read_newest(folder: Path) -> Found:
 
 
 class Claim:
-    """The claim of the generation `holder` to a run folder; held from `acquire` until `release`."""
+    """The right of a generation, `holder`, to write to a run folder, from `acquire` until `release`."""
 
     def __init__(self, folder: Path, holder: Holder) -> None:
         self.folder, self.holder = folder, holder
@@ -123,7 +134,7 @@ class Claim:
         raise SupersededError(f"{what} no longer belongs to this job, {who}: nothing more is written")
 
     def may_write(self) -> bool:
-        """Whether `check` raises nothing."""
+        """Return whether `check` raises nothing."""
         try:
             self.check()
         except ClaimLost:
@@ -131,10 +142,12 @@ class Claim:
         return True
 
     def acquire(self) -> None:
-        """Claim the folder, and renew the claim in the background from then on.
+        """Claim the folder, and from then on renew the claim in a background thread.
 
-        Waits for the lease while a holder on another machine, or another part of this job, may be alive.
-        Raises UserError, which names the holder, if another job holds the folder, or OSError.
+        While the holder may be alive on another machine, or is a part of this job that does not reach this
+        one, waits until the holder has not renewed its claim for LEASE_S seconds. Raises UserError, which
+        names the holder, if another job holds the folder, and OSError if the folder cannot be read or
+        written.
         """
         waited_for, deadline = NONE, 0.0
         while not self.number:
@@ -149,14 +162,18 @@ class Claim:
         threading.Thread(target=self.keep_renewing, daemon=True).start()
 
     def may_take(self, found: Found) -> bool:
-        """Whether nobody holds the folder, or an earlier generation of this job, or a job that has ended."""
+        """Return whether the folder may be claimed at once.
+
+        It may if nobody holds it, or if a job that has ended or an earlier generation of this job does.
+        """
         holder = found.holder
         return not found.number or holder.is_alive() is False or self.holder.shares_agent(holder)
 
     def refuse_or_tell(self, found: Found, is_first: bool) -> None:
-        """Raise UserError if the folder is in use by another job; else say, at first, what is waited for.
+        """Raise UserError if another job uses the folder; else, if `is_first`, print what is waited for.
 
-        In use is a claim whose holder is alive, or that was renewed or made while this job waited.
+        Another job uses the folder if one of its agents is seen alive, or if it made or renewed its claim
+        while this job waited.
         """
         holder = found.holder
         if holder.job != self.holder.job and (holder.is_alive() or not is_first):
@@ -171,9 +188,10 @@ class Claim:
             )
 
     def take(self, found: Found) -> None:
-        """Try to claim the folder after `found`, which no longer counts; set `number` if it worked.
+        """Try to claim the folder after `found`, the claim that counted so far; set `number` on success.
 
-        The claim of an earlier generation of this job is overwritten, which needs no room on a full disk.
+        The claim of an earlier generation of this job is overwritten, which needs no space on a full disk. If
+        another job is faster, `number` stays 0. Raises OSError if the claim cannot be written.
         """
         is_ours = self.holder.shares_agent(found.holder)
         if is_ours:
@@ -203,7 +221,10 @@ class Claim:
             self.renew()
 
     def renew(self) -> None:
-        """Show other machines that the job is alive, by the file's modification time. Only logs a failure."""
+        """Update the file's modification time, to show other machines that the job is alive.
+
+        A failure is only logged.
+        """
         try:
             if self.number and self.may_write():
                 os.utime(self.path(self.number))
@@ -211,7 +232,7 @@ class Claim:
             log.info(f"the claim to run_dir {self.folder} could not be renewed: {error}")
 
     def release(self) -> None:
-        """Remove the claim, if it is still ours, at the end of the job. Raises nothing."""
+        """Remove the claim, at the end of the job, if this generation still holds it. Raises nothing."""
         if self.number and self.may_write():
             remove_quietly(self.path(self.number))
         self.number = 0
