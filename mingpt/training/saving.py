@@ -34,8 +34,8 @@ class Saving:
     """Saves the snapshots of this generation (the workers between two restarts). Constructing is collective.
 
     The ranks with `folder.keeps_snapshots` write to disk, and the first worker of each node writes to the
-    node's memory. All ranks take part in saving a sharded state. A snapshot counts as durable once the main
-    rank, `folder.snapshots_rank`, has written it to disk.
+    node's memory. If the state is sharded, all ranks take part in both. A snapshot counts as durable once the
+    main rank, `folder.snapshots_rank`, has written it to disk.
     """
 
     def __init__(self, run: Run, audit: Audit, run_logger: RunLogger | None) -> None:
@@ -84,12 +84,12 @@ class Saving:
 
     @property
     def writes_to_memory(self) -> bool:
-        """Whether this rank writes to memory: all ranks if the state is sharded, else each node's first."""
+        """Whether this rank writes to memory: if the state is sharded, all do, else each node's first."""
         return self.is_sharded or self.context.launch.local_rank == 0
 
     @property
     def newest_written(self) -> int:
-        """The step of the main rank's last snapshot on disk in this generation; 0 for none, or elsewhere."""
+        """On the main rank, the step of this generation's last snapshot on disk, 0 for none; else 0."""
         return self.saver.newest_written if self.is_main else 0
 
     def allocate(self) -> None:
@@ -100,9 +100,9 @@ class Saving:
             self.memory.allocate(self.tensors(self.context.launch.local_rank == 0))
 
     def note_written(self, step: int) -> None:
-        """Note that the snapshot of `step` is durable, as all ranks know; ignore a step that is not newer.
+        """Record, also in run.json, that the snapshot of `step` is durable, as all ranks know.
 
-        Otherwise records the step in run.json.
+        A step that is not newer than the last one is ignored.
         """
         if step > self.durable_step:
             self.durable_step = step
@@ -110,19 +110,22 @@ class Saving:
                 self.run_logger.history.note_durable(step)
 
     def is_new_best(self, loss: float) -> bool:
-        """Return whether a loss is the lowest so far, and remember it then; False without `keep_best`."""
+        """Return whether a loss is the lowest so far, and if so remember it; False without keep_best."""
         is_best = loss < self.best_loss
         if is_best:
             self.best_loss = loss
         return is_best
 
     def is_missing(self) -> bool:
-        """Whether any rank that writes to disk has not begun to save the present step. Collective."""
+        """Return whether any rank that writes to disk has not begun to save the present step. Collective."""
         is_missing_here = self.writes_to_disk and self.own_step < self.state.step
         return any(self.context.all_gather_object(is_missing_here))
 
     def is_due_here(self, is_last: bool) -> bool:
-        """Whether this rank, which writes to disk, saves the present step; `is_last` as in `save_to_disk`."""
+        """Return whether this rank, which writes to disk, must save the present step.
+
+        `is_last` tells that this generation saves no later step.
+        """
         if is_last:
             return self.own_step < self.state.step
         is_local_due = bool(self.local_every) and self.state.step % self.local_every == 0
@@ -130,13 +133,13 @@ class Saving:
         return self.is_sharded or self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
 
     def save_to_disk(self, is_last: bool = False) -> None:
-        """Copy the state; on return it may change. Some ranks write the copy in the background. Collective.
+        """Copy the state, and let the ranks that write it do so in the background. Collective.
 
-        First waits for the save before this one, if that is not known to be durable or with `is_last`.
-        `is_last` tells that this generation saves no later step, so each rank that writes to disk saves this
-        one. The snapshot becomes valid only after a save to memory that was begun before. Raises ClaimLost on
-        a rank whose last write lost its claim (the right to write there). Another failed write is only
-        logged; `finish` raises an error for the last one.
+        On return the state may change. Waits for the previous save first, if that is not known to be durable,
+        or if `is_last`. `is_last` tells that this generation saves no later step, so that each rank that
+        writes to disk saves this one. The snapshot becomes valid only after a save to memory that began
+        earlier has ended. Raises ClaimLost on a rank that lost the claim (the right to write there) in its
+        last write. Any other failed write is only logged; `finish` raises an error if the last one failed.
         """
         memory_thread = self.memory.thread
         events.emit("save_start", kind="disk", step=self.state.step)
@@ -166,7 +169,7 @@ class Saving:
         events.emit("save_end", kind="disk", step=self.state.step)
 
     def is_due_in_memory(self, is_on_disk: bool) -> bool:
-        """Whether to save the present step to memory; `is_on_disk` tells that it is saved to disk, too."""
+        """Return whether to save the present step to memory; `is_on_disk`: the step is saved to disk, too."""
         every, is_first = self.config.snapshot.memory_every, not self.memory.newest
         if self.is_on_one_disk and (is_on_disk or is_first):
             return every > 0  # a generation's first step, since a node lost before it had some of the copies
@@ -175,7 +178,7 @@ class Saving:
     def save_to_memory(self) -> None:
         """Copy the state to memory that outlives this process. Collective.
 
-        Does nothing while the last such save is being written, or once the memory could not be used.
+        Does nothing while the previous such save is being written, or if the memory could not be used.
         """
         events.emit("save_start", kind="memory", step=self.state.step)
         chain = self.audit.gather_chain(self.context)
@@ -188,8 +191,8 @@ class Saving:
     def tensors(self, with_whole: bool) -> dict[str, Tensor]:
         """Return the tensors, by name and not copied, that this rank gives to a snapshot.
 
-        They are its rows of the sharded tensors. If the state is not sharded, or if `with_whole`, they
-        include the tensors that all ranks have.
+        These are its rows of the sharded tensors. If the state is not sharded, or if `with_whole`, the
+        tensors that all ranks have whole are returned, too.
         """
         tensors = self.state.tensors()
         if self.is_sharded and not with_whole:
@@ -197,7 +200,7 @@ class Saving:
         return tensors
 
     def manifest(self, **fields: Any) -> Manifest:
-        """Return the manifest as far as it is known now, with `fields`, without audit chain and files."""
+        """Return the manifest with what is known now, and `fields`; `audit` and `files` come later."""
         state, files = self.state, dict(self.corpus.files)
         return Manifest(
             run=self.run_id,
@@ -220,14 +223,14 @@ class Saving:
         )
 
     def wait(self) -> None:
-        """Wait until the writes to disk of all ranks have ended or failed, however long. Collective."""
+        """Wait, however long, until the writes to disk of all ranks have ended or failed. Collective."""
         done = False
         while not done:
             is_over = self.context.all_gather_object(self.saver.wait(timeout_s=1.0))
             done = all(is_over)
 
     def wait_for_previous_save(self) -> None:
-        """Wait for the save before this one; rank 0 logs, once, a wait past LONG_WAIT_S. Collective."""
+        """Wait for the previous save; rank 0 logs, once, a wait of more than LONG_WAIT_S. Collective."""
         began = time.monotonic()
         self.wait()
         waited_s = time.monotonic() - began
@@ -242,8 +245,8 @@ class Saving:
     def finish(self) -> None:
         """Wait until the last snapshot is on disk. Raises NonRetryableError on all ranks if that fails.
 
-        Only the main rank's write counts. The main rank alone raises ClaimLost, or an error that is not of
-        the disk. After a failure the snapshots in memory are kept: they may be newer than those on disk.
+        Only the main rank's write counts. ClaimLost, or an error that is not of the disk, is raised only on
+        the main rank. After a failure the snapshots in memory are kept: they may be newer than those on disk.
         Collective.
         """
         self.wait()
@@ -277,10 +280,10 @@ class Saving:
         )
 
     def discard_after(self, step: int) -> int:
-        """Rename the snapshots on disk that are newer than `step`, and remove all in memory. Collective.
+        """Rename the snapshots on disk that are newer than `step`, and remove all from memory. Collective.
 
-        One rank per folder renames, even if all ranks write there. Returns the step of the newest snapshot
-        that is left on the main rank's disk; 0 if there is none.
+        Only one rank per folder renames, even if all ranks write there. Returns the step of the newest
+        snapshot that is left on the main rank's disk; 0 if there is none.
         """
         self.wait()
         if self.folder.keeps_snapshots:
@@ -292,9 +295,10 @@ class Saving:
         return int(self.context.broadcast_object(left, self.main_rank))
 
     def release_memory(self, stopped_by: str | None) -> None:
-        """Remove this run's snapshots from memory, since the last one is on disk. All ranks call it.
+        """Remove this run's snapshots from memory, because the last one is on disk. All ranks call it.
 
-        If the disk is one node's alone and a generation may follow, leave that to it, or to the agent.
+        If the last one is on only one node's disk and a generation may follow, that generation removes them,
+        or the agent.
         """
         if self.is_on_one_disk and stopped_by not in (None, *JOB_ENDS):
             self.memory.leave_to_agent()
@@ -302,11 +306,11 @@ class Saving:
             self.remove_memory_snapshots()
 
     def remove_memory_snapshots(self) -> None:
-        """Remove this run's snapshots from memory, each rank its own. All ranks call it; not collective."""
+        """Remove this run's snapshots from memory: each rank its own. All ranks call it; not collective."""
         if self.writes_to_memory:
             self.memory.remove()
 
 
 def late_fields(chain: Callable[[], str]) -> dict[str, Any]:
-    """Return the manifest's field `audit`: the hash chain of the tokens read, for which `chain` waits."""
+    """Return the manifest's field `audit`, the hash chain of the tokens read, which `chain` waits for."""
     return {"audit": chain()}
