@@ -1,12 +1,12 @@
-"""A claim is a file that lets only one job at a time write to a run folder, and the run's snapshots.
+"""A claim is a file that lets only one job at a time write to a run folder and to the run's snapshots.
 
-The file `claim-<number>.json` lies in the run folder, and the claim with the highest number counts. A job
-takes the folder over from another job by creating the file with the next number; if several jobs try, only
-one succeeds. It may do so once the agents (torchrun's) of the other job have ended. If they may run on
-another machine, where they cannot be seen, it waits until the claim has not been renewed for LEASE_S seconds,
-the lease. Otherwise it is refused. A later generation of the same job (its workers after a restart) shares an
-agent with the generation before, and overwrites the claim at once. If a job falls into parts that do not
-reach each other, the part that claims the folder first goes on.
+The file `claim-<number>.json` is in the run folder, and the claim with the highest number counts. A job takes
+the folder over from another job by creating the file with the next number; if several jobs try, only one
+succeeds. A job may do so once the agents (torchrun's) of the other job have ended. If those agents may run on
+a different machine, where they cannot be seen, the job waits until the claim has not been renewed for LEASE_S
+seconds, the lease. Otherwise the job is refused with an error. A later generation of the same job (its
+workers after a restart) shares an agent with the generation before, and overwrites the claim at once. If the
+network splits a job into parts that cannot reach each other, the part that claims the folder first goes on.
 
 The rank that writes the records of a run folder holds the job's claim to it. Before each record and each
 manifest it asks `Claim.check` whether the claim that counts is still that of its generation.
@@ -47,9 +47,9 @@ class Holder:
     since: Seconds  # when the job made its first claim, since 1970
 
     def is_alive(self) -> bool | None:
-        """Return whether any of the agents is alive; None if that cannot be told.
+        """Return whether any of the agents is alive; None if that is not known.
 
-        None means that no agent is known, or that none is seen alive but some run where they cannot be seen.
+        It is not known if there is no agent, or if no agent is seen alive but some cannot be seen from here.
         """
         states = [agent.is_alive() for agent in self.agents]
         if True in states:
@@ -57,18 +57,18 @@ class Holder:
         return None if None in states or not states else False
 
     def shares_agent(self, other: "Holder") -> bool:
-        """Return whether the two holders have an agent in common, and so are the same job."""
+        """Return whether the two holders have an agent in common; if so they belong to one job."""
         return bool({*self.agents} & {*other.agents})
 
     def sentence(self) -> str:
-        """Return a phrase with the job, its agents and the local time at which it made its first claim."""
+        """Return a phrase with the job, its agents, and the local time of the job's first claim."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         agents = [f"process {agent.pid} on host {agent.host}" for agent in self.agents]
         return f"job {self.job[:8]} ({', '.join(agents) or 'an unknown process'}, since {since})"
 
 
 class Found(NamedTuple):
-    """The claim that counts, as it was read from its file."""
+    """A claim as it was read from its file."""
 
     number: int
     holder: Holder
@@ -80,10 +80,10 @@ NONE = Found(0, UNKNOWN, 0)  # there is no claim
 
 
 def read_newest(folder: Path) -> Found:
-    """Return the claim with the highest number, of whatever job; NONE if there is no claim.
+    """Return the claim to `folder` with the highest number, of any job; NONE if there is no claim.
 
-    Its holder is UNKNOWN if the file is damaged, or just being written. Raises OSError if the folder or the
-    file cannot be read.
+    The claim's holder is UNKNOWN if the file is damaged, or just being written. Raises OSError if the folder
+    or the file cannot be read.
     """
     try:
         names = os.listdir(folder)
@@ -114,7 +114,7 @@ class Claim:
         return self.folder / f"claim-{number:06d}.json"
 
     def check(self) -> None:
-        """Raise ClaimLost if the claim was removed, or another job or a later generation has the folder.
+        """Raise ClaimLost if the claim was removed, or another job or a later generation made a newer one.
 
         Raises nothing while the claim is not held, or while the folder or the newest claim cannot be read.
         """
@@ -134,7 +134,7 @@ class Claim:
         raise SupersededError(f"{what} no longer belongs to this job, {who}: nothing more is written")
 
     def may_write(self) -> bool:
-        """Return whether `check` raises nothing."""
+        """Return whether this generation may still write to the folder: `check` raises nothing."""
         try:
             self.check()
         except ClaimLost:
@@ -144,10 +144,10 @@ class Claim:
     def acquire(self) -> None:
         """Claim the folder, and from then on renew the claim in a background thread.
 
-        While the holder may be alive on another machine, or is a part of this job that does not reach this
-        one, waits until the holder has not renewed its claim for LEASE_S seconds. Raises UserError, which
-        names the holder, if another job holds the folder, and OSError if the folder cannot be read or
-        written.
+        If another holder may be alive on a different machine, or is a part of this job that the network has
+        cut off, waits until that holder has not renewed its claim for LEASE_S seconds. Raises UserError,
+        which names the holder, if another job is seen to be alive or renews its claim meanwhile, and OSError
+        if the folder cannot be read or written.
         """
         waited_for, deadline = NONE, 0.0
         while not self.number:
@@ -162,15 +162,16 @@ class Claim:
         threading.Thread(target=self.keep_renewing, daemon=True).start()
 
     def may_take(self, found: Found) -> bool:
-        """Return whether the folder may be claimed at once.
+        """Return whether the folder may be claimed at once; `found` is the claim with the highest number.
 
-        It may if nobody holds it, or if a job that has ended or an earlier generation of this job does.
+        It may be if there is no claim, or if the claim is that of a job that has ended, or of an earlier
+        generation of this job.
         """
         holder = found.holder
         return not found.number or holder.is_alive() is False or self.holder.shares_agent(holder)
 
     def refuse_or_tell(self, found: Found, is_first: bool) -> None:
-        """Raise UserError if another job uses the folder; else, if `is_first`, print what is waited for.
+        """Raise UserError if another job uses the folder; else, if `is_first`, print that this job waits.
 
         Another job uses the folder if one of its agents is seen alive, or if it made or renewed its claim
         while this job waited.

@@ -26,7 +26,8 @@ def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     """Raise CorruptSnapshot unless a snapshot holds the whole state of a run, and no other tensors.
 
     The state is the parameters and the optimizer's state, in float32, of the model that the manifest's
-    configuration describes. `tokenizer` is the content of the tokenizer's file. Reads no tensor.
+    configuration describes. `tokenizer` is the content of the tokenizer's file. Reads no tensor. Raises
+    UserError as `check_shard` does.
     """
     if manifest.shard:
         raise CorruptSnapshot("it is a part of a sharded state")

@@ -48,7 +48,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def file_name(step: int, kind: str) -> str:
-    """Return the name of a step's file: manifest (`kind` "json"), TOKENIZER, or tensors (one of KINDS)."""
+    """Return the name of a step's file of this kind.
+
+    `kind` is "json" (the manifest), TOKENIZER, or one of KINDS (tensors).
+    """
     return f"step_{step:08d}.{kind}"
 
 
@@ -119,7 +122,7 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 def make_layout(specs: Mapping[str, TensorSpec], step: int) -> list[FileLayout]:
     """Return the layouts of the tensor files of `step`: the weights, then the optimizer's state, if any.
 
-    `specs` describes each tensor as the files hold it, whole or some of its rows. The names of the
+    `specs` describes the tensors as the files hold them: whole, or only a rank's rows. The names of the
     optimizer's state begin with OPTIMIZER.
     """
     weights = {name: spec for name, spec in specs.items() if not name.startswith(OPTIMIZER)}
@@ -155,7 +158,7 @@ def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
 class StagingBuffer:
     """Memory on the CPU for a copy of tensors with the names, types and shapes of `tensors`.
 
-    `fill` copies the tensors. If one of them is on a GPU, the memory's pages are locked.
+    `fill` copies the tensors. If one of them is on a GPU, the memory's pages are locked (pinned).
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -190,7 +193,7 @@ class StagingBuffer:
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors that have a place in the buffer into it. On return the caller may change them."""
+        """Copy into the buffer those of `tensors` for which it has a place; on return they may change."""
         devices = {tensors[name].device for name in self.slots if tensors[name].is_cuda}
         for name, slot in self.slots.items():
             slot.copy_(tensors[name], non_blocking=tensors[name].is_cuda)

@@ -95,7 +95,7 @@ def possible_places(where: str) -> list[str]:
 def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
     """Yield (step, table row) for each snapshot, also for those set aside; log why a snapshot is not valid.
 
-    A snapshot that is damaged or suspect may have been set aside: its files were renamed. Raises
+    Set aside are snapshots whose files a run has renamed, because they are damaged or suspect. Raises
     UnreadableSnapshot if the folder cannot be read.
     """
     for match in filter(None, map(MANIFEST.fullmatch, store.list_names())):

@@ -30,7 +30,10 @@ Scalar = bool | Number | Name | None
 
 
 def parse_object(content: bytes, what: str) -> dict[str, Any]:
-    """Return the JSON object in `content`, in messages `what`. Raises CorruptSnapshot if it is none."""
+    """Return the JSON object in `content`, which messages call `what`.
+
+    Raises CorruptSnapshot if `content` is anything else.
+    """
     try:
         parsed = parse_json(content)
     except BadJson as error:
@@ -41,13 +44,17 @@ def parse_object(content: bytes, what: str) -> dict[str, Any]:
 
 
 class Part(pydantic.BaseModel):
-    """The base class of objects in a manifest: types are strict, "1" is not 1; other fields are allowed."""
+    """The base class of objects in a manifest: types are strict ("1" is not 1), other fields are allowed."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow", frozen=True)
 
 
 class DataFields(Part):
-    """The data that were trained on, and their fingerprint; `files` has that of each token shard."""
+    """The data that the run trains on.
+
+    `sha256` is the fingerprint of all data; `files` has the fingerprint of each token shard, by the shard's
+    name.
+    """
 
     path: str
     sha256: Sha256
@@ -103,7 +110,10 @@ class ShardFields(pydantic.BaseModel):
 
 
 class LossScaleFields(pydantic.BaseModel):
-    """The loss scale of a float16 run, a power of two, and the number of steps without overflow at it."""
+    """The loss scale of a run in float16, which is a power of two.
+
+    `good_steps` counts the steps in a row without overflow at this scale.
+    """
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     scale: float = pydantic.Field(ge=1, le=2.0**100)
@@ -174,7 +184,7 @@ def is_discarded(manifest: Manifest, discarded_after: Sequence[int]) -> bool:
 
 
 def joint_sha256(records: Sequence[FileRecord]) -> str:
-    """Return a SHA-256, in hex, for all files: that of their SHA-256 values in hex, joined in their order."""
+    """Return the SHA-256, in hex, of the files' SHA-256 values in hex, joined in their order."""
     return hashlib.sha256("".join(record.sha256 for record in records).encode()).hexdigest()
 
 
@@ -185,7 +195,7 @@ def validation_loss(manifest: Manifest) -> float | None:
 
 
 def finite_records(metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the records in which all values are finite numbers, because JSON has no others."""
+    """Return those records of `metrics` whose values are all finite numbers, because JSON has no others."""
     return {
         kind: record
         for kind, record in metrics.items()

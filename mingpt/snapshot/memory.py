@@ -9,9 +9,9 @@ parts, one per rank, each a snapshot with the field `shard`. A worker of the nex
 part, in another folder, so that a lost node costs a few steps, too. Training waits only while the state is
 copied once.
 
-A save counts when all its parts are written. Until then nothing of the save before is removed, so that at any
-time one save is complete; the folder must have room for two. At an orderly end all are removed. If the folder
-is missing or too small, one line says so, and snapshots are saved only on disk.
+A save counts when all its parts are written. Until then the previous save is kept, so that at any time one
+save is complete; the folder must have room for two. At an orderly end all are removed. If the folder is
+missing or too small, one line says so, and snapshots are saved only on disk.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class MemorySnapshots:
         self.root = Path(path) / f"mingpt-{run_id}-{place}"
 
     def folders(self) -> list[Path]:
-        """Return the run's folders, of all ranks and generations, sorted; an empty list if there are none."""
+        """Return the folders of this run on this machine, of all ranks and generations, sorted."""
         return sorted(path for path in self.root.glob("*") if path.is_dir())
 
     def stores(self) -> list[SnapshotStore]:
@@ -79,7 +79,7 @@ class MemorySnapshots:
                 shutil.rmtree(root, ignore_errors=True)
 
     def remove(self, belongs: Callable[[str], bool]) -> None:
-        """Remove the run's folders whose names fulfil `belongs`, then their parent if it is empty."""
+        """Remove the run's folders for whose names `belongs` is true, then their parent if it is empty."""
         for path in self.folders():
             if belongs(path.name):
                 shutil.rmtree(path, ignore_errors=True)
@@ -197,12 +197,13 @@ class MemorySaver:
         self.problem = f"{reason_of(error)}, on {platform.node()}"
 
     def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], late_fields: LateFields = dict) -> None:
-        """Copy this rank's tensors; write the copy, and the parts that this rank keeps, in the background.
+        """Copy this rank's tensors, and write the copy in the background.
 
-        On return the tensors may change. The background thread adds the fields that `late_fields` returns to
-        the manifest. If any rank is still writing the previous save, all ranks skip this one, because the
-        previous save must be complete before an older one is removed. A failed write disables saving at the
-        next call. Collective if the state is sharded.
+        On return the tensors may change. The background thread also receives and writes the copies of other
+        ranks' parts that this rank keeps, and adds the fields that `late_fields` returns to the manifest. If
+        any rank is still writing the previous save, all ranks skip this one, because the previous save must
+        be complete before an older one is removed. A failed write disables saving at the next call.
+        Collective if the state is sharded.
         """
         self.allocate(tensors)
         if self.disabled or not self.is_free():
@@ -229,8 +230,8 @@ class MemorySaver:
     def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields, is_first: bool) -> None:
         """Write this rank's part, send a copy to another rank, and write the copies that this rank keeps.
 
-        From the second save of this generation on, its previous save is complete on all ranks, and therefore
-        the folders of earlier generations are removed first. Stops if another rank is gone.
+        From the generation's second save on, the folders of earlier generations are removed first, because
+        the first save is complete on all ranks by then. Stops if another rank is gone.
         """
         try:
             manifest = manifest.model_copy(update=late_fields())

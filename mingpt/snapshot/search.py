@@ -1,10 +1,10 @@
 """Find the newest valid snapshot that any rank sees, on disk or in a node's memory, and read it together.
 
 Each rank lists what its stores offer, from manifests and headers only. All ranks exchange their lists, and
-`choose`, a pure function, picks the newest save all of whose parts are offered, on whatever node they are: a
-whole state is one part, a sharded state has a part per worker, and the number of workers may have changed in
-the meantime. The ranks that are to read the chosen parts then check all bytes of these. If a part is bad, it
-is left out, and the ranks choose again.
+`choose`, a pure function, picks the newest save all of whose parts are offered by some rank. A whole state is
+one part; a sharded state has a part per worker, and the number of workers may have changed in the meantime.
+The ranks that are to read the chosen parts then check all bytes of these. If a part is bad, it is left out,
+and the ranks choose again.
 
 The result is a StoredState: for each tensor its rows, and which rank reads them. `stream` reads tensor by
 tensor and broadcasts, so that no rank needs memory for a second whole state.
@@ -57,7 +57,7 @@ class Offer(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Why a snapshot is not used or, with step -1, why none in the whole store is."""
+    """The reason why a snapshot is not used; with step -1, why no snapshot of the whole store is."""
 
     step: int
     reason: str
@@ -68,7 +68,7 @@ class Fault(NamedTuple):
 
 
 class View(NamedTuple):
-    """What one rank found in its stores; nothing on a rank that does not read them."""
+    """What one rank found in its stores; empty on a rank that does not read any store."""
 
     offers: Sequence[Offer] = ()
     faults: Sequence[Fault] = ()
@@ -83,7 +83,8 @@ class View(NamedTuple):
 class Reader:
     """Reads the stores of one rank: `stores[0]` is on disk or at a URL, the others are in memory.
 
-    `check` raises an error for a snapshot that must not be used.
+    `check` raises an error for a snapshot that must not be used; `rows_of` returns the rows that each part of
+    a saved state holds.
     """
 
     def __init__(self, stores: Sequence[SnapshotStore], check: Check, rows_of: RowsOf, rank: int) -> None:
@@ -129,9 +130,9 @@ class Reader:
 
     @contextlib.contextmanager
     def faults_noted(self, number: int, step: int) -> Iterator[None]:
-        """Catch and note an error of the block that means a bad snapshot, which is offered no more.
+        """Return a context that notes a CorruptSnapshot or UnreadableSnapshot which its block raises.
 
-        These errors are CorruptSnapshot and UnreadableSnapshot.
+        The error goes no further, and the snapshot is offered no more.
         """
         try:
             yield
@@ -174,8 +175,8 @@ def key_of(manifest: Manifest) -> str:
 def choose(offers: Iterable[Offer], saved_after: int | None) -> tuple[list[Offer], Offer] | None:
     """Choose the newest save all of whose parts are offered; `offers` are sorted by their readers.
 
-    A save in memory does not count if the newest step on disk at that time was past `saved_after`; with None
-    all count. If a step was saved on disk and in memory, the save on disk is chosen. Returns the parts,
+    A save in memory does not count if, when it was made, the newest step on disk was past `saved_after`; with
+    None all count. If a step was saved on disk and in memory, the save on disk is chosen. Returns the parts,
     sorted by the rank whose rows they hold, and the part from which the tensors that are not sharded are
     read; None if no save is complete.
     """
@@ -238,9 +239,10 @@ class StoredState:
             copy_rows(parts[name], held.of(name, rank).start, begin, rows)
 
     def batches(self, names: Iterable[str]) -> Iterator[list[Source]]:
-        """Yield the sources whose rows are sent in one message.
+        """Yield lists of sources; the rows of the sources in a list are sent in one message.
 
-        One rank reads them; if there are several, they have at most PIECE_BYTES together.
+        One rank reads the sources of a list. They have at most PIECE_BYTES, unless the list has only one
+        source.
         """
         sources = [source for name in names for source in self.sources[name]]
         by_rank = itertools.groupby(sorted(sources, key=lambda one: one.rank), lambda one: one.rank)
@@ -329,8 +331,8 @@ def load_latest(
     """Copy the newest valid snapshot that any rank sees into `tensors`, on all ranks; return its manifest.
 
     It is for a training loop of your own in which each rank has the whole state, `tensors`, in float32.
-    Returns None if there is no snapshot. All ranks raise UserError if `tensors` have another type or are not
-    the snapshot's, or if no snapshot is valid. Collective.
+    Returns None if there is no snapshot. All ranks raise UserError if `tensors` are not float32, if they are
+    not the tensors of the snapshot, or if there are only snapshots that are not valid. Collective.
     """
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float32:
@@ -357,10 +359,10 @@ def load_latest(
 def assemble(
     reader: Reader, parts: Sequence[Offer], whole: Offer, context: DistributedContext
 ) -> tuple[StoredState, str]:
-    """Return the state that consists of the chosen parts, and its place; no tensor is read yet. Collective.
+    """Return the state that consists of the chosen parts, and where it is. No tensor is read yet. Collective.
 
     `parts` are sorted by the rank whose rows they hold. The tensors that are not sharded will be read from
-    `whole`, in whose store the state's place is.
+    `whole`; the path or URL of its store is returned.
     """
     content = None
     if whole.reader == context.rank:

@@ -242,7 +242,7 @@ class SnapshotStore(FileStore):
         return FileRecord(name=name, sha256=sha256, bytes=len(content))
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, durable on return, which turns the files of its step into a snapshot.
+        """Write the manifest, which makes the files of its step a snapshot; it is durable on return.
 
         Raises UserError if the manifest would be too large, else the errors of `write_stream`.
         """
@@ -287,10 +287,11 @@ class SnapshotStore(FileStore):
         return SourceFile(self.files, self.path(name), what, self.retries_s)
 
     def read_manifest(self, step: int, prefix: str = "") -> Manifest:
-        """Return the checked manifest of a step. If it was set aside, its file's name has a `prefix`.
+        """Return the checked manifest of a step.
 
-        Raises CorruptSnapshot if the manifest is missing or wrong, UnreadableSnapshot if it cannot be read,
-        and UserError for an unknown schema version.
+        If the snapshot was set aside, `prefix` is what its files' names were given in front. Raises
+        CorruptSnapshot if the manifest is missing or wrong, UnreadableSnapshot if it cannot be read, and
+        UserError for an unknown schema version.
         """
         file = self.file(f"{prefix}{file_name(step, 'json')}", "its manifest")
         size = file.size()

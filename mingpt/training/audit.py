@@ -1,4 +1,4 @@
-"""The audit: a hash chain over the tokens that the workers trained on; `recompute` returns what it must be.
+"""The audit: a hash chain over the tokens that a run has trained on; `recompute` derives it from the data.
 
 Each worker hashes the tokens of every micro-batch that it computes. Whenever a snapshot is due, the hashes of
 all ranks since the last snapshot are gathered and chained, step by step in the order of the micro-batches,
@@ -28,7 +28,10 @@ def digest(inputs: Tensor, targets: Tensor) -> bytes:
 
 
 def extend(chain: str, step: bytes) -> str:
-    """Return the hash chain, in hex, after one more step; `step` joins its micro-batches' digests."""
+    """Return the hash chain, in hex, after one more step.
+
+    `step` has the digests of the step's micro-batches, joined in their order.
+    """
     return hashlib.sha256(bytes.fromhex(chain) + step).hexdigest()
 
 
@@ -83,10 +86,10 @@ class Audit:
 def make_sampler(
     config: Config, dataset: CharDataset, num_replicas: int = 1, rank: int = 0, takes_turns: bool = False
 ) -> ElasticSampler:
-    """Return the sampler of the windows that rank `rank` of `num_replicas` trains on, from step 0 on.
+    """Return the sampler of the windows (token sequences) that one rank trains on, at step 0.
 
-    With `takes_turns`, the rank gets every num_replicas-th micro-batch of a step instead of neighbouring
-    ones.
+    `num_replicas` is the number of ranks. With `takes_turns`, the rank gets every num_replicas-th micro-batch
+    of a step instead of neighbouring ones.
     """
     return ElasticSampler(
         dataset,

@@ -23,7 +23,7 @@ MIN_BATCH_TOKENS = 4096  # without a backward pass there is memory for so many; 
 
 
 def eval_batch_size(config: Config) -> int:
-    """Return the number of windows that an evaluation computes in one forward pass."""
+    """Return the number of windows (token sequences) that an evaluation computes in one forward pass."""
     return max(config.trainer.micro_batch_size, MIN_BATCH_TOKENS // config.data.block_size)
 
 
@@ -100,9 +100,9 @@ class Evaluator:
     def sample(self, is_wanted: bool) -> str:
         """Return the text of `trainer.sample_tokens` tokens that the model writes after the default prompt.
 
-        Devices of one kind give the same text. A request to stop cuts it short. Returns "" without a
-        tokenizer, or unless `is_wanted`. But if weights are sharded, all ranks must call this method, and all
-        return the text.
+        The text is the same on all devices of one kind. A request to stop cuts it short. Returns "" if there
+        is no tokenizer, or if not `is_wanted`. But if weights are sharded, all ranks must call this method,
+        and all return the text.
         """
         tokenizer = self.corpus.tokenizer
         if tokenizer is None or not (is_wanted or self.strategy.weights_are_sharded):

@@ -58,7 +58,7 @@ class InitialWeights:
 def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_from=") -> InitialWeights:
     """Return the weights that `where` names: a path or URL, or one of GPT2_NAMES, which is downloaded.
 
-    `where` may be a run folder, of which the newest snapshot is read or, with `best` or as RUN@best, the
+    `where` may be a run folder: its newest snapshot is read or, with `best` or if `where` is RUN@best, the
     snapshot with the lowest validation loss. It may also be a snapshot, or a folder in Hugging Face's format.
     Raises UserError if the weights cannot be used; about Hugging Face's format its message begins with
     `asked` and `where`.
@@ -118,8 +118,8 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
 def download(name: str) -> str:
     """Download a GPT-2 from Hugging Face's hub; return its folder in the cache of huggingface_hub.
 
-    transformers requires huggingface_hub. Without a network, an earlier download is used; if there is none,
-    an error of huggingface_hub is raised.
+    That package is installed together with transformers. Without a network, an earlier download is used; if
+    there is none, an error of huggingface_hub is raised.
     """
     from huggingface_hub import snapshot_download
 

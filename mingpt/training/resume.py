@@ -30,10 +30,10 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
     """Return a check that raises CorruptSnapshot or UnreadableSnapshot for a snapshot that must not be used.
 
     It raises CorruptSnapshot if a snapshot has wrong tensors (`check_shard`), is past its own max_steps, or
-    may hold wrong results of a worker (`is_discarded`, by `discarded_after`). It raises UnreadableSnapshot
-    for a snapshot past `job_start`, the step from which this job began, if its settings or data are not this
-    job's: a node that joins may bring such files, which must not be touched. If `job_start` is None (in a
-    job's first generation, or not known), settings and data are not compared.
+    may hold wrong results of a worker (`is_discarded`). It raises UnreadableSnapshot for a snapshot past
+    `job_start`, the step from which this job began, if its settings or data are not this job's: a node that
+    joins may bring such files, which must not be touched. If `job_start` is None (in a job's first
+    generation, or not known), settings and data are not compared.
     """
 
     def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
@@ -69,10 +69,10 @@ def check_snapshot(
 ) -> list[str]:
     """Raise UserError unless a generation may start from this snapshot or, if it is None, without a snapshot.
 
-    In a restart, only the data must be those of the snapshot. In a job's first generation (before any
-    restart) the settings must be, too, except those that are changed on purpose with snapshot.resume=changed,
-    which are returned as "key: old -> new"; and the snapshot must be of run `run_id`, that of the run folders
-    (None: they are new). Messages call the snapshot's place `url`.
+    A restart requires only that the data are those of the snapshot. A job's first generation (before any
+    restart) also requires that the snapshot is of run `run_id`, that of the run folders (None: they are new),
+    and that the settings have not changed. With snapshot.resume=changed they may, and the changes are
+    returned as "key: old -> new". Messages call the snapshot's place `url`.
     """
     resume = config.snapshot.resume
     if snapshot is None:
@@ -147,11 +147,9 @@ def describe_other_data(path: str, data: Data, url: str, then: DataFields) -> st
 def check_nothing_is_lost(found: Found, config: Config, is_restart: bool, recorded_step: int = 0) -> None:
     """Raise UserError if the run has, or may have, written a snapshot past step 0.
 
-    It is called if no valid snapshot was found.
-
-    Raises nothing if a job begins anew (snapshot.resume=never, in its first generation) or only evaluates,
-    unless a snapshot cannot be read. `recorded_step` is the step of the newest snapshot that any run.json
-    records; 0 for none.
+    This is called if no valid snapshot was found. It raises nothing if a job begins anew
+    (snapshot.resume=never, in its first generation) or only evaluates, unless a snapshot cannot be read.
+    `recorded_step` is the step of the newest snapshot that any run.json records; 0 for none.
     """
     errors = [str(fault) for fault in found.unreadable()]
     if errors:
@@ -196,11 +194,12 @@ def prepare_store(
     found: Found,
     folder: RunFolder,
 ) -> None:
-    """Rename corrupt snapshots on disk, prepare the folder, and remove useless ones in memory. Collective.
+    """Rename corrupt snapshots on disk, and remove useless snapshots from memory. Collective.
 
-    Only the rank that keeps a folder of snapshots renames and prepares there. The useless snapshots are those
-    that other runs left behind, and all but the newest up to the step from which the generation starts.
-    Raises the errors of `refuse_where_it_fails` if a folder cannot be written to.
+    Also prepares the folder on disk for saving. Only the rank that writes a folder's snapshots renames and
+    prepares there. The useless snapshots are those that other runs left behind, and all but the newest up to
+    the step from which the generation starts. Raises the errors of `refuse_where_it_fails` if a folder cannot
+    be written to.
     """
 
     def prepare() -> None:

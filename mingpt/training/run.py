@@ -1,4 +1,4 @@
-"""The Run that a generation trains with: a state from snapshot, file or seed, sampler and environment."""
+"""A Run is what a generation trains with: state (from snapshot, file or seed), sampler and environment."""
 
 import contextlib
 import functools
@@ -79,7 +79,7 @@ def out_of_memory_explained() -> Iterator[None]:
 
 
 def gpu_memory(message: str) -> str:
-    """Return a phrase on the GPU's memory for the error `message` of torch: in use, in all, and asked for.
+    """Return a phrase on how much GPU memory was in use and asked for, given torch's error `message`.
 
     Returns "" if `message` is not about a GPU's memory.
     """
@@ -93,7 +93,7 @@ def gpu_memory(message: str) -> str:
 
 @out_of_memory_explained()
 def build_run(config: Config, context: DistributedContext, start: StartPoint) -> Run:
-    """Build the state to train, from the start's snapshot, else snapshot.init_from's weights, else the seed.
+    """Build the run. Its weights come from the snapshot in `start`, else snapshot.init_from, else the seed.
 
     Raises UserError on all ranks if settings, weights or devices do not go together, and ExpectedError if
     there is not enough memory. Collective.

@@ -67,7 +67,10 @@ def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
 
 
 def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
-    """Return the first name that only one has, or whose fingerprints differ; None if there is none."""
+    """Return the first file that only one has, or whose fingerprints differ; None if there is none.
+
+    `old` and `new` have the fingerprints of files, by name.
+    """
     return next((name for name in [*old, *new] if old.get(name) != new.get(name)), None)
 
 
@@ -158,9 +161,9 @@ def choose_tokenizer(
 ) -> Tokenizer | None:
     """Return the tokenizer that data.tokenizer names: read from a file, or made of the text. Collective.
 
-    For auto this is the tokenizer.json beside the data; without that file the tokenizer of the weights to
-    start with, if rank 0 `has_initial` weights; else characters, or None for token shards. Raises UserError
-    if it cannot be used.
+    For data.tokenizer=auto, this is the tokenizer.json beside the data; without that file, the tokenizer of
+    the weights to start with, if rank 0 `has_initial` weights; else characters, or None for token shards.
+    Raises UserError if the tokenizer cannot be used.
     """
     name = config.tokenizer
     if name in TOKENIZERS:
@@ -198,7 +201,7 @@ def broadcast_tokenizer(
     """Return the tokenizer of the weights to start with, from rank 0, on all ranks. Collective.
 
     Returns None without such weights, or if the data cannot use their tokenizer. Raises UserError if the data
-    need one.
+    need a tokenizer and the weights have none.
     """
     content = b""
 
@@ -225,8 +228,8 @@ def initial_rows(
 ) -> int | None:
     """Return the number of embedding rows of rank 0's `initial` weights, on all ranks. Collective.
 
-    Returns None if there are no such weights, data.vocab_size is set, the tokenizers differ or the rows are
-    too few.
+    Returns None if there are no such weights, if data.vocab_size is set, if the tokenizers differ, or if
+    there are fewer rows than tokens.
     """
     rows = None
     if initial is not None and config.vocab_size is None:

@@ -1,8 +1,8 @@
 """The run folder on each node: one that all nodes share, or one of its own for each node.
 
-If nodes share no disk, the first worker of each node keeps the records and snapshots of the run in the node's
-own folder. When a generation (the workers between two restarts) begins, these nodes agree on the run's id and
-copy its records, so that any node may die, and a node that joins gets the records.
+If nodes share no disk, the first worker of each node writes the records and snapshots of the run to the
+node's own folder. When a generation (the workers between two restarts) begins, these nodes agree on the run's
+id and copy its records, so that any node may die, and a node that joins gets the records.
 """
 
 import errno
@@ -77,7 +77,7 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
 def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     """Make the run folder on every node, and find which ranks write to it. Collective.
 
-    With trainer.eval_only no folder is made. If one cannot be written to, raises UserError or, in later
+    With trainer.eval_only no folder is made. If a folder cannot be written to, raises UserError or, in later
     generations, NodeRefused or PeersMissing, as `refuse_where_it_fails` says.
     """
     path = Path(config.run_dir)
@@ -105,10 +105,10 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
 
 
 def claim_run_folder(context: DistributedContext, folder: RunFolder) -> Claim:
-    """Claim the run folder until the job ends, on the rank that keeps it; others hold no claim. Collective.
+    """Claim the run folder until the job ends, on the rank that writes its records. Collective.
 
-    Waits as `Claim.acquire` does. If another job holds the folder, or it cannot be written to, raises the
-    errors of `refuse_where_it_fails`.
+    Other ranks get a claim that they do not hold. Waits as `Claim.acquire` does. If another job holds the
+    folder, or it cannot be written to, raises the errors of `refuse_where_it_fails`.
     """
     launch = context.launch
     agents = tuple(dict.fromkeys(context.all_gather_object(this_process(launch.agent_pid))))
@@ -261,7 +261,10 @@ class KnownRun:
 
 
 def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> KnownRun:
-    """Read run.json on all nodes; `job` is the job's token. Raises the errors of `choose_run`. Collective."""
+    """Return what the run.json files of all nodes say about the run; `job` is the job's token. Collective.
+
+    Raises the errors of `choose_run`.
+    """
     own = read_node_records(folder.path, job)
     # The store may have been lost with its host: then run.json tells of an earlier generation.
     told = context.all_gather_object((own, own.was_started or context.was_started()))
@@ -320,9 +323,9 @@ def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRe
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
     """Copy metrics.jsonl and run.json from one node's run folder to those of all other nodes. Collective.
 
-    They are copied from the folder whose run.json records most often that workers computed differently; among
-    equals, the folder with most records up to `step`, then with most generations. If a folder cannot be
-    written to, that is logged, and it stays as it is.
+    They are copied from the folder whose run.json records the most times that workers computed differently;
+    among equals, the folder with most records up to `step`, then with most generations. If a folder cannot be
+    written to, that is logged, and the folder stays as it is.
     """
     extents = context.gather_on_all(lambda: measure_history(folder.path, step) if folder.is_kept else None)
     ranked = [(*entry, -rank) for rank, entry in enumerate(extents) if entry is not None]

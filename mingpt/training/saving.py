@@ -1,4 +1,4 @@
-"""Saves the state of a run: which ranks write it, to disk and memory, and what its manifest (JSON) says."""
+"""How the state of a run is saved: which ranks write it to disk and memory, and what its manifest says."""
 
 import logging
 import math
@@ -89,7 +89,10 @@ class Saving:
 
     @property
     def newest_written(self) -> int:
-        """On the main rank, the step of this generation's last snapshot on disk, 0 for none; else 0."""
+        """The step of the last snapshot that this generation has written to disk, as the main rank knows it.
+
+        0 if there is none, and on all other ranks.
+        """
         return self.saver.newest_written if self.is_main else 0
 
     def allocate(self) -> None:
@@ -100,7 +103,7 @@ class Saving:
             self.memory.allocate(self.tensors(self.context.launch.local_rank == 0))
 
     def note_written(self, step: int) -> None:
-        """Record, also in run.json, that the snapshot of `step` is durable, as all ranks know.
+        """Record that the snapshot of `step` is durable, also in run.json if this rank writes it.
 
         A step that is not newer than the last one is ignored.
         """
@@ -124,7 +127,7 @@ class Saving:
     def is_due_here(self, is_last: bool) -> bool:
         """Return whether this rank, which writes to disk, must save the present step.
 
-        `is_last` tells that this generation saves no later step.
+        `is_last` means that this generation saves no later step.
         """
         if is_last:
             return self.own_step < self.state.step
@@ -133,10 +136,10 @@ class Saving:
         return self.is_sharded or self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
 
     def save_to_disk(self, is_last: bool = False) -> None:
-        """Copy the state, and let the ranks that write it do so in the background. Collective.
+        """Copy the state; the ranks that write the copy do so in the background. Collective.
 
         On return the state may change. Waits for the previous save first, if that is not known to be durable,
-        or if `is_last`. `is_last` tells that this generation saves no later step, so that each rank that
+        or if `is_last`. `is_last` means that this generation saves no later step, so that each rank that
         writes to disk saves this one. The snapshot becomes valid only after a save to memory that began
         earlier has ended. Raises ClaimLost on a rank that lost the claim (the right to write there) in its
         last write. Any other failed write is only logged; `finish` raises an error if the last one failed.
@@ -178,7 +181,7 @@ class Saving:
     def save_to_memory(self) -> None:
         """Copy the state to memory that outlives this process. Collective.
 
-        Does nothing while the previous such save is being written, or if the memory could not be used.
+        Does nothing while the previous save to memory is being written, or if the memory could not be used.
         """
         events.emit("save_start", kind="memory", step=self.state.step)
         chain = self.audit.gather_chain(self.context)
@@ -200,7 +203,7 @@ class Saving:
         return tensors
 
     def manifest(self, **fields: Any) -> Manifest:
-        """Return the manifest with what is known now, and `fields`; `audit` and `files` come later."""
+        """Return a manifest of the present step, with `fields`; `audit` and `files` are added later."""
         state, files = self.state, dict(self.corpus.files)
         return Manifest(
             run=self.run_id,
@@ -297,8 +300,8 @@ class Saving:
     def release_memory(self, stopped_by: str | None) -> None:
         """Remove this run's snapshots from memory, because the last one is on disk. All ranks call it.
 
-        If the last one is on only one node's disk and a generation may follow, that generation removes them,
-        or the agent.
+        If the last snapshot is on only one node's disk and another generation may follow, nothing is removed
+        here: that generation does it, or else the agent at its end.
         """
         if self.is_on_one_disk and stopped_by not in (None, *JOB_ENDS):
             self.memory.leave_to_agent()
@@ -312,5 +315,8 @@ class Saving:
 
 
 def late_fields(chain: Callable[[], str]) -> dict[str, Any]:
-    """Return the manifest's field `audit`, the hash chain of the tokens read, which `chain` waits for."""
+    """Return {"audit": the hash chain of the tokens read}, a field of the manifest.
+
+    `chain` returns the chain when all ranks have sent their part of it.
+    """
     return {"audit": chain()}

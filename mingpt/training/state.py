@@ -24,8 +24,8 @@ MAX_LOSS_SCALE = 2.0**100
 class LossScale:
     """The power of two by which a run in float16 multiplies its loss (Micikevicius et al. 2018, section 3.2).
 
-    Without it, small gradients become zero in float16. It starts, grows and shrinks as torch.amp.GradScaler
-    does by default.
+    Without it, small gradients become zero in float16. The scale begins, grows and falls as that of
+    torch.amp.GradScaler does by default.
     """
 
     scale: float = 65_536.0
