@@ -27,7 +27,7 @@ from mingpt.base.files import BadJson, Seconds, check_json, parse_json, remove_q
 from mingpt.base.processes import Process
 from mingpt.distributed import write_stderr
 
-LEASE_S = 20.0  # another job takes over a claim that has not been renewed for so long
+LEASE_S = 20.0  # another job takes over a claim that has not been renewed for this long
 RENEW_S = 5.0  # between two renewals
 POLL_S = 0.5
 FILE_NAME = re.compile(r"claim-([0-9]{6})\.json")
@@ -42,8 +42,8 @@ class Holder:
     """
 
     agents: tuple[Process, ...]
-    job: str  # a token; later generations keep the first one's
-    generation: str  # another token
+    job: str  # a random token, the same in all generations of a job
+    generation: str  # a random token, different in each generation
     since: Seconds  # when the job made its first claim, since 1970
 
     def is_alive(self) -> bool | None:
@@ -72,10 +72,10 @@ class Found(NamedTuple):
 
     number: int
     holder: Holder
-    renewed: int  # modification time of the file, in nanoseconds
+    renewed: int  # modification time of the file, in nanoseconds since 1970
 
 
-UNKNOWN = Holder((), "unknown", "unknown", since=0.0)  # of a claim that is damaged, or just being written
+UNKNOWN = Holder((), "unknown", "unknown", since=0.0)  # if the file is damaged, or just being written
 NONE = Found(0, UNKNOWN, 0)  # there is no claim
 
 
@@ -180,9 +180,9 @@ class Claim:
         if holder.job != self.holder.job and (holder.is_alive() or not is_first):
             raise UserError(
                 f"run_dir {self.folder} is in use by {holder.sentence()}: wait for its end, choose "
-                f"another one, or if that job is gone, remove its claim {self.path(found.number)}"
+                f"another run_dir, or if that job is gone, remove its claim {self.path(found.number)}"
             )
-        if is_first:  # to the terminal alone: log.txt belongs to the job that holds the folder
+        if is_first:  # only to the terminal: log.txt belongs to the job that holds the folder
             write_stderr(
                 f"run_dir {self.folder} is claimed by {holder.sentence()}: waiting until it has not "
                 f"renewed its claim for {LEASE_S:.0f} s\n"

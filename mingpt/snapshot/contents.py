@@ -42,9 +42,9 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     UserError if the snapshot was not written by a run, but by a training loop of the user's own.
     """
     missing = sorted({"config", "tokenizer", "data", "software"} - manifest.model_fields_set)
-    if len(missing) == 4:  # not corrupt: it is another program's, and stays as it is
+    if len(missing) == 4:  # not corrupt: a different program wrote it, and it stays as it is
         raise UserError(
-            f"the snapshot of step {manifest.step} was written by a loop of one's own and not by a run: "
+            f"the snapshot of step {manifest.step} was written by a training loop of your own, not by a run: "
             "choose another folder"
         )
     if missing:

@@ -184,12 +184,12 @@ class StagingBuffer:
         try:
             torch.cuda.check_error(runtime.cudaHostRegister(address, self.buffer.nbytes, 0))
         except RuntimeError as error:
-            # CUDA reports the error again, where a kernel starts next.
+            # CUDA reports the error once more when the next kernel starts: start one here, and ignore that.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device="cuda")
             log_unlocked(str(error).partition(" (")[0])
         else:
-            # CUDA would take other memory at this address for the same pages.
+            # If pages stayed registered, CUDA would take later memory at this address for locked pages.
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:

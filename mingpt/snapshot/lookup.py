@@ -69,7 +69,7 @@ def open_snapshot(
             "evaluation past step 0; take the newest one, without --best"
         )
     if problems:
-        raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}): give another")
+        raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}): try another")
     place = where if "://" in where else os.path.abspath(where)
     raise UserError(
         f"there is no snapshot in {place}: give a run folder such as out/default, or a step_*.safetensors; a "

@@ -99,8 +99,8 @@ class ShardFields(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     rank: Count
     workers: int = pydantic.Field(ge=1, lt=2**31)
-    weights: bool  # whether weights are sharded, too, not the optimizer's state alone
-    generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # random, the same in all parts
+    weights: bool  # whether weights are sharded, too, not only the optimizer's state
+    generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # random, the same in all parts of a save
 
     @pydantic.model_validator(mode="after")
     def check_rank(self) -> "ShardFields":
@@ -134,8 +134,8 @@ class Manifest(Part):
 
     run: RunId | None = None  # the run that wrote it; None: not recorded
     step: Count
-    windows: Count
-    # These four are in each manifest of a run; a loop of one's own leaves them out.
+    windows: Count  # the training windows (token sequences) that all workers have read
+    # Each manifest of a run has these four; a training loop of your own leaves them out.
     config: dict[str, Any] = {}
     tokenizer: TokenizerFields = TokenizerFields(kind="none", vocab_size=1)
     data: DataFields = DataFields(path="", sha256=64 * "0")
@@ -265,7 +265,7 @@ def check_files(manifest: Manifest) -> None:
     if not are_files_of(names, manifest.step):
         raise CorruptSnapshot("its manifest is damaged: files: they are not those of a snapshot of its step")
     if (sum(record.bytes for record in records), joint_sha256(records)) != (manifest.bytes, manifest.sha256):
-        raise CorruptSnapshot("its manifest is damaged: bytes or sha256: the files have others")
+        raise CorruptSnapshot("its manifest is damaged: bytes or sha256: the files have other values")
 
 
 def is_intact(manifest: dict[str, Any], content: bytes) -> bool:

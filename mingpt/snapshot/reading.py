@@ -191,7 +191,7 @@ def parse_specs(text: bytes, what: str) -> dict[str, TensorSpec]:
         raise CorruptSnapshot(f"{what} lacks a tensor's type or shape") from None
     sizes = [size for spec in specs.values() for size in spec.shape]
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise CorruptSnapshot(f"{what} holds a shape of other numbers than counts")
+        raise CorruptSnapshot(f"{what} holds a shape with sizes that are not counts")
     return specs
 
 

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 class Keep(NamedTuple):
     """Which snapshots a saver leaves when it removes old ones."""
 
-    last: int  # so many of the newest
+    last: int  # the number of newest snapshots that stay
     best: bool = False  # also the one with the lowest validation loss
     replayed_step: int = 0  # also the newest one up to this step, at which the workers last agreed
 
@@ -257,7 +257,7 @@ class SnapshotSaver:
         self.best = min(self.store.losses_of(complete), default=NO_LOSS)
         begun = {*self.store.steps("safetensors")} - {*complete}
         for step in begun:
-            if step < max(complete, default=0) and not self.store.has_manifest(step):  # a listing may be late
+            if step < max(complete, default=0) and not self.store.has_manifest(step):  # a listing may be old
                 self.store.remove(step)
 
     def wait(self, timeout_s: float | None = None) -> bool:

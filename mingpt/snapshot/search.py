@@ -51,7 +51,7 @@ class Offer(NamedTuple):
     part: int  # the rank, of `workers`, whose rows it holds
     workers: int
     has_whole: bool  # whether it also holds the tensors that are not sharded
-    after: int  # of one in memory: the newest step on disk when it was saved
+    after: int  # if it is in memory: the newest step on disk when it was saved
     reader: int
     store: int
 
@@ -276,7 +276,7 @@ class Found:
     """The newest valid snapshot that any rank sees (None if there is none), and the view of each rank."""
 
     state: StoredState | None
-    where: str  # the folder or URL of the snapshot, or of the store on disk where there is none
+    where: str  # the folder or URL of the snapshot, or of the store on disk if there is none
     views: Sequence[View]
 
     def corrupt(self, rank: int) -> dict[int, str]:

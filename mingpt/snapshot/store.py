@@ -81,7 +81,7 @@ def verify_file(file: StoredFile, sha256: str, step: int) -> None:
                 check_piece(name, spec, file.begins[name] - begin, piece, step)
         hashing.result()
     if digest.hexdigest() != sha256:
-        raise CorruptSnapshot(f"{file.file.what} has another SHA-256 than its manifest says")
+        raise CorruptSnapshot(f"{file.file.what} does not have the SHA-256 in its manifest")
 
 
 def check_piece(name: str, spec: TensorSpec, begin: int, piece: torch.Tensor, step: int) -> None:
@@ -323,7 +323,7 @@ class SnapshotStore(FileStore):
         each.
         """
         files, digests, step = [], [], snapshot.manifest.step
-        # Without a configuration it is of another loop, which may update more than once in a step.
+        # Without a configuration it is of a user's own loop, which may update more than once in a step.
         most_updates = step if "config" in snapshot.manifest.model_fields_set else sys.maxsize
         for file, record in zip(snapshot.files, snapshot.manifest.files, strict=True):
             if not weights_only or record.name != file_name(step, KINDS[1]):

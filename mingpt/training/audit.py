@@ -69,7 +69,7 @@ class Audit:
         self.steps = []
         if not digests:
             return self.pending
-        # A sum gathers the digests, since every entry is zero on all ranks but one.
+        # A sum gathers the digests, because every entry is zero on all ranks but one.
         summed = context.transport.all_reduce_async(torch.frombuffer(bytearray(digests), dtype=torch.uint8))
 
         @functools.cache

@@ -138,7 +138,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             files = set(read_json(folder / INDEX)["weight_map"].values())
         elif any(folder.glob(f"{PICKLE}*")):
             raise UserError(
-                f"it has {PICKLE} alone, a pickle, which can run any code when it is loaded; if you trust "
+                f"it has only {PICKLE}, a pickle, which can run any code when it is loaded; if you trust "
                 f"it, convert it by {CONVERT.format(folder)}"
             )
     found = {}

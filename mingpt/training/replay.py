@@ -114,7 +114,7 @@ class Replay:
         (own,) = fetch({name: digest(part) for name, part in parts if name.startswith(tuple(shared))})
         digests = self.context.all_gather_object(own)
         named = minority([tuple(one.values()) for one in digests])
-        return (named, f"holds another copy of {first_difference(digests)}") if named else None
+        return (named, f"holds a different copy of {first_difference(digests)}") if named else None
 
     def compare_gradients(self) -> tuple[list[int], str] | None:
         """Compute each rank's first micro-batch on two ranks, and compare the gradients. Collective.
@@ -137,7 +137,7 @@ class Replay:
             named |= {*minority([tuple(one.values()) for one in again])}
             named |= {rank for rank, first in ((owner, owned), (checker, checked)) if again[rank] != first}
             where = first_difference([owned, checked])
-            ends.append(f"computed another gradient of micro-batch {number}, first in {where}")
+            ends.append(f"computed a different gradient of micro-batch {number}, first in {where}")
         return (sorted(named), ends[0]) if named else None
 
     def can_read(self, *numbers: int) -> bool:

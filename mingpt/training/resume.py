@@ -48,7 +48,7 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
         if manifest.data.sha256 != data.fingerprint:
             changes.append("data")
         if changes:
-            raise UnreadableSnapshot(f"it is none of this job ({'; '.join(changes)})")
+            raise UnreadableSnapshot(f"it is not of this job ({'; '.join(changes)})")
 
     return check
 
@@ -87,7 +87,7 @@ def check_snapshot(
     step = manifest.step
     if resume == "never" and not is_restart:
         raise UserError(
-            f"{url} holds a snapshot of step {step}, and snapshot.resume=never refuses one: "
+            f"{url} holds a snapshot of step {step}, and snapshot.resume=never does not go on from it: "
             "choose another run_dir"
         )
     if manifest.data.sha256 != data.fingerprint:

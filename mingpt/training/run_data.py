@@ -146,7 +146,7 @@ def snapshot_tokenizer(
         return carried
     if named is None or carried is None or named.fingerprint() != carried.fingerprint():
         raise UserError(
-            f"data.tokenizer={config.tokenizer} is another tokenizer than that of the snapshots of this run: "
+            f"data.tokenizer={config.tokenizer} is not the tokenizer of this run's snapshots: "
             "leave it out, or choose another run_dir, with snapshot.init_from to keep the weights"
         )
     return carried

@@ -248,7 +248,7 @@ class KnownRun:
     """What the records of all nodes say about the run; the same on all ranks."""
 
     run_id: str | None  # None: there is no run yet
-    token: str  # a random word, another one in each generation: the name of a run that begins with it
+    token: str  # a random word, different in each generation: the id of a run that begins in it
     is_restart: bool  # false in a job's first generation
     job_start: int | None  # the step from which this job began; None in its first generation
     durable_step: int  # of the newest snapshot on disk that any node tells of; 0 for none
@@ -313,7 +313,7 @@ def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRe
     listed = "; ".join(dict.fromkeys(f"run {str(node.run_id)[:8]} on {place.host}" for node, place in found))
     sentence = (
         f"the nodes hold different runs in {path} ({listed}): give the job another run_dir, or remove {path} "
-        "where it is another run's"
+        "from the nodes of the other run"
     )
     if not kept.was_started:
         raise UserError(sentence)

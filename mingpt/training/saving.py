@@ -53,7 +53,7 @@ class Saving:
         # All ranks take part in writing a sharded state.
         self.writes_to_disk = start.folder.keeps_snapshots or self.is_sharded
         local_every = config.snapshot.local_every
-        # If nodes share no disk, a sharded state is on one node's disk alone. If that node is lost, the job
+        # If nodes share no disk, a sharded state is only on one node's disk. If that node is lost, the job
         # goes on from memory: all parts must be there, each on two nodes, also between two generations.
         self.is_on_one_disk = self.is_sharded and not start.folder.snapshots_are_shared
         self.local_every = config.snapshot.every if local_every is None else local_every
@@ -175,7 +175,7 @@ class Saving:
         """Return whether to save the present step to memory; `is_on_disk`: the step is saved to disk, too."""
         every, is_first = self.config.snapshot.memory_every, not self.memory.newest
         if self.is_on_one_disk and (is_on_disk or is_first):
-            return every > 0  # a generation's first step, since a node lost before it had some of the copies
+            return every > 0  # a generation's first step, as a node lost before it had some copies
         return every > 0 and self.state.step % every == 0 and not is_on_disk
 
     def save_to_memory(self) -> None:
