@@ -42,8 +42,8 @@ class Holder:
     """
 
     agents: tuple[Process, ...]
-    job: str  # a random token, the same in all generations of a job
-    generation: str  # a random token, different in each generation
+    job: str  # a random id, the same in all generations of a job
+    generation: str  # a random id, different in each generation
     since: Seconds  # when the job made its first claim, since 1970
 
     def is_alive(self) -> bool | None:

@@ -89,7 +89,7 @@ class MemorySnapshots:
 
 
 def is_leftover(root: Path) -> bool:
-    """Return whether a run's folder is this user's, and nothing in it has changed for LEFTOVER_S seconds."""
+    """Return whether a run's folder is this user's, and nothing in it has changed for a day."""
     try:
         if root.is_symlink() or root.stat().st_uid != os.getuid():
             return False
@@ -120,7 +120,7 @@ class MemorySaver:
     """Saves the state to memory: each rank writes its part, and a rank of the next node a copy of it.
 
     `rows` tells what each rank holds. If the state is not sharded, only the first worker of each node saves
-    it, and no copies are made. `generation` is a random word, the same on all ranks and different in each
+    it, and no copies are made. `generation` is a random id, the same on all ranks and different in each
     generation (the workers between two restarts). Only `write`, and what it calls, runs in a background
     thread.
     """
@@ -177,10 +177,11 @@ class MemorySaver:
             self.group = BackgroundGroup(self.rank, len(self.keepers))
 
     def create_folders(self, needed: int) -> None:
-        """Create this rank's folders, and tell the agent of the run's folder, which the agent may remove.
+        """Create this rank's folders, and write down for the agent where the run's folder is.
 
-        Raises OSError if that fails, or if there is no room for `needed` bytes. The space that older
-        snapshots take counts as room, because they are removed for new ones.
+        The agent may have to remove that folder at its end. Raises OSError if a folder cannot be created, or
+        if there is no room for `needed` bytes. The space that older snapshots take counts as room, because
+        they are removed for new ones.
         """
         root = self.snapshots.root
         root.mkdir(mode=0o700, exist_ok=True)
@@ -252,10 +253,10 @@ class MemorySaver:
             self.note_problem(error)  # unless the main thread loses the same peer, all ranks learn of it
 
     def write_part(self, saver: SnapshotSaver, rank: int, manifest: Manifest, transfer: Transfer) -> None:
-        """Write the next snapshot of the part of rank `rank`, after removing all but its newest one.
+        """Remove all but the newest snapshot of rank `rank`'s part, then write the next snapshot of it.
 
-        Raises only the error of a lost peer. Any other error is kept in `problem`, from which `is_free` later
-        tells all ranks.
+        Raises only the error of a lost peer. Any other error is kept in `problem`, and `is_free` later tells
+        all ranks of it.
         """
         if self.rows.sharded:
             shard = ShardFields(
@@ -296,7 +297,10 @@ class MemorySaver:
         )
 
     def disable(self, problem: str) -> None:
-        """Remove this rank's snapshots, and save no more. All ranks call it; rank 0 logs `problem`."""
+        """Remove this rank's snapshots from memory, and save no more.
+
+        All ranks call it; rank 0 logs `problem`.
+        """
         self.disabled = True
         if self.rank == 0:
             log.warning(

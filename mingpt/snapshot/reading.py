@@ -178,9 +178,10 @@ class TensorFile(StoredFile):
 
 
 def parse_specs(text: bytes, what: str) -> dict[str, TensorSpec]:
-    """Return the type and shape of each tensor in the JSON of a safetensors header, in its order.
+    """Return the type and shape of each tensor in a safetensors header, in the header's order.
 
-    Raises CorruptSnapshot, which calls the header `what`, if the header is wrong.
+    `text` is the header's JSON. Raises CorruptSnapshot, which calls the header `what`, if the header is
+    wrong.
     """
     try:
         specs = {

@@ -86,7 +86,7 @@ class Transfer:
             self.group.wait(self.sent)
 
     def exchange(self) -> None:
-        """Go through the rest of each file: begin to send this rank's parts, or receive other ranks' parts.
+        """Finish the exchange of each file: begin to send this rank's parts, or receive other ranks' parts.
 
         The writer drops what it receives here, because its file is complete, or writing it has failed.
         """

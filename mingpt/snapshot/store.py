@@ -305,8 +305,8 @@ class SnapshotStore(FileStore):
     def open(self, step: int, check: Check = accept_all) -> Snapshot:
         """Return a snapshot whose manifest, file sizes and headers are valid, and which `check` accepts.
 
-        No tensor is read. Raises the errors of `check` and of `read_manifest`, the latter also for the other
-        files.
+        No tensor is read. Raises the errors of `check` and of `read_manifest`, and CorruptSnapshot or
+        UnreadableSnapshot for the other files.
         """
         manifest, files = self.read_manifest(step), []
         for record in manifest.files:

@@ -180,8 +180,8 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
     """Set the weights of `state` to those of snapshot.init_from, if that is given, else draw them at random.
 
     What is drawn depends on the seed and the weight's name. All ranks get the weights of rank 0, because
-    kinds of machines may draw differently from one seed. Raises UserError on all ranks if the weights of
-    snapshot.init_from do not fit. Collective.
+    machines of different kinds may draw different numbers from one seed. Raises UserError on all ranks if the
+    weights of snapshot.init_from do not fit. Collective.
     """
     initial, tokenizer = start.initial, start.corpus.tokenizer
     shapes, parts = state.strategy.shapes, state.tensors()

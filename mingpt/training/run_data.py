@@ -67,7 +67,7 @@ def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
 
 
 def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
-    """Return the first file that only one has, or whose fingerprints differ; None if there is none.
+    """Return the first name that is in only one mapping, or whose fingerprints differ; else None.
 
     `old` and `new` have the fingerprints of files, by name.
     """

@@ -236,7 +236,7 @@ class NodeRecords(NamedTuple):
     was_started: bool  # an earlier generation of this job has passed the checks of its start
     last_step: int  # the last step that is recorded; -1 without a run
     run_id: str | None
-    token: str  # a random word
+    token: str  # a random id, of which rank 0's counts
     job_start: int | None  # the step from which the newest job began
     durable_step: int  # of the newest snapshot on disk; 0 for none
     suspects: list[dict[str, Any]]  # each time that workers computed differently
@@ -248,7 +248,7 @@ class KnownRun:
     """What the records of all nodes say about the run; the same on all ranks."""
 
     run_id: str | None  # None: there is no run yet
-    token: str  # a random word, different in each generation: the id of a run that begins in it
+    token: str  # a random id, different in each generation: the id of a run that begins in it
     is_restart: bool  # false in a job's first generation
     job_start: int | None  # the step from which this job began; None in its first generation
     durable_step: int  # of the newest snapshot on disk that any node tells of; 0 for none
@@ -261,9 +261,9 @@ class KnownRun:
 
 
 def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> KnownRun:
-    """Return what the run.json files of all nodes say about the run; `job` is the job's token. Collective.
+    """Return what the run.json files of all nodes say about the run. Collective.
 
-    Raises the errors of `choose_run`.
+    `job` is the random id of the present job. Raises the errors of `choose_run`.
     """
     own = read_node_records(folder.path, job)
     # The store may have been lost with its host: then run.json tells of an earlier generation.
@@ -282,7 +282,7 @@ def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> 
 
 
 def read_node_records(path: Path, job: str) -> NodeRecords:
-    """Return what this node's run.json says about a run; `job` is the token of the present job."""
+    """Return what this node's run.json says about a run; `job` is the random id of the present job."""
     history = load_history(path) or {"generations": []}
     generations = history["generations"]
     return NodeRecords(

@@ -33,9 +33,9 @@ MAX_FILES = 10_000  # a manifest lists at most so many token shards, else none: 
 class Saving:
     """Saves the snapshots of this generation (the workers between two restarts). Constructing is collective.
 
-    The ranks with `folder.keeps_snapshots` write to disk, and the first worker of each node writes to the
-    node's memory. If the state is sharded, all ranks take part in both. A snapshot counts as durable once the
-    main rank, `folder.snapshots_rank`, has written it to disk.
+    To each folder of snapshots on disk one rank writes (`RunFolder.keeps_snapshots`), and to each node's
+    memory the node's first worker. If the state is sharded, all ranks take part in both. A snapshot counts as
+    durable once the main rank, the lowest of the ranks that write to disk, has written it there.
     """
 
     def __init__(self, run: Run, audit: Audit, run_logger: RunLogger | None) -> None:
@@ -138,8 +138,8 @@ class Saving:
     def save_to_disk(self, is_last: bool = False) -> None:
         """Copy the state; the ranks that write the copy do so in the background. Collective.
 
-        On return the state may change. Waits for the previous save first, if that is not known to be durable,
-        or if `is_last`. `is_last` means that this generation saves no later step, so that each rank that
+        On return the state may change. Waits for the previous save first if its snapshot is not known to be
+        durable, or if `is_last`, which means that this generation saves no later step; then each rank that
         writes to disk saves this one. The snapshot becomes valid only after a save to memory that began
         earlier has ended. Raises ClaimLost on a rank that lost the claim (the right to write there) in its
         last write. Any other failed write is only logged; `finish` raises an error if the last one failed.
@@ -298,10 +298,10 @@ class Saving:
         return int(self.context.broadcast_object(left, self.main_rank))
 
     def release_memory(self, stopped_by: str | None) -> None:
-        """Remove this run's snapshots from memory, because the last one is on disk. All ranks call it.
+        """Remove this run's snapshots from memory, because the last snapshot is on disk. All ranks call it.
 
-        If the last snapshot is on only one node's disk and another generation may follow, nothing is removed
-        here: that generation does it, or else the agent at its end.
+        If it is on only one node's disk and another generation may follow, nothing is removed here: that
+        generation does it, or else the agent at its end.
         """
         if self.is_on_one_disk and stopped_by not in (None, *JOB_ENDS):
             self.memory.leave_to_agent()
