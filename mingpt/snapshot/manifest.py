@@ -79,7 +79,7 @@ class SoftwareFields(Part):
     dtype: Literal["float32", "bfloat16", "float16"]
     device_type: Name | None = None
     compiled: bool | Name = False
-    numerics: int = 1  # which version of the computations, as device.py numbers them
+    numerics: int = 1  # NUMERICS in device.py when the run computed
 
 
 class FileRecord(Part):

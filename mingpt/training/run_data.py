@@ -47,7 +47,8 @@ def load_data(config: Config, context: DistributedContext) -> Data:
 def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
     """Open the token shards on each rank. Collective.
 
-    All ranks raise UserError if shards cannot be used or differ between nodes, or if data.sha256 is set.
+    All ranks raise UserError if shards cannot be used or differ between nodes, or if data.sha256, which is
+    only for a text, is set.
     """
     if config.sha256 is not None:
         raise UserError(
@@ -75,7 +76,7 @@ def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | No
 
 
 def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], what: str) -> bytes:
-    """Return, on all ranks, what `read` returns on the first node on which it works. Collective.
+    """Return, on all ranks, what `read` returns on the first node on which it succeeds. Collective.
 
     If `read` raises UserError on all nodes, all ranks raise that of the first node. `what` names the content
     in the log.
@@ -162,8 +163,8 @@ def choose_tokenizer(
     """Return the tokenizer that data.tokenizer names: read from a file, or made of the text. Collective.
 
     For data.tokenizer=auto, this is the tokenizer.json beside the data; without that file, the tokenizer of
-    the weights to start with, if rank 0 `has_initial` weights; else characters, or None for token shards.
-    Raises UserError if the tokenizer cannot be used.
+    the weights to start with, if rank 0 `has_initial` weights; else a tokenizer of characters, or None for
+    token shards. Raises UserError if the tokenizer cannot be used.
     """
     name = config.tokenizer
     if name in TOKENIZERS:

@@ -33,9 +33,9 @@ MAX_FILES = 10_000  # a manifest lists at most so many token shards, else none: 
 class Saving:
     """Saves the snapshots of this generation (the workers between two restarts). Constructing is collective.
 
-    To each folder of snapshots on disk one rank writes (`RunFolder.keeps_snapshots`), and to each node's
-    memory the node's first worker. If the state is sharded, all ranks take part in both. A snapshot counts as
-    durable once the main rank, the lowest of the ranks that write to disk, has written it there.
+    One rank writes to each folder of snapshots on disk (`RunFolder.keeps_snapshots`), and the first worker of
+    each node writes to the node's memory. If the state is sharded, all ranks take part in both. A snapshot
+    counts as durable once the main rank, the lowest of the ranks that write to disk, has written it there.
     """
 
     def __init__(self, run: Run, audit: Audit, run_logger: RunLogger | None) -> None:
@@ -91,7 +91,7 @@ class Saving:
     def newest_written(self) -> int:
         """The step of the last snapshot that this generation has written to disk, as the main rank knows it.
 
-        0 if there is none, and on all other ranks.
+        It is 0 if there is none, and on all other ranks.
         """
         return self.saver.newest_written if self.is_main else 0
 
@@ -172,7 +172,10 @@ class Saving:
         events.emit("save_end", kind="disk", step=self.state.step)
 
     def is_due_in_memory(self, is_on_disk: bool) -> bool:
-        """Return whether to save the present step to memory; `is_on_disk`: the step is saved to disk, too."""
+        """Return whether to save the present step to memory.
+
+        `is_on_disk` tells that the step is saved to disk, too.
+        """
         every, is_first = self.config.snapshot.memory_every, not self.memory.newest
         if self.is_on_one_disk and (is_on_disk or is_first):
             return every > 0  # a generation's first step, as a node lost before it had some copies
@@ -317,6 +320,6 @@ class Saving:
 def late_fields(chain: Callable[[], str]) -> dict[str, Any]:
     """Return {"audit": the hash chain of the tokens read}, a field of the manifest.
 
-    `chain` returns the chain when all ranks have sent their part of it.
+    `chain` waits until all ranks have sent their hashes, and returns the chain.
     """
     return {"audit": chain()}
