@@ -98,7 +98,7 @@ def test_who_differs_from_itself_or_from_most_is_named(
     workers: int, wrong: dict[int, Any], named: list[int] | None, micro_batch: int
 ) -> None:
     found = run_ranks(workers, lambda context: Computer(context, wrong, {}).compare_gradients())
-    where = f"computed another gradient of micro-batch {micro_batch}, first in b"
+    where = f"computed a different gradient of micro-batch {micro_batch}, first in b"
     assert found == [(named, where) if named else None] * workers
 
 
@@ -107,7 +107,7 @@ def test_who_differs_from_itself_or_from_most_is_named(
 )
 def test_a_copy_that_has_drifted_is_told_from_a_gradient(workers: int, named: list[int]) -> None:
     found = run_ranks(workers, lambda context: Computer(context, {}, {1: 2.0}).compare_copies())
-    assert found == [(named, "holds another copy of model.a")] * workers
+    assert found == [(named, "holds a different copy of model.a")] * workers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
