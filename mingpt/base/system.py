@@ -42,7 +42,7 @@ def check_working_directory() -> None:
         os.getcwd()
     except OSError as error:
         raise UserError(
-            f"the working directory cannot be used ({error.strerror}): change to another one"
+            f"the working directory cannot be used ({error.strerror}): change to another"
         ) from None
 
 
