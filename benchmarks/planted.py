@@ -4,9 +4,8 @@
     python benchmarks/planted.py --faults 7 22   # only these, by their number from 1
 
 A fault is two pieces of text: `old`, which stands once in a file of mingpt/, and `new`, which takes its place
-in a copy of the working tree. The fast tests of the file's room (folder of mingpt/) run first, then tests
-with jobs that go through the room, its slow tests, and the jobs that run weekly, until a test fails. Prints a
-row per fault, as JSON, with that test or null; exit code 1 if a fault cannot be planted or no test has found
+in a copy of the working tree. The fast tests of the file's package run first, then tests with jobs that go
+through the package, its slow tests, and the jobs that run weekly, until a test fails. Prints a row per fault, as JSON, with that test or null; exit code 1 if a fault cannot be planted or no test has found
 it. If you delete tests or move code, run this before and after; a fault whose code has changed gets a new
 text that breaks the same promise.
 """
@@ -25,7 +24,7 @@ from common import row
 
 from mingpt.tools.jobs import ROOT
 
-# Jobs of real workers in tests/jobs/ that go through a room, in addition to the tests in tests/<room>.
+# Jobs of real workers in tests/jobs/ that go through a package, in addition to the tests in tests/<package>.
 JOBS = {
     "base": ["test_bad_input"], "config": ["test_bad_input", "test_resuming"],
     "data": ["test_any_number_of_workers", "test_token_data"],
@@ -65,8 +64,8 @@ def first_failure(tree: Path, paths: list[str], marker: str) -> str | None:
 
 def find(tree: Path, file: str) -> str | None:
     """Return the test that notices the fault planted in a file, or None."""
-    room = Path(file).parts[1]
-    units, jobs = [f"tests/{room}"], [f"tests/jobs/{name}.py" for name in JOBS[room]]
+    package = Path(file).parts[1]
+    units, jobs = [f"tests/{package}"], [f"tests/jobs/{name}.py" for name in JOBS[package]]
     rounds = [(units, "not slow and not weekly"), (jobs, "not weekly"), (units, "slow"), (jobs, "weekly")]
     return next(filter(None, (first_failure(tree, paths, marker) for paths, marker in rounds)), None)
 

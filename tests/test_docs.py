@@ -84,12 +84,14 @@ def test_the_model_of_the_page_has_one_hash_whoever_trains_it_and_it_compiles(
     assert '"compiled": true' in (extended / "out/compiled/snapshots/step_00000002.json").read_text()
 
 
-def test_every_room_is_on_the_tour() -> None:
+def test_every_package_is_on_the_tour() -> None:
     """Files that pages name are checked in tests/tutorial/test_page_links.py."""
     tour = (ROOT / "README.md").read_text()
-    rooms = [path for path in (ROOT / "mingpt").iterdir() if path.name not in ("__init__.py", "__pycache__")]
+    packages = [
+        path for path in (ROOT / "mingpt").iterdir() if path.name not in ("__init__.py", "__pycache__")
+    ]
     assert [
-        path.name for path in rooms if f"`mingpt/{path.name}{'/' if path.is_dir() else ''}`" not in tour
+        path.name for path in packages if f"`mingpt/{path.name}{'/' if path.is_dir() else ''}`" not in tour
     ] == []
     assert os.access(ROOT / ".ci/run", os.X_OK)
 

@@ -1,4 +1,4 @@
-"""The rooms of mingpt/: the rules of .ci/house.py, private names, and three calls to a gradient."""
+"""The packages of mingpt/: the rules of .ci/house.py, private names, and three calls to a gradient."""
 
 import ast
 import runpy
@@ -15,7 +15,7 @@ PROGRAMS = [ROOT / "train.py", ROOT / "sample.py", *sorted((ROOT / "benchmarks")
 def test_the_rules_of_the_house_hold() -> None:
     done = subprocess.run([sys.executable, ROOT / ".ci" / "house.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "rooms 12, floors 8" in done.stdout and "comments and docstrings: " in done.stdout
+    assert "packages 12, layers 8" in done.stdout and "comments and docstrings: " in done.stdout
 
 
 def test_each_limit_of_a_budget_that_is_passed_is_a_sentence() -> None:
@@ -44,9 +44,9 @@ def test_docstrings_are_counted_with_comments_and_begin_with_a_noun(tmp_path: Pa
     assert (house["share_of_words"]([path]), house["without_noun"]([path])) == (3 / 5, [f"{path}:1 Those"])
 
 
-def test_every_room_says_what_it_promises() -> None:
-    rooms = [path for path in FILES if path.name == "__init__.py"]
-    assert [path for path in rooms if not ast.get_docstring(ast.parse(path.read_text()))] == []
+def test_every_package_says_what_it_promises() -> None:
+    packages = [path for path in FILES if path.name == "__init__.py"]
+    assert [path for path in packages if not ast.get_docstring(ast.parse(path.read_text()))] == []
 
 
 INSIDE_TORCH = ("nccl.py",)  # about what torch does inside, for which it has no public names
