@@ -2,8 +2,8 @@
 
 gpt2_train_cfg.yaml repeats the defaults; `train.py` reads it unless another file is given. Settings that can
 change the result must be the same when a run is resumed, unless snapshot.resume=changed. cli.py reads files
-and command lines. Nothing here imports torch, so a wrong setting is reported at once. Functions below the
-page list settings by their dotted keys, and convert configurations to dictionaries and YAML.
+and command lines. Nothing here imports torch, so a wrong setting is reported at once. The functions at the
+end list settings by their dotted keys, and convert configurations to dictionaries and YAML.
 """
 
 import dataclasses
@@ -40,13 +40,16 @@ DURATION = re.compile(r"(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?|(\d+(?:\.\d+)?(?
 
 
 def Field(default: Any, description: str, *, affects_result: bool = False, **limits: Any) -> Any:
-    """Declare a setting; `affects_result` tells that it can change the result. `limits` are pydantic's."""
+    """Declare a setting, within `limits` as in pydantic, such as ge=1.
+
+    `affects_result` says whether it can change the result of a run.
+    """
     extra: dict[str, Any] = {"affects_result": affects_result}
     return pydantic.Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 def to_seconds(value: Any) -> float:
-    """Return the seconds that a number, or a text such as 90 or 5h30m, stands for. Raises ValueError."""
+    """Convert a number of seconds, or a text such as 90 or 5h30m, to seconds. Raises ValueError."""
     match = DURATION.fullmatch(str(value))
     if match is None:
         raise ValueError("it should be seconds, or hours, minutes and seconds as in 5h30m")
@@ -287,7 +290,7 @@ class Config:
 
 
 def check(config: Config) -> None:
-    """Raise UserError if two settings contradict each other or a setting has the wrong form."""
+    """Raise UserError if settings contradict each other, or a path that must be local is a URL or /."""
     model, trainer = config.model, config.trainer
     for key, path in (("run_dir", config.run_dir), ("snapshot.memory_path", config.snapshot.memory_path)):
         if "://" in path or not path.strip("/"):
@@ -318,7 +321,7 @@ def check(config: Config) -> None:
 
 
 def check_workers(config: Config, workers: int) -> None:
-    """Raise UserError if a step has fewer micro-batches than the number of `workers` that a job starts."""
+    """Raise UserError if a step has fewer micro-batches than a job has workers at its start."""
     trainer = config.trainer
     micro_batches = trainer.batch_size // trainer.micro_batch_size
     if micro_batches < workers:
@@ -341,7 +344,7 @@ class Setting:
 
 
 def find_kinds(kind: Any) -> list[Any]:
-    """Return the types and words that the parts of an annotation name."""
+    """Return what an annotation is made of, nested parts included: types, literal values and limits."""
     parts = typing.get_args(kind)
     return [one for part in parts for one in find_kinds(part)] if parts else [kind]
 
@@ -382,7 +385,7 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {dotted key: value} of a nested configuration's settings that can change the result.
+    """Return {dotted key: value} for the settings of a nested configuration that can change the result.
 
     A setting that the configuration lacks has its default; keys that are no settings are left out.
     """
@@ -392,9 +395,9 @@ def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return "key: old -> new" for each setting that can change the result and differs.
+    """Return "key: old -> new" for each setting that differs and can change the result.
 
-    `old` and `new` are nested configurations.
+    `old` and `new` are nested configurations, as `to_dict` returns them.
     """
     was, now = result_settings(old), result_settings(new)
     return [f"{key}: {was[key]} -> {now[key]}" for key in was if was[key] != now[key]]
