@@ -248,7 +248,7 @@ class Strategy(ABC):
         """
 
     def digests(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """Return the digests of the gradients of the loss for `inputs`, which `forward` takes; see `unreduced`.
+        """Return the digests of the gradients of the loss for `inputs`, passed to `forward`; see `unreduced`.
 
         Collective if weights are sharded.
         """
