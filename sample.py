@@ -47,7 +47,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         type=typed_path,
         default="out/default",
         help="run folder or snapshot folder, whose newest snapshot is used, or step_*.safetensors; a path or "
-        "URL; or a model of Hugging Face's: its folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl "
+        "URL; or a Hugging Face model: its folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -80,7 +80,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="float32",
-        help="of weights and products; auto: bfloat16 where it is fast, which pays for several samples "
+        help="type of weights and products; auto: bfloat16 if it is fast, worth it for several samples "
         "(default: %(default)s)",
     )
     parser.add_argument("--stop", metavar="TEXT", help="end a sample before this text")
@@ -164,7 +164,7 @@ def find_device(wanted: str) -> "torch.device":
 def answer_prompts(model: "GPT", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
     """Ask for prompts until Ctrl-D, and write the samples for each; Ctrl-C stops a text early."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 (it gives input() a history, where Python has been built with it)
+        import readline  # noqa: F401 (if Python has it, it gives input() a history)
     while True:
         try:
             text, prompt = encode_prompt(input("prompt (Ctrl-D ends): ") or None, tokenizer)
@@ -253,7 +253,7 @@ def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[i
 
 
 def read_prompt_tokens(arguments: argparse.Namespace, vocab_size: int) -> list[int]:
-    """Return the tokens of --prompt_tokens. Raises UserError without any, or if one is no token."""
+    """Return the tokens of --prompt_tokens. Raises UserError without any, or if one is invalid."""
     text = arguments.prompt_tokens
     if text is None:
         raise UserError("the run has no tokenizer: give tokens to continue, as in --prompt_tokens 464,3290")

@@ -92,7 +92,7 @@ def write_stdout(text: str) -> None:
 
 
 def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run a command with logs on stderr, and return its exit code; print a UserError, and return 2 for it."""
+    """Run a command with logs on stderr; return its exit code, or print its UserError and return 2."""
     open_streams()
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(message)s"))

@@ -24,7 +24,7 @@ class PeersMissing(ExpectedError):
 
 
 class StopRequested(Exception):
-    """All ranks agreed to stop before this generation's first step, so there is nothing to save."""
+    """All ranks agreed to stop before the first step after a start or restart. There is nothing to save."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"stopped by {reason}")
@@ -47,7 +47,7 @@ class SupersededError(ClaimLost, NonRetryableError):
 
 
 class LaterGeneration(ClaimLost):
-    """A later generation of this job took over the run folder while this worker was frozen or cut off."""
+    """Restarted workers of this job took over the run folder while this worker was frozen or cut off."""
 
 
 class NodeRefused(UserError):
@@ -63,4 +63,4 @@ class CorruptSnapshot(Exception):
 
 
 class UnreadableSnapshot(Exception):
-    """A snapshot or folder that cannot be read now, or is another job's. It may be valid all the same."""
+    """A snapshot, or folder of snapshots, that cannot be read now or is another job's, but may be valid."""

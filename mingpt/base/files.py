@@ -151,7 +151,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def decode_text(content: bytes, offset: int = 0) -> str:
-    """Decode UTF-8, without a byte order mark at the start. `offset` is the place of `content` in its file.
+    """Decode UTF-8, and drop a byte order mark at the start. `offset` is the place of `content` in its file.
 
     Raises ValueError, whose message begins with "not UTF-8" and names the place of a wrong byte in the file.
     """
@@ -189,7 +189,7 @@ def read_json(path: Path, form: Any = Any) -> Any:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON, a str or UTF-8 bytes. Raises BadJson if it is no JSON, or is nested too deeply."""
+    """Parse JSON, a str or UTF-8 bytes. Raises BadJson if it is not JSON, or is nested too deeply."""
     try:
         return json.loads(decode_text(content) if isinstance(content, bytes) else content)
     except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError, too

@@ -11,7 +11,7 @@ from mingpt.base.urls import redact
 
 # Patterns of what cannot be meant as a path, in the order in which they are tried; what to write instead.
 REFUSED = {
-    r"(?i)\A(none|null|)\Z": "is no path: leave it out, or write ./NAME for a file of that name",
+    r"(?i)\A(none|null|)\Z": "is not a path: leave it out, or write ./NAME for a file of that name",
     r"[\x00-\x1f\x7f-\x9f]": "has a line end or another control character in it: leave that out",
     r"\$[A-Za-z_{]": "has a variable in it, which is not replaced here: write its value",
     r"\A~": "begins with a home folder that is not known: write its path, or ./~NAME for a file of that name",
@@ -52,5 +52,5 @@ def describe_obstacle(path: str | Path, error: BaseException) -> str:
     for place in (Path(path), *Path(path).parents):
         if os.path.lexists(place) and not os.path.isdir(place):
             link = f"a link to {os.readlink(place)}, which is " if os.path.islink(place) else ""
-            return f"{place} is {link}no folder"
+            return f"{place} is {link}not a folder"
     return reason_of(error)

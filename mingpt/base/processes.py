@@ -29,7 +29,7 @@ class Process:
 
     def __post_init__(self) -> None:
         if not 0 < self.pid < MAX_PID:
-            raise ValueError("this is no process id")
+            raise ValueError("this is not a process id")
 
     def is_alive(self) -> bool | None:
         """Return whether the process is alive; None if it is on another machine, or if /proc hides it."""

@@ -48,7 +48,10 @@ class RowMap:
 
 
 def in_batches(items: Iterable[T], size_of: Callable[[T], int], largest: int) -> Iterator[list[T]]:
-    """Yield the items in order, in lists whose sizes add up to at most `largest`; a larger item by itself."""
+    """Yield the items in order, in lists whose sizes, by `size_of`, add up to at most `largest`.
+
+    A larger item has a list of its own.
+    """
     batch, size = list[T](), 0
     for item in items:
         size += size_of(item)

@@ -41,7 +41,7 @@ def check_working_directory() -> None:
 
 
 def run_within(limit_s: float, work: Callable[[], T]) -> T:
-    """Run `work` in a thread; return its result or raise its exception. OutOfTime after `limit_s` seconds."""
+    """Run `work` in a thread; return its result, or raise its exception or, after `limit_s`, OutOfTime."""
     outcome = start(work)
     wait([outcome], limit_s)
     if not outcome.done():

@@ -29,7 +29,7 @@ def redact(text: str) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """Apply `redact` to a string, or to the string values in nested dictionaries. Keys and lists stay."""
+    """Apply `redact` to a string, or to the string values in nested dictionaries. All else is unchanged."""
     if isinstance(value, dict):
         return {key: redact_all(one) for key, one in value.items()}
     return redact(value) if isinstance(value, str) else value

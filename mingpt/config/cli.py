@@ -109,7 +109,7 @@ def read_file(path: str) -> dict[str, Any]:
         raise UserError(
             f"{path} is not valid YAML for settings: an anchor contains itself, or it is nested too deep"
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8
+    except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the configuration file {path} cannot be read: {reason}") from None
     except yaml.YAMLError as error:

@@ -31,7 +31,7 @@ PATHS = (
     "snapshot.init_from",
 )
 Arch = Literal["gpt2", "modern"]  # each is a file, mingpt/model/<arch>.py
-PROJECT = Path(__file__).resolve().parents[2]  # where train.py lies
+PROJECT = Path(__file__).resolve().parents[2]  # the folder of train.py
 if not (PROJECT / "train.py").exists():  # pip has installed mingpt into PREFIX/lib/python3.x/site-packages
     PROJECT = PROJECT.parents[2] / "share/mingpt"
 WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
@@ -64,7 +64,7 @@ class DataConfig:
     path: str = Field(
         "data/input.txt",
         "UTF-8 text: a path, or any fsspec URL, which is cached under ~/.cache/mingpt; or token shards: a "
-        "folder or pattern of .bin files; if left at its default, the text beside train.py will do",
+        "folder or pattern of .bin files; if the default path is absent, it is the text beside train.py",
     )
     sha256: Optional[str] = Field(
         None, "expected SHA-256 of the text in hex; null accepts any", pattern="^[0-9a-fA-F]{64}$"
@@ -183,13 +183,13 @@ class TrainerConfig:
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        "autocast type of the matrix products; auto: bfloat16 where it is fast, float16 on older CUDA GPUs",
+        "autocast type of the matrix products; auto: bfloat16 if it is fast, float16 on older CUDA GPUs",
         affects_result=True,
     )
     compile: Literal["auto"] | bool = Field(
         "auto",
-        "torch.compile the model; auto: where the planned steps pay for the first compilation twice; if it "
-        "fails, train without it",
+        "torch.compile the model; auto: if the planned steps then save twice the time of the first "
+        "compilation; if it fails, train without it",
         affects_result=True,
     )
     threads: int = Field(
@@ -217,7 +217,7 @@ class TrainerConfig:
         affects_result=True,
     )
     recompute: Literal["none", "block"] = Field(
-        "none", "block: keep each block's input alone and compute its activations again in the backward pass"
+        "none", "block: keep only each block's input and compute its activations again in the backward pass"
     )
     timeout_s: float = Field(60, "timeout of a collective in seconds; one step must fit in", gt=0)
     pause_after: Optional[Annotated[pydantic.PositiveFloat, pydantic.BeforeValidator(to_seconds)]] = Field(
@@ -239,10 +239,12 @@ class SnapshotConfig:
     memory_every: int = Field(
         5, "steps between snapshots in the node's memory, for killed workers; 0 for none", ge=0
     )
-    memory_path: str = Field("/dev/shm", "folder in memory; where it is absent or too small, there are none")
+    memory_path: str = Field(
+        "/dev/shm", "folder in memory; if it is absent or too small, no snapshots are saved in memory"
+    )
     local_every: Optional[int] = Field(
         None,
-        "like `every`, on each node's own disk where nodes share none; null: as `every`; 0: the last",
+        "like `every`, on each node's own disk if nodes share none; null: as `every`; 0: only the last",
         ge=0,
     )
     keep_last: int = Field(3, "number of newest snapshots kept", ge=1)
@@ -253,7 +255,7 @@ class SnapshotConfig:
     resume: Literal["auto", "changed", "must", "never"] = Field(
         "auto",
         "auto resumes from the newest valid snapshot if there is one; changed does so with other settings "
-        "too; must needs one; never refuses one",
+        "too; must fails if there is none; never fails if there is one",
     )
     init_from: Optional[str] = Field(
         None,
@@ -321,7 +323,7 @@ def check(config: Config) -> None:
 
 
 def check_workers(config: Config, workers: int) -> None:
-    """Raise UserError if a step has fewer micro-batches than a job has workers at its start."""
+    """Raise UserError if a step has fewer micro-batches than the `workers` that a job starts with."""
     trainer = config.trainer
     micro_batches = trainer.batch_size // trainer.micro_batch_size
     if micro_batches < workers:
@@ -387,7 +389,7 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return {dotted key: value} for the settings of a nested configuration that can change the result.
 
-    A setting that the configuration lacks has its default; keys that are no settings are left out.
+    A setting that the configuration lacks has its default; keys that are not settings are left out.
     """
     given = flatten(dict(config))
     known = settings().items()

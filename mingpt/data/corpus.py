@@ -41,7 +41,7 @@ class TextData:
 
     def __init__(self, content: bytes, config: DataConfig) -> None:
         if config.path.endswith((".jsonl", ".ndjson")):
-            raise UserError(f"data.path {config.path} is no text{hint_to_prepare(config.path)}")
+            raise UserError(f"data.path {config.path} is not a text{hint_to_prepare(config.path)}")
         try:
             self.text = decode_text(content)
         except ValueError as error:
@@ -65,7 +65,7 @@ class TextData:
     def take_tokenizer(self, tokenizer: Tokenizer | None, where: str) -> Tokenizer | None:
         """Return the tokenizer that encodes the text if the run starts with weights that use `tokenizer`.
 
-        This is `tokenizer` itself, but None for a CharTokenizer: one is made from this text instead. Raises
+        It is `tokenizer` itself, but None for a CharTokenizer: one is made from this text instead. Raises
         UserError if `tokenizer` is None, because no embedding row of the weights could be taken over; the
         message names the weights by `where`.
         """
@@ -152,7 +152,7 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
 
 
 def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
-    """Return the lowest possible loss, in nats per character, from a .json file beside the text.
+    """Return the lowest possible loss, in nats per character, that a .json file beside the text gives.
 
     Return None if there is no such file, or if it is for another text or val_fraction.
     """

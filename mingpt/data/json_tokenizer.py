@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as PackageTokenizer
 
 # GPT-2's pattern ends a word before each whitespace that follows another character: a text can be cut there.
-# After whitespace it cannot, since the pattern looks ahead; nor with patterns such as cl100k's, which join
+# After whitespace it cannot, because the pattern looks ahead; nor with patterns such as cl100k's, which join
 # punctuation and line breaks.
 CUT = re.compile(r"(?<=\S)\n")
 CUT_IN_A_LINE = re.compile(r"(?<=\S)[\n ]")
@@ -60,11 +60,11 @@ def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 
 def inspect_spec(spec: dict[str, Any], is_bpe: bool) -> tuple[bool, bool, bool]:
-    """Return three booleans, each of which is true only if it surely is for any text.
+    """Return three booleans, each of which is true only if its claim surely holds for every text.
 
-    They say whether decoding joins the bytes of the tokens, whether the tokens stand for exactly the text's
-    bytes, and whether the tokens of the pieces that `split_text` yields, concatenated, are the tokens of the
-    whole text. `is_bpe` says whether the tokenizer's model is a BPE.
+    The claims are: decoding joins the bytes of the tokens; the tokens stand for exactly the text's bytes; the
+    tokens of the pieces that `split_text` yields, concatenated, are the tokens of the whole text. `is_bpe`
+    says whether the tokenizer's model is a BPE.
     """
     *before, last = parts_of(spec.get("pre_tokenizer"), "pretokenizers") or [{}]
     added, model = spec.get("added_tokens") or [], spec["model"]
@@ -101,10 +101,10 @@ def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
-    """Cut `text` in pieces; each but the last has at least `size` characters, maybe far more.
+    """Yield the pieces of `text`, in order; each but the last has at least `size` characters, maybe far more.
 
     After `size` characters a piece ends before the first line break in the `size` characters that follow,
-    else before the next line break or space. Only those after a character that is not whitespace count.
+    else before the next line break or space. A line break or space after other whitespace does not count.
     """
     start = 0
     while start < len(text):
@@ -188,7 +188,7 @@ class JsonTokenizer(Tokenizer):
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of the tokens, without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of the tokens, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         return "".join(self.decode_pieces(tokens))
 
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
@@ -287,7 +287,7 @@ def load_with_package(content: bytes) -> "PackageTokenizer":
     try:
         tokenizer = library.Tokenizer.from_str(content.decode())
     except Exception as error:  # its type depends on the package's version
-        raise ValueError(f"this is no tokenizer.json: {reason_of(error)}") from None
+        raise ValueError(f"this is not a tokenizer.json: {reason_of(error)}") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -79,8 +79,8 @@ class ShardFile:
 def is_shards(path: str) -> bool:
     """Return whether `path`, a data.path, names token shards: a folder, a pattern, or a name ending in .bin.
 
-    A URL is judged only by its name, without the network. A name with *, ? or [ is no pattern if such a file
-    exists.
+    A URL is judged only by its name, without the network. A local path with *, ? or [ is not a pattern if a
+    file has exactly this name.
     """
     local = local_path(path)
     if local is None:
@@ -145,7 +145,7 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
     cannot be read or used.
     """
     if not os.path.isfile(path):  # to open a pipe might wait forever
-        raise UserError(f"{path} does not exist, or is no regular file{relative_to(path)}")
+        raise UserError(f"{path} does not exist, or is not a regular file{relative_to(path)}")
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -407,7 +407,7 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
 
 
 def check_listed(folder: Path, names: Sequence[str], entries: dict[str, Any]) -> None:
-    """Raise UserError unless the shards in the folder, `names`, are those in meta.json, `entries` by name."""
+    """Raise UserError unless `names`, the shards in the folder, are exactly those in meta.json, `entries`."""
     different = sorted(entries.keys() ^ set(names))
     if different:
         raise UserError(

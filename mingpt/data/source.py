@@ -33,7 +33,7 @@ def read_bytes(config: DataConfig) -> bytes:
     """Return the bytes at data.path. A remote text comes from the cache, if it is there.
 
     It is downloaded again if the cached bytes have another SHA-256 than data.sha256. Raises UserError if the
-    text cannot be read, or has another SHA-256.
+    text cannot be read, or has another SHA-256 even then.
     """
     path, sha256 = config.resolved_path, config.sha256
     is_remote = "://" in path and not path.startswith(LOCAL)
@@ -110,8 +110,8 @@ def relative_to(path: str) -> str:
 def failed_request(error: Exception) -> BaseException | None:
     """Return the failure of an HTTP request (no connection, a timeout or a refusal) behind `error`, or None.
 
-    fsspec's HTTP driver raises FileNotFoundError for these, too. Status 404 or 410 is no such failure: it
-    means that the file is absent.
+    fsspec's HTTP driver raises FileNotFoundError for these, too. Status 404 or 410 is not such a failure:
+    it means that the file is absent.
     """
     cause = error.__cause__
     is_of_driver = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")

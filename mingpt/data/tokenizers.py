@@ -159,7 +159,7 @@ class CharTokenizer(Tokenizer):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             tokenizer = cls("".join(parse_json(content)["model"]["vocab"]))
         if tokenizer is None or tokenizer.to_bytes() != content:
-            raise ValueError("this is no tokenizer.json of characters")
+            raise ValueError("this is not a tokenizer.json of characters")
         return tokenizer
 
     def __len__(self) -> int:

@@ -237,7 +237,7 @@ class ElasticSampler(DistributedSampler[int]):
         return self.micro_batches_by_rank()[self.rank]
 
     def window_starts(self, first: int, count: int) -> np.ndarray:
-        """Return the indices in `dataset` of `count` windows of the run from `first` on, (count,) int64."""
+        """Return the indices in `dataset` of the run's windows `first`, `first` + 1, ..., (count,) int64."""
         starts = []
         while count:
             epoch, place = divmod(first, self.windows_per_epoch)

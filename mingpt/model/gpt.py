@@ -84,7 +84,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP.
+    """A transformer block: attention, then an MLP.
 
     The input of each is the normalised residual stream, to which its output is added after dropout.
     """

@@ -33,7 +33,7 @@ class Convertible(ABC):
     @staticmethod
     @abstractmethod
     def hf_names(name: str) -> list[str]:
-        """Return the names in transformers of the tensors with the rows of parameter `name`, in order."""
+        """Return the names in transformers of the tensors that hold parameter `name`, in order of rows."""
 
     @staticmethod
     @abstractmethod

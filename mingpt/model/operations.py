@@ -57,7 +57,7 @@ class Positions(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Compute the mask and the tables, as is needed again after Module.to_empty. Does nothing on meta."""
+        """Compute the mask and the tables, again after Module.to_empty; do nothing on the meta device."""
         if self.mask.is_meta:
             return
         self.mask.fill_(float("-inf")).triu_(1)
@@ -81,7 +81,7 @@ class Positions(nn.Module):
 class KeyValues:
     """The key/value cache of one block: keys and values of the first `length` of `block_size` positions.
 
-    Its memory is allocated when the first keys come, in their type.
+    Its memory is allocated when the first keys are appended, and has their dtype.
     """
 
     stored: Tensor  # (2, B, H, block_size, D)
@@ -111,7 +111,7 @@ class TorchOps:
     def rms_norm(self, x: Tensor) -> Tensor:
         """Divide x by its root mean square along the last dimension.
 
-        Under autocast the result is float32 on a GPU, and in `CPUOps` of autocast's type; else of x's type.
+        The result has x's type. Under autocast, it is float32 on a GPU, and has autocast's type in CPUOps.
         """
         return rms_norm(x)
 
@@ -222,7 +222,7 @@ TORCH, COMPILED_CPU, CPU = TorchOps(), CompiledCPUOps(), CPUOps()
 
 
 def ops_for(x: Tensor) -> TorchOps:
-    """Return the operations for x's device; on a CPU others while torch.compile traces the call."""
+    """Return the operations for x's device; on a CPU, CompiledCPUOps while torch.compile traces the call."""
     if x.device.type != "cpu":
         return TORCH
     return COMPILED_CPU if torch.compiler.is_compiling() else CPU

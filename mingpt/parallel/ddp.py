@@ -110,7 +110,7 @@ class WholeWeights(Strategy):
 
 
 class DDPReduction(WholeWeights):
-    """Sums gradients by DistributedDataParallel's all-reduce, `trainer.reduction=fast`.
+    """A strategy that sums gradients by DistributedDataParallel's all-reduce, `trainer.reduction=fast`.
 
     Without a launcher there is one worker, whose gradients accumulate in `grad`.
     """

@@ -15,8 +15,8 @@ Phases of communication, for each bucket:
 2. All-gather: each rank sends its chunk to all ranks, which then hold the whole gradient. If updates are
    sharded, a rank's chunk has the rows that it updates, and this phase is left out.
 
-The bytes are as many as in a ring all-reduce; ranks whose micro-batches are no whole subtree send a few more
-partial sums. DistributedDataParallel with the communication hook of hook.py does the same, but imports
+The bytes are as many as in a ring all-reduce; ranks whose micro-batches do not form one subtree send a few
+more partial sums. DistributedDataParallel with the communication hook of hook.py does the same, but imports
 torch._dynamo. That takes as long as importing torch, at every start and restart.
 """
 
@@ -53,7 +53,7 @@ def naive_sum(gradients: list[Tensor], context: DistributedContext) -> Tensor:
 
 
 class Overlap:
-    """Runs exchanges beside the backward pass: on a CPU in a thread, on a GPU on a stream of their own.
+    """Runs exchanges of gradients during the backward pass: on a CPU in a thread, on a GPU on a stream.
 
     An exchange begins only after the one before has ended. If each bucket's all-gather were issued as soon as
     its all-to-all ends, ranks could issue collectives in different orders, and deadlock.
@@ -113,7 +113,7 @@ class Bucket:
 
 
 class ExactReduction(WholeWeights):
-    """Sums gradients along the tree of tree.py, so that the bits do not depend on the number of workers.
+    """A strategy that sums gradients along the tree of tree.py: any number of workers gives the same bits.
 
     With several workers, a bucket is exchanged as soon as the last backward pass has all its gradients.
     """
@@ -132,9 +132,10 @@ class ExactReduction(WholeWeights):
                     self.weights[name].register_post_accumulate_grad_hook(hook)
 
     def make_bucket(self, names: list[str]) -> Bucket:
-        """Return a bucket of these parameters, without gradients.
+        """Return an empty bucket for these parameters.
 
-        If updates are sharded, a rank's chunk has the rows that it updates; else chunks are about equal.
+        Its Reduction gives each rank a chunk of the sum: the rows that the rank updates, if updates are
+        sharded, else about equal parts.
         """
         sizes = [sum(of_rank) for of_rank in zip(*map(self.rows.numel, names), strict=True)]
         if not self.updates_are_sharded:

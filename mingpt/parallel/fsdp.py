@@ -1,7 +1,7 @@
 """FSDP2, `trainer.parallel=fsdp`: each rank holds its rows of every weight, gradient and optimizer state.
 
-Phases of communication, for each unit: a block, the weights outside of blocks, or a model that fits one
-bucket of ddp.py.
+Phases of communication, for each unit. A unit is a block, or the weights outside of blocks; a model that fits
+one bucket of ddp.py is a single unit.
 
 1. All-gather, before the unit's forward and its backward pass: each rank sends its rows of the weights to all
    ranks. All ranks then hold the unit's weights until the end of the pass or, without `trainer.fsdp_reshard`,
@@ -115,7 +115,10 @@ class FSDPReduction(Strategy):
             self.found["the model" if is_model else f"block {number}"] = digest(gradients)
 
     def reduce_scatter(self, number: int, gradients: Tensor, rows: Tensor, op: Any) -> None:
-        """Reduce all ranks' gradients of unit `number` by `op`, this rank's rows into `rows`. Collective."""
+        """Reduce the gradients of unit `number` over all ranks by `op`. Collective.
+
+        This rank's rows of the result are written to `rows`.
+        """
         self.transport.reduce_scatter(rows, gradients, op)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -179,7 +182,10 @@ class ExactFSDPReduction(FSDPReduction):
             self.dummy_backward()
 
     def reduce_scatter(self, number: int, gradients: Tensor, rows: Tensor, op: Any) -> None:
-        """Add all ranks' gradients to the partial sums; in the last turn sum them into `rows`. Collective."""
+        """Add all ranks' gradients of unit `number` to the partial sums. Collective.
+
+        In the last turn of a step, write the sum for this rank's rows to `rows`.
+        """
         is_counted = self.found is None
         if is_counted and self.is_last_turn:
             events.emit("reduction_start")
@@ -193,7 +199,7 @@ class ExactFSDPReduction(FSDPReduction):
         """Add a turn's chunks, by rank, to the partial sums; in the last turn write their sum to `rows`."""
         count = self.setup.micro_batches
         for number, chunk in enumerate(chunks, self.first):
-            if number < count:  # the others are of dummies
+            if number < count:  # otherwise it is a dummy's
                 push(partial_sums, 0, number, chunk, count, Tensor.add_)
         if self.is_last_turn:
             ((_, _, total),) = partial_sums

@@ -184,7 +184,7 @@ class Strategy(ABC):
 
     @functools.cached_property
     def rows(self) -> RowMap:
-        """The rows of each parameter, by name, that each rank updates."""
+        """The map from a parameter's name to the rows of it that each rank updates."""
         return RowMap(self.shapes, self.world_size, ("",) if self.updates_are_sharded else ())
 
     @functools.cached_property
@@ -192,7 +192,7 @@ class Strategy(ABC):
         return RowGatherer(self.rows, self.shapes, self.context.transport.all_gather)
 
     def state_rows(self, shapes: Mapping[str, Shape]) -> RowMap:
-        """Return which rows each rank holds of the tensors of a state, "model.*" and "optimizer.*"."""
+        """Return which rows each rank holds of the tensors "model.*" and "optimizer.*" of a run."""
         held = {"model.": self.weights_are_sharded, "optimizer.": self.updates_are_sharded}
         return RowMap(shapes, self.world_size, tuple(kind for kind in held if held[kind]))
 
@@ -206,10 +206,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def pieces(self) -> dict[str, Tensor]:
-        """Return, by name, the rows of parameters that this rank updates, in the memory of the parameters."""
+        """Return, by name, the rows of parameters that this rank updates, in the parameters' own memory."""
 
     def held_weights(self) -> dict[str, Tensor]:
-        """Return, by name, all rows of parameters that this rank holds, in the memory of the parameters."""
+        """Return, by name, all rows of parameters that this rank holds, in the parameters' own memory."""
         return self.pieces()
 
     def start_step(self, loss_scale: float = 1.0) -> None:
@@ -243,8 +243,8 @@ class Strategy(ABC):
     def unreduced(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Return a context for a backward pass whose gradients do not count, before the first micro-batch.
 
-        When the context ends, its value has the `digest` of each gradient as it would enter the reduction, by
-        the name of a parameter, or of a block that is reduced as a whole.
+        When the context ends, the dictionary that it gave has the `digest` of each gradient as it would enter
+        the reduction, by the name of a parameter, or of a block that is reduced as a whole.
         """
 
     def digests(self, *inputs: Tensor) -> dict[str, Tensor]:
@@ -285,7 +285,7 @@ class Strategy(ABC):
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank if forward passes are collective; else return `flag`.
 
-        Ranks use it to leave a loop of forward passes in the same iteration. Collective if these are.
+        Ranks use it to leave a loop of forward passes in the same iteration. Collective if they are.
         """
         return flag
 

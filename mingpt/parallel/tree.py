@@ -46,7 +46,7 @@ def add_nodes(
 
 
 def cover(leaves: Sequence[int], total: int) -> list[tuple[int, int]]:
-    """Return the fewest nodes, left to right, that cover exactly `leaves`, consecutive ones of `total`."""
+    """Return the fewest nodes, left to right, that cover exactly the consecutive `leaves`, out of `total`."""
     stack: PartialSums[None] = []
     for leaf in leaves:
         push(stack, 0, leaf, None, total, lambda *_: None)
