@@ -125,7 +125,7 @@ def temporary_folder(prefix: str = "mingpt-") -> "tempfile.TemporaryDirectory[st
 
 
 def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable[[Exception], None]) -> T:
-    """Return the result of `work()`; while it raises, call it again after each of `pauses_s`, in seconds.
+    """Return the result of `work()`. If it raises, call it again after each pause of `pauses_s`, in seconds.
 
     Before a pause, `on_failure` is called with the error. It may log the error, or raise it to prevent
     another attempt. The error of the last attempt is raised.

@@ -41,7 +41,10 @@ def check_working_directory() -> None:
 
 
 def run_within(limit_s: float, work: Callable[[], T]) -> T:
-    """Run `work` in a thread; return its result, or raise its exception or, after `limit_s`, OutOfTime."""
+    """Run `work` in a thread, and return its result or raise its exception.
+
+    Raises OutOfTime if it does not end within `limit_s` seconds.
+    """
     outcome = start(work)
     wait([outcome], limit_s)
     if not outcome.done():

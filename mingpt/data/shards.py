@@ -1,4 +1,4 @@
-"""Find and check token shards, which are files of tokens, and read windows of them as of one array.
+"""Find and check token shards, which are files of tokens, and read windows as if they were one array.
 
 Formats: nanoGPT's (little-endian uint16, no header, files named train.bin and val.bin) and llm.c's, which is
 modded-nanogpt's too (256 int32: magic, version, number of tokens; then uint16 or uint32). `python -m mingpt

@@ -62,7 +62,7 @@ def write_cache(url: str, content: bytes) -> None:
 
 
 def cache_path(url: str) -> Path:
-    """Return the path of a URL's cache file. Raises RuntimeError if there is no home folder for it."""
+    """Return the path of a URL's cache file. Raises RuntimeError without a home folder."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mingpt"
     digest = hashlib.sha256(url.encode(errors="surrogateescape")).hexdigest()
     return folder / f"{digest[:16]}-{url.partition('?')[0].rsplit('/', 1)[-1][:80]}"

@@ -111,7 +111,7 @@ class TorchOps:
     def rms_norm(self, x: Tensor) -> Tensor:
         """Divide x by its root mean square along the last dimension.
 
-        The result has x's type. Under autocast, it is float32 on a GPU, and has autocast's type in CPUOps.
+        The result has x's type. Under autocast, it is float32 on a GPU, and in CPUOps has autocast's type.
         """
         return rms_norm(x)
 
@@ -304,7 +304,7 @@ class _GELU(torch.autograd.Function):
 
 @functools.cache
 def gelu_tables() -> tuple[Tensor, Tensor]:
-    """Return GELU and its derivative for each bfloat16 number, by its bits: (65536,) bfloat16 as int16."""
+    """Return tables of GELU and its slope by a bfloat16 number's bits: (65536,) bfloat16, viewed as int16."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).double()
     y = F.gelu(numbers, approximate="tanh")
     slope = torch.ops.aten.gelu_backward(torch.ones_like(numbers), numbers, approximate="tanh")

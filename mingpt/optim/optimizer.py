@@ -116,7 +116,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {"cosine": cosine, "linear": li
 
 
 def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
-    """Return the learning rate of update `step`, counted from 1: linear warm-up, then the schedule."""
+    """Return the learning rate of update `step`, counted from 1: linear warm-up, then `config.schedule`."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / (config.warmup_steps + 1)
     progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
