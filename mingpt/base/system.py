@@ -37,7 +37,7 @@ def check_working_directory() -> None:
         os.getcwd()
     except OSError as error:
         reason = error.strerror
-        raise UserError(f"the working directory cannot be used ({reason}): change to another") from None
+        raise UserError(f"the working directory cannot be used ({reason}): change to another one") from None
 
 
 def run_within(limit_s: float, work: Callable[[], T]) -> T:
