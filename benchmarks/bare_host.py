@@ -53,7 +53,7 @@ TRIALS: dict[str, Callable[[Job], None]] = {
 
 
 def bare_host(folder: Path) -> list[str]:
-    """The words to put before a command that is to run without the facilities."""
+    """Return the words to put before a command that is to run without the facilities."""
     (folder / "devices").mkdir()
     (folder / "sitecustomize.py").write_text(MISSING)
     unshare = ["unshare", "--mount", "bash", "-c", NAMESPACE, "bash", str(folder / "devices")]
@@ -61,7 +61,7 @@ def bare_host(folder: Path) -> list[str]:
 
 
 def seconds_to_recover(job: Job, run_dir: Path, send: Callable[[Job], None]) -> float:
-    """Send a signal at step MOMENT; the seconds until the job ends, or is past the step that it was at."""
+    """Send a signal at step MOMENT; return the seconds until the job ends, or is past the step it was at."""
     job.wait_until(lambda: last_step(run_dir) >= MOMENT, 300)
     began, at = time.monotonic(), last_step(run_dir) + 1  # this step may be recorded before the signal comes
     send(job)

@@ -41,14 +41,14 @@ STEPS_ALONE: dict[str, Any] = {
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that shows the program's docstring with its line breaks."""
+    """Return a parser that shows the program's docstring with its line breaks."""
     formatter = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=formatter)
 
 
 @contextlib.contextmanager
 def work_folder() -> Iterator[Path]:
-    """A folder that is removed at the end."""
+    """Yield a folder that is removed at the end."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
@@ -72,13 +72,13 @@ class Tally:
             print(job.err()[-3000:], file=sys.stderr)
 
     def exit_code(self, **more: Any) -> int:
-        """Print the last row; returns 0 if all trials were good, else 1."""
+        """Print the last row; return 0 if all trials were good, else 1."""
         row(trials=self.trials, ok=self.good, **more)
         return 0 if self.good == self.trials else 1
 
 
 def arguments_of(settings: Settings, more: Iterable[str] = ()) -> list[str]:
-    """The settings as words of train.py's command line; words of `more` override them."""
+    """Return the settings as words of train.py's command line; words of `more` override them."""
     given = dict(word.partition("=")[::2] for word in more)
     return [f"{key}={value}" for key, value in {**settings, **given}.items()]
 
@@ -134,7 +134,7 @@ def train(run_dir: Path, settings: Settings, *more: str, **options: Any) -> None
 
 
 def train_undisturbed(folder: Path, settings: Settings, *more: str, workers: int = 2) -> tuple[str, float]:
-    """The hash and the seconds of a run that nothing disturbs; prints a row."""
+    """Train a run that nothing disturbs, print a row, and return its hash and its seconds."""
     run_dir, began = folder / "undisturbed", time.monotonic()
     train(run_dir, settings, *more, workers=workers)
     seconds = time.monotonic() - began
@@ -143,14 +143,14 @@ def train_undisturbed(folder: Path, settings: Settings, *more: str, workers: int
 
 
 def wait_for_success(job: Job, timeout_s: float = 24 * 3600) -> None:
-    """Raises RuntimeError with what the job wrote to stderr unless it ends with exit code 0."""
+    """Wait for a job. Raises RuntimeError, with its stderr, unless it ends with exit code 0."""
     code = job.wait(timeout_s)
     if code:
         raise RuntimeError(f"the job ended with code {code}:\n{job.err()[-3000:]}")
 
 
 def seconds_until(command: Sequence[str], run_dir: Path, recorded: str, checkout: Path = ROOT) -> float:
-    """The seconds from the start of a command until metrics.jsonl has this text. RuntimeError if it fails."""
+    """Return the seconds from a command's start until metrics.jsonl has a text. RuntimeError if it fails."""
     record, began = run_dir / "metrics.jsonl", time.monotonic()
     job = Job(command, run_dir, cwd=checkout)
     while job.is_running() and not (record.exists() and recorded in record.read_text()):
@@ -161,7 +161,7 @@ def seconds_until(command: Sequence[str], run_dir: Path, recorded: str, checkout
 
 
 def exit_codes(jobs: Sequence[Job], timeout_s: float) -> list[int | None]:
-    """The exit code of each job; None for one that did not end in time and was killed."""
+    """Return the exit code of each job; None for one that did not end in time and was killed."""
     deadline = time.monotonic() + timeout_s
     codes: list[int | None] = []
     for job in jobs:
@@ -173,7 +173,7 @@ def exit_codes(jobs: Sequence[Job], timeout_s: float) -> list[int | None]:
 
 
 def signal_one(pids: Sequence[int], number: int, rng: random.Random) -> int | None:
-    """Send a signal to a random process; returns its place in `pids`, None if there is none or it ended."""
+    """Send a signal to a random process; return its place in `pids`, None if there is none or it ended."""
     if not pids:
         return None
     place = rng.randrange(len(pids))
@@ -198,14 +198,14 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def short_hash(run_dir: Path) -> str:
-    """The first 16 digits of the SHA-256 of the tensors of a run's last snapshot, or "none"."""
+    """Return the first 16 digits of the SHA-256 of the tensors of a run's last snapshot, or "none"."""
     return tensor_hash(run_dir)[:16]
 
 
 def measure_in_turns(
     variants: Mapping[str, Callable[[], float]], rounds: int, digits: int = 5, **about: Any
 ) -> dict[str, list[float]]:
-    """Call each variant once a round, in a changing order; prints a row per round."""
+    """Call each variant once a round, in a changing order; print a row per round."""
     found: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
         for name in sorted(variants, reverse=number % 2 == 1):
@@ -215,12 +215,12 @@ def measure_in_turns(
 
 
 def paired(found: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
-    """The ratio of two variants in each round."""
+    """Return the ratio of two variants in each round."""
     return [one / other for one, other in zip(found[over], found[under], strict=True)]
 
 
 def median_and_spread(values: Sequence[float], digits: int = 3, name: str = "ratio") -> dict[str, float]:
-    """The median under its name, and the least and the largest value, for the last row of a program."""
+    """Return the median, by `name`, and the least and the largest value, for the last row of a program."""
     return {
         name: round(statistics.median(values), digits),
         "from": round(min(values), digits),
@@ -229,20 +229,20 @@ def median_and_spread(values: Sequence[float], digits: int = 3, name: str = "rat
 
 
 def median_metric(run_dir: Path, name: str = "step_s") -> float | None:
-    """Median of a metric over the records of a run after the first quarter; None if there is none."""
+    """Return the median of a metric over a run's records after the first quarter; None if there is none."""
     recorded = list(read_metric(run_dir, name).values())
     return statistics.median(recorded[max(1, len(recorded) // 4) :] or recorded) if recorded else None
 
 
 def seconds_to_import_torch() -> float:
-    """The time of a bare `python -c "import torch"`, from its start to its end."""
+    """Return the time of a bare `python -c "import torch"`, from its start to its end."""
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True, env=clean_environment())
     return time.monotonic() - began
 
 
 def product_rate(device: str, threads: int, dtype: str = "bfloat16") -> float:
-    """The machine's own rate: FLOP/s of a large product in this type, the best of five."""
+    """Return FLOP/s of a large matrix product in this dtype, on this machine: the best of five."""
     import torch
 
     torch.set_num_threads(threads)
@@ -258,7 +258,7 @@ def product_rate(device: str, threads: int, dtype: str = "bfloat16") -> float:
 
 
 def process_mb(pid: int, field: str) -> float:
-    """A field of /proc/<pid>/status in MB: VmRSS, or VmHWM for the peak; 0 if the process has ended."""
+    """Return a field of /proc/<pid>/status in MB: VmRSS, or VmHWM for the peak; 0 for an ended process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -61,12 +61,12 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def transfer(step: int) -> Transfer:
-    """The tensor files of a step."""
+    """Return the tensor files of a step."""
     return SnapshotSaver(SnapshotStore("memory://")).stage(step, tensors_of(step))
 
 
 def manifest(step: int) -> Manifest:
-    """The manifest as a save knows it."""
+    """Return the manifest of a step as a save knows it."""
     return Manifest.model_validate({
         "step": step, "windows": step, "config": {}, "tokenizer": {"kind": "bytes", "vocab_size": 3},
         "data": {"path": "data/input.txt", "sha256": "0" * 64},
@@ -79,7 +79,7 @@ def saver(store: SnapshotStore) -> SnapshotSaver:
 
 
 def find_newest(store: SnapshotStore) -> tuple[Snapshot | None, dict[int, str]]:
-    """The newest valid snapshot, if any, and why newer ones are corrupt, by step."""
+    """Return the newest valid snapshot, if any, and why newer ones are corrupt, by step."""
     reader = Reader([store], accept_all, lambda manifest: RowMap({}), rank=0)
     while offers := reader.view().offers:
         if reader.verify(offers):
@@ -95,7 +95,7 @@ def write_first_two(store: SnapshotStore) -> None:
 
 
 def verdict(store: SnapshotStore) -> str:
-    """The verdict on the files that a fault left behind: "ok", or what is wrong with them."""
+    """Return the verdict on the files that a fault left behind: "ok", or what is wrong with them."""
     found, corrupt = find_newest(store)
     if found is None:
         return "there is no valid snapshot"
@@ -118,7 +118,7 @@ def verdict(store: SnapshotStore) -> str:
 
 
 def save_under_strace(store: SnapshotStore, injection: list[str], log: Path) -> None:
-    """Save step 30 in a child that strace watches from its start; returns when the child is gone."""
+    """Save step 30 in a child that strace watches from its start; wait until the child is gone."""
     job, transfer_30 = saver(store), transfer(30)
     with open(Path(store.root).parent / "metrics.jsonl", "a") as records:
 
@@ -143,7 +143,7 @@ def save_under_strace(store: SnapshotStore, injection: list[str], log: Path) -> 
 
 
 def attach_strace(pid: int, injection: list[str], log: Path) -> subprocess.Popen[str]:
-    """Attach strace; returns when the process is traced. Raises RuntimeError if it cannot be."""
+    """Attach strace; wait until the process is traced. Raises RuntimeError if it cannot be."""
     command = ["strace", "-q", "-y", "-o", str(log), *injection, "-p", str(pid)]
     strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
@@ -155,7 +155,7 @@ def attach_strace(pid: int, injection: list[str], log: Path) -> subprocess.Popen
 
 
 def system_calls(log: Path) -> list[tuple[str, int, str]]:
-    """The save's system calls but `futex`: name, number among the child's calls of this name, the line."""
+    """Return the save's system calls but `futex`: name, number among calls of this name, line of strace."""
     counts: collections.Counter[str] = collections.Counter()
     found, is_inside = [], False
     for line in log.read_text(errors="replace").splitlines():
@@ -173,7 +173,7 @@ def system_calls(log: Path) -> list[tuple[str, int, str]]:
 
 
 def faults_by_strace(work: Path, stride: int) -> Verdicts:
-    """The verdicts on `kill`, `ENOSPC` and `EIO`. Leaves an undisturbed save in `work` for `power_losses`."""
+    """Yield verdicts on `kill`, `ENOSPC` and `EIO`. Keep an undisturbed save in `work` for `power_losses`."""
     reference = SnapshotStore(str(work / "reference" / "snapshots"))
     write_first_two(reference)
     save_under_strace(reference, [], work / "reference.log")
@@ -189,7 +189,7 @@ def faults_by_strace(work: Path, stride: int) -> Verdicts:
 
 
 def file_operations(log: Path, root: str) -> list[Operation]:
-    """The operations of the save on files in the snapshot folder."""
+    """Return the operations of the save on files in the snapshot folder."""
     done: list[Operation] = []
     for name, _, line in system_calls(log):
         names = re.findall(rf'"{root}/([^"]+)"', line)
@@ -210,7 +210,7 @@ def file_operations(log: Path, root: str) -> list[Operation]:
 def states_after(
     done: Sequence[Operation], before: Mapping[str, bytes], saved: Mapping[str, bytes]
 ) -> Iterator[DiskState]:
-    """The contents that a disk may have if the power fails after these operations on the files `before`.
+    """Return what a disk may hold if the power fails after these operations on the files `before`.
 
     `saved` are the files that the whole save leaves.
     """
@@ -247,7 +247,7 @@ def states_after(
 
 
 def apply(folder: Mapping[str, str], operations: Sequence[Operation]) -> dict[str, str]:
-    """The folder, {name: inode}, after these operations; an operation on a missing file does nothing."""
+    """Return the folder, {name: inode}, after these operations. One on a missing file does nothing."""
     after = dict(folder)
     for kind, name, new in operations:
         if kind == "create":
@@ -264,7 +264,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def power_losses(work: Path, stride: int) -> Verdicts:
-    """The verdicts on `power`, from the operations that `faults_by_strace` has recorded."""
+    """Yield the verdicts on `power`, from the operations that `faults_by_strace` has recorded."""
     reference = work / "reference" / "snapshots"
     done, saved = file_operations(work / "reference.log", str(reference)), read_files(reference)
     first_two = SnapshotStore(str(work / "before" / "snapshots"))
@@ -282,7 +282,7 @@ def power_losses(work: Path, stride: int) -> Verdicts:
 
 
 def orders(work: Path, stride: int) -> Verdicts:
-    """The verdicts on `order`. After a kill it matters which files exist, not in which order they came."""
+    """Yield the verdicts on `order`. After a kill the files that exist matter, not the order they came in."""
     files = [layout for layout, _ in transfer(30).files]
     states = list(itertools.product(("absent", "half", "whole"), repeat=len(files)))
     for number, state in list(enumerate(states))[::stride]:
@@ -300,7 +300,7 @@ def orders(work: Path, stride: int) -> Verdicts:
 
 
 def faulty_store() -> tuple[SnapshotStore, FaultyStore]:
-    """A faulty store with the first two snapshots."""
+    """Return a faulty store with the first two snapshots."""
     FaultyStore.store.clear()
     FaultyStore.pseudo_dirs[:] = [""]
     store = SnapshotStore("memory://bucket/run", (0.0, 0.0))
@@ -311,7 +311,7 @@ def faulty_store() -> tuple[SnapshotStore, FaultyStore]:
 
 
 def faults_of_a_store(stride: int) -> Verdicts:
-    """The verdicts on `store`."""
+    """Yield the verdicts on `store`."""
     store, files = faulty_store()
     files.armed = True
     saver(store).write(manifest(30), transfer(30), dict, KEEP)
@@ -321,7 +321,7 @@ def faults_of_a_store(stride: int) -> Verdicts:
 
 
 def fault_of_a_store(fault: str, at: int) -> str:
-    """The verdict on a save whose call `at` has this fault."""
+    """Return the verdict on a save whose call `at` has this fault."""
     store, files = faulty_store()
     files.last_listing = files.ls(store.root, detail=False)
     files.armed, files.fault, files.at = True, fault, at

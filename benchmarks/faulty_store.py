@@ -25,7 +25,7 @@ class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
         self.last_listing: list[str] | None = None
 
     def count_call(self) -> bool:
-        """Whether this call has the fault; raises OSError if it must fail."""
+        """Return whether this call has the fault; raises OSError if it must fail."""
         if not self.armed:
             return False
         self.calls += 1

@@ -1,7 +1,7 @@
 """Workers that freeze or are stuck: when is it noticed, when does the job go on, with which bits?
 
     python benchmarks/freeze.py                         # 10 frozen, 10 before, 20 stuck: 20 minutes
-    python benchmarks/freeze.py --frozen 1 --before 0 --stuck 0 --minutes 0       # one alone: half a minute
+    python benchmarks/freeze.py --frozen 1 --before 0 --stuck 0 --minutes 0       # only one: half a minute
 
 - frozen: SIGSTOP to a random worker at a random moment, with timeout_s=10. `noticed_s` is when the first of
   the others is gone, `on_s` when the next generation has completed a step, in seconds since the signal.
@@ -43,7 +43,7 @@ SETTINGS = common.SMALL | {
 
 
 def freeze(job: Job, rng: random.Random) -> tuple[int, list[int]]:
-    """Stop a random worker; returns its place and the process ids of all workers."""
+    """Stop a random worker; return its place and the process ids of all workers."""
     pids = job.workers()
     victim = rng.randrange(len(pids))
     os.kill(pids[victim], signal.SIGSTOP)

@@ -47,7 +47,7 @@ OWN_TRACEBACK = re.compile(r'^  File ".*/(?:mingpt/\S+|train)\.py"', re.MULTILIN
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
-    """A tmpfs; yields a function that changes its size."""
+    """Mount a tmpfs; yield a function that changes its size."""
     folder.mkdir(parents=True)
 
     def mount(options: str) -> None:
@@ -63,7 +63,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address of a web server on this machine with the files of a folder."""
+    """Serve a folder's files on this machine; yield the address of the web server."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -86,7 +86,7 @@ class Trial:
     output: Path
 
     def train(self, workers: int = 1, kills_at: int | None = None) -> Job:
-        """Train to the end with one worker of plain python, or several of torchrun; returns the job.
+        """Train to the end with one worker of plain python, or several of torchrun; return the job.
 
         With `kills_at`, the last worker is killed once this step is on record.
         """
@@ -102,12 +102,12 @@ class Trial:
         return job
 
     def weights(self) -> str:
-        """The hash of the last snapshot."""
+        """Return the hash of the last snapshot."""
         snapshots = Path(self.settings.get("snapshot.path", self.run_dir / "snapshots"))
         return tensor_hash(snapshots.parent, STEPS)
 
     def records(self) -> dict[tuple[str, int], float]:
-        """The losses on record, by name and step."""
+        """Return the losses on record, by name and step."""
         names = ("train/loss", "val/loss")
         return {
             (name, step): loss for name in names for step, loss in read_metric(self.run_dir, name).items()
@@ -115,7 +115,7 @@ class Trial:
 
 
 def has_records(trial: Trial, expected: Trial) -> bool:
-    """Whether the records are those of the undisturbed run, except those that run.json calls missing.
+    """Return whether the records are those of the undisturbed run, except those that run.json calls missing.
 
     A record that could not be written before its process ended is lost; `metrics_missing` holds the first
     and the last such step. The evaluation after the last step on record may be lost, too.
@@ -142,7 +142,7 @@ class Disks:
         return Trial(case / "run", settings, case / "cache", case / "output")
 
     def undisturbed(self, name: str, text: Path) -> Trial:
-        """An undisturbed run on this text. Raises RuntimeError if the run fails."""
+        """Train an undisturbed run on this text. Raises RuntimeError if the run fails."""
         case = self.work / name
         case.mkdir()
         trial = self.trial(case, text)
@@ -189,7 +189,7 @@ class Disks:
 
 
 def cases() -> Iterator[tuple[str, str, int, bool]]:
-    """The cases: where the disk is, its size, the number of workers, and whether one of them is killed."""
+    """Yield the cases: where the disk is, its size, the number of workers, and whether one is killed."""
     for where in ("run_dir", "snapshot.path", "cache"):
         for size in ("4k", "500k", "1m", "2m"):
             for workers, is_killed in ((1, False), (2, False), (2, True)):

@@ -5,12 +5,12 @@
 
 Each measurement is a row: JSON on stdout and in rows.jsonl of --out, as soon as it is there, and a line of
 the table that follows each part (table.txt). One that fails is a row with its reason. `held` says whether
-what must hold does; `host_waits` are a step's calls that wait for the GPU, by torch.profiler, None where it
+what must hold does; `host_waits` are a step's calls that wait for the GPU, by torch.profiler, None if it
 sees none; `seconds` are from a signal to the next step, of training, or a step's for a save. It needs no
 network; nanoGPT and tinyshakespeare.txt are looked for beside the project's folder and in folders there.
 
 With --tiny, and on the stand-in for CUDA in tests/support/cuda, models are tiny. Rows of the stand-in say
-so, have no rates, and are printed alone. Exit code 2 without a GPU, 1 if something did not hold, else 0.
+so, and have no rates. Exit code 2 without a GPU, 1 if something did not hold, else 0.
 """
 
 import contextlib
@@ -106,7 +106,7 @@ class Bench:
         return left_s
 
     def settings(self, size: str, more: Row) -> Row:
-        """A size's settings, under those in `more`, by their dotted names."""
+        """Return a size's settings, by dotted names; those in `more` override them."""
         data = self.folder / "tokens" if size == "124M" else self.text or ROOT / "data/input.txt"
         small = {"trainer.micro_batch_size": 4} if size == "124M" and self.facts["memory_gb"] < 40 else {}
         return SIZES[size] | ALL | {"data.path": str(data)} | small | (TINY if self.is_tiny else {}) | more
@@ -121,26 +121,26 @@ class Bench:
         return self.jobs[-1]
 
     def train(self, size: str, more: Row = NONE, **env: str) -> Path:
-        """Train to the end; returns the run folder. Raises RuntimeError or TimeoutError if that fails."""
+        """Train to the end; return the run folder. Raises RuntimeError or TimeoutError if that fails."""
         run_dir = self.folder / f"run{len(self.jobs)}"
         common.wait_for_success(self.start(run_dir, self.settings(size, more), 1, **env), self.left_s())
         return run_dir
 
     def once(self, size: str, more: Row) -> Path:
-        """The folder of a run that nothing disturbs, trained at the first call."""
+        """Return the folder of a run that nothing disturbs, trained at the first call."""
         key = json.dumps([size, more])
         self.undisturbed[key] = self.undisturbed.get(key) or self.train(size, more)
         return self.undisturbed[key]
 
 
 def find_beside(*names: str) -> Path | None:
-    """The first file or folder of these names beside the project's folder, or one folder further down."""
+    """Return the first path with one of these names beside the project's folder, or one level deeper."""
     places = (ROOT.parent, *ROOT.parent.iterdir(), *ROOT.iterdir())
     return next((place / name for place in places for name in names if (place / name).exists()), None)
 
 
 def figures(run_dir: Path) -> Row:
-    """A run's medians, and what its worker left; holds if no compiler or CUDA graph failed."""
+    """Return a run's medians, and what its worker left; `held` if no compiler or CUDA graph failed."""
     rate, share = (common.median_metric(run_dir, name) for name in ("tokens_per_s", "mfu"))
     failed = [line for line in Path(f"{run_dir}.err").read_text().splitlines() if " failed (" in line]
     row = {"held": not failed, "tokens_per_s": rate, "share_of_peak": share, "failed": failed}
@@ -152,7 +152,7 @@ def speed(bench: Bench, size: str, more: Row, **env: str) -> Row:
 
 
 def same_hash(bench: Bench, how: str = "", size: str = "default", workers: int = 1, more: Row = NONE) -> Row:
-    """The final hash beside an undisturbed run's; `how`: after a STOP file, or a signal to a worker."""
+    """Compare the final hash with an undisturbed run's; `how`: after a STOP file, or a signal to a worker."""
     if workers > bench.facts["gpus"]:
         raise LeftOut("NCCL refuses two workers on one card, and gloo does not train on GPUs")
     settings, runs = bench.settings(size, more), [bench.once(size, more)]
@@ -175,14 +175,14 @@ def same_hash(bench: Bench, how: str = "", size: str = "default", workers: int =
 
 
 def beside(bench: Bench, ours: Row, theirs: Row, size: str = "default", metric: str = "train/loss") -> Row:
-    """The largest relative difference of a metric's records between two runs."""
+    """Return the largest relative difference between two runs' records of a metric."""
     one, other = (read_metric(bench.once(size, more), metric) for more in (ours, theirs))
     worst = max(abs(one[step] / other[step] - 1) for step in other)
     return {"held": worst <= LIMIT, "metric": metric, "worst": worst, "records": len(other)}
 
 
 def beside_nanogpt(bench: Bench) -> Row:
-    """Seconds per step in turns, both compiled: theirs over ours."""
+    """Measure seconds per step in turns, both programs compiled: nanoGPT's time over ours."""
     checkout = find_beside("nanoGPT")
     if checkout is None or bench.is_tiny:
         raise LeftOut("no nanoGPT beside this folder" if checkout is None else "it has no tiny size here")
@@ -198,7 +198,7 @@ def beside_nanogpt(bench: Bench) -> Row:
 
 
 def recipe(bench: Bench, seed: int) -> Row:
-    """The validation loss at the end, and the seconds of the steps; `mean` is that of the losses so far."""
+    """Measure the validation loss at the end and the steps' seconds; `mean` is that of the losses so far."""
     run_dir = bench.train("recipe", {"seed": seed})
     bench.losses += list(read_metric(run_dir, "val/loss").values())[-1:]
     last = read_history(run_dir)["generations"][-1]
@@ -210,21 +210,21 @@ def recipe(bench: Bench, seed: int) -> Row:
 
 
 def large(bench: Bench, more: Row) -> Row:
-    """Speed at 124 M parameters, and the peak of torch's allocator over the plan's without CUDA's context."""
+    """Measure speed at 124 M parameters, and the allocator's peak over the plan's without CUDA's context."""
     row, config = speed(bench, "124M", more), build(bench.settings("124M", more))
     planned = estimate(config, 50257, 1, on_cpu=False, element=2)["total"] - CUDA_BYTES
     return row | {"over_plan": row["peak_bytes"] / planned}
 
 
 def saves(bench: Bench, memory_every: int) -> Row:
-    """Seconds for which a step waits for a save, by kind."""
+    """Measure the seconds for which a step waits for a save, by kind."""
     more = {"snapshot.every": 5, "snapshot.memory_every": memory_every}
     row = speed(bench, "124M", PLAIN | more)
     return row | {"seconds": {kind: statistics.median(times) for kind, times in row.pop("saves").items()}}
 
 
 def sanitized(bench: Bench, *prefix: str, **env: str) -> Row:
-    """Ten steps under a sanitizer, which must find nothing."""
+    """Train ten steps under a sanitizer, which must find nothing."""
     if prefix and shutil.which(prefix[0]) is None:
         raise LeftOut(f"no {prefix[0]} on PATH")
     run_dir, more = bench.folder / f"run{len(bench.jobs)}", TINY | {"trainer.max_steps": 10}
@@ -237,7 +237,7 @@ def sanitized(bench: Bench, *prefix: str, **env: str) -> Row:
 
 
 def sampling(bench: Bench) -> Row:
-    """Tokens per second of sample.py, by the number of samples, from the times of two lengths."""
+    """Measure tokens per second of sample.py, by the number of samples, from the times of two lengths."""
     run_dir, lengths, rates = bench.once("124M", PLAIN), (4, 12) if bench.is_tiny else (16, 272), Row()
     for samples in (1, 16):
         times = []

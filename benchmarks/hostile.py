@@ -4,7 +4,7 @@
     python benchmarks/hostile.py --kinds NaN FIFO --programs train --older yes     # a minute
 
 A small run has snapshots of steps 2 and 4. A snapshot of each kind of hostile_kinds.py replaces that of step
-4, with right checksums where that makes the fault harder to see. Each program is started once with the
+4, with right checksums if that makes the fault harder to see. Each program is started once with the
 snapshot of step 2, which must be used (exit code 0; one line names the bad one, which only train.py renames),
 and once without it (one sentence, exit code 2). "init file" is snapshot.init_from=step_00000004.safetensors,
 which must always be refused; kinds called "valid" may be used or refused. There must be no traceback and
@@ -61,7 +61,7 @@ def execute(command: Sequence[str], timeout_s: float = 120) -> Outcome:
 
 
 def command(program: str, run_dir: Path, text: Path, fresh: Path) -> list[str]:
-    """The command line of a program on the snapshots of `run_dir`; `fresh` is a run folder to begin."""
+    """Return the command of a program on the snapshots of `run_dir`; `fresh` is the folder of a new run."""
     train = [sys.executable, "train.py", f"data.path={text}", *SETTINGS]
     if program == "sample":
         return [sys.executable, "sample.py", str(run_dir), "--tokens", "5"]
@@ -96,7 +96,7 @@ class Range:
         return execute(command(program, run_dir, self.text, self.folder / "fresh"))
 
     def clean_peak(self, program: str) -> int:
-        """The peak of memory on the valid snapshots; train.py goes on from step 2."""
+        """Return the peak of memory, in bytes, on the valid snapshots; train.py goes on from step 2."""
         if program not in self.clean_peaks:
             run_dir = self.copy()
             if program == "train":
@@ -120,7 +120,7 @@ class Range:
         assert status == 0, "the forgery failed"
 
     def trial(self, kind: str, program: str, older: bool) -> bool:
-        """Try a program and print a row with its problems; whether it has none."""
+        """Try a program and print a row with its problems; return whether it has none."""
         clean_peak, run_dir = self.clean_peak(program), self.copy()
         snapshots = run_dir / "snapshots"
         paths = snapshots / "step_00000004.json", snapshots / "step_00000004.safetensors"
@@ -155,7 +155,7 @@ class Range:
 
 
 def problems(outcome: Outcome, has_older: bool) -> list[str]:
-    """The problems of a program that was given a bad snapshot of step 4."""
+    """Return the problems of a program that was given a bad snapshot of step 4."""
     lines = outcome.err.splitlines()
     if has_older:
         named = [line for line in lines if "snapshot of step 4 " in line]

@@ -79,7 +79,7 @@ def with_header(header: bytes, data: bytes) -> bytes:
 
 
 def seal(manifest: dict[str, Any]) -> bytes:
-    """A manifest's bytes with the right checksum, as mingpt.snapshot.manifest writes them."""
+    """Return a manifest's bytes with the right checksum, as mingpt.snapshot.manifest writes them."""
     body = {key: value for key, value in manifest.items() if key != "checksum"}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps(body | {"checksum": digest}, indent=1) + "\n").encode()
@@ -100,7 +100,7 @@ def pickled(forgery: Forgery) -> bytes:
 
 
 def zipped(forgery: Forgery) -> bytes:
-    """The payload as torch.save writes it."""
+    """Return the payload as torch.save writes it."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("archive/data.pkl", pickled(forgery))

@@ -8,7 +8,7 @@
 There are 20 jobs of two workers under torchrun, 10 of two agents with one worker each, and 20 of two workers
 under plain `python train.py`. One worker gets SIGKILL at a seeded random moment between its start and the
 time that an undisturbed job takes. A job counts only if the signal hit a living worker. With --memory_jobs N
-there are N jobs with ddp and N with fsdp that save to memory alone before their end, and the signal waits for
+there are N jobs with ddp and N with fsdp that save only to memory before their end, and the signal waits for
 such a save to be under way.
 
 With --storm STEPS, the default run of that many steps gets such signals, one every --every_s seconds on
@@ -86,7 +86,7 @@ def kill_once(
 def kill_again_and_again(
     run_dir: Path, settings: common.Settings, arguments: argparse.Namespace
 ) -> tuple[int, int]:
-    """Kill workers until the run ends; returns its exit code and the number of kills."""
+    """Kill workers until the run ends; return its exit code and the number of kills."""
     rng = random.Random(arguments.seed)
     job = common.start(run_dir, settings, restarts=100_000)
     job.wait_until(lambda: read_history(run_dir)["generations"], 600)
@@ -106,7 +106,7 @@ def kill_again_and_again(
 
 
 def training_seconds(run_dir: Path) -> float:
-    """The time from the first generation's first step to the end of the last one."""
+    """Return the time from the first generation's first step to the end of the last one."""
     generations = read_history(run_dir)["generations"]
     return float(generations[-1]["seen"] - generations[0]["began"])
 

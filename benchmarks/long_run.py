@@ -4,7 +4,7 @@
     python benchmarks/long_run.py --steps 4000 --every 1000 --pairs 1      # two minutes
 
 Trains a tiny model under torchrun with two workers. First measures the resident memory of every worker
-(VmRSS, in MB) each `--every` steps. Then times, in turns, 1,000 steps of two resumed jobs: one resumed at
+(VmRSS, in MB) every `--every` steps. Then times, in turns, 1,000 steps of two resumed jobs: one resumed at
 step 1,000, one 1,000 steps before the end; evaluations and snapshots count. Prints rows as JSON. Exit code 1
 unless every worker's memory stays within 10 MB of its memory after 2,000 steps, and the median ratio of late
 to early over the pairs is at most 1.03. Needs Linux, and for the times cores that nobody else uses.
@@ -39,7 +39,7 @@ def keep_copy(run_dir: Path, step: int, copy: Path) -> None:
 
 
 def watch_memory(job: Job, run_dir: Path, steps: int, every: int, work: Path) -> bool:
-    """Print the workers' memory each `every` steps; whether it stays within the limit."""
+    """Print the workers' memory every `every` steps; return whether it stays within the limit."""
     base: list[float] = []
     is_within, following = True, min(every, BASE)
     while job.is_running():
@@ -64,7 +64,7 @@ def watch_memory(job: Job, run_dir: Path, steps: int, every: int, work: Path) ->
 
 
 def resume(copy: Path, settings: common.Settings, last: int) -> float:
-    """The seconds that the steps take if the run goes on from a copy up to step `last`."""
+    """Return the seconds that the steps take if the run goes on from a copy up to step `last`."""
     run_dir = copy.with_name(f"{copy.name}-again")
     shutil.copytree(copy, run_dir)
     common.train(run_dir, {**settings, "trainer.max_steps": last, "snapshot.resume": "changed"})

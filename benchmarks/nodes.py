@@ -103,7 +103,7 @@ def inflict(fault: str, node: Node) -> None:
 
 
 def disturb(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
-    """Let the fault happen and end; returns the values measured meanwhile."""
+    """Let the fault happen and end; return the values measured meanwhile."""
     is_training = job.reach(rng.randrange(60, 200))
     if not is_training:
         return {"on_s": None}
@@ -206,18 +206,18 @@ def lose_around_a_join(trial: Trial, job: NodesJob, rng: random.Random) -> Found
 
 
 def said(job: NodesJob, nodes: Sequence[Node], text: str) -> int:
-    """How often these nodes' agents have written a text."""
+    """Return how often these nodes' agents have written a text."""
     return sum(job.running[node].err().count(text) for node in nodes)
 
 
 def has_begun(job: NodesJob, nodes: Sequence[Node], since: float) -> bool:
-    """Whether these nodes have the record of a generation of all nodes that began after `since`."""
+    """Return whether these nodes have the record of a generation of all nodes that began after `since`."""
     generations = read_history(job.newest_run_dir(nodes))["generations"]
     return bool(generations) and generations[-1]["began"] > since and generations[-1]["workers"] == NODES
 
 
 def outcome(trial: Trial, job: NodesJob) -> Found:
-    """Wait for the end of the job; returns its results."""
+    """Wait for the end of the job; return its results."""
     codes = job.exit_codes()
     last = job.newest_run_dir(job.nodes)
     history = read_history(last)
@@ -270,7 +270,7 @@ def is_ok(trial: Trial, found: Found) -> bool:
 
 
 def plan(arguments: argparse.Namespace) -> Iterator[Trial]:
-    """The trials that the arguments ask for."""
+    """Return the trials that the arguments ask for."""
     launch_of = {"shared": "folder", "own": "hosts"}
     for disk in arguments.disks:
         launch = arguments.launch or launch_of[disk]
@@ -293,7 +293,7 @@ def plan(arguments: argparse.Namespace) -> Iterator[Trial]:
 
 
 def plan_joins(arguments: argparse.Namespace, rng: random.Random) -> Iterator[Trial]:
-    """The trials of --joins, in which the last node joins, and of --random_joins, in which any one does."""
+    """Yield the trials of --joins, where the last node joins, and of --random_joins: a random node does."""
     chosen = [
         ((number + number // 3) % NODES, NODES - 1, MOMENTS[number], settings)
         for number in arguments.joins

@@ -49,7 +49,7 @@ def refusals(job: Job) -> list[str]:
 
 
 def is_refused(job: Job, holder: int) -> bool:
-    """Whether the job ended with one sentence that names the other job's process, and nothing else."""
+    """Return whether the job ended with one sentence that names the other job's process, and nothing else."""
     lines, has_traceback = refusals(job), "mingpt/training/trainer.py" in job.err()
     return len(lines) == 1 and f"process {holder} on host" in lines[0] and not has_traceback
 
@@ -130,7 +130,7 @@ def superseded(folder: Path, number: int, expected: str) -> dict[str, Any]:
 
 
 def fingerprint(run_dir: Path) -> dict[str, str]:
-    """SHA-256 of every file of a run."""
+    """Return the SHA-256 of every file of a run."""
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 

@@ -1,14 +1,14 @@
 """Do the tests find what they are for? Each fault of planted.toml is put into a copy, and tests run there.
 
     python benchmarks/planted.py                 # all 40, about half an hour on two cores
-    python benchmarks/planted.py --faults 7 22   # these alone, by their number from 1
+    python benchmarks/planted.py --faults 7 22   # only these, by their number from 1
 
 A fault is two pieces of text: `old`, which stands once in a file of mingpt/, and `new`, which takes its place
 in a copy of the working tree. The fast tests of the file's room (folder of mingpt/) run first, then tests
 with jobs that go through the room, its slow tests, and the jobs that run weekly, until a test fails. Prints a
 row per fault, as JSON, with that test or null; exit code 1 if a fault cannot be planted or no test has found
-it. Whoever deletes tests, or moves code, runs this before and after; a fault whose code has changed gets a
-new text that breaks the same promise.
+it. If you delete tests or move code, run this before and after; a fault whose code has changed gets a new
+text that breaks the same promise.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def copy_tree(target: Path) -> None:
 
 
 def first_failure(tree: Path, paths: list[str], marker: str) -> str | None:
-    """The first test that fails, or an error that keeps pytest from running; None if all pass."""
+    """Return the first test that fails, or an error that keeps pytest from running; None if all pass."""
     existing = [path for path in paths if (tree / path).exists()]
     if not existing:
         return None
@@ -64,7 +64,7 @@ def first_failure(tree: Path, paths: list[str], marker: str) -> str | None:
 
 
 def find(tree: Path, file: str) -> str | None:
-    """The test that notices the fault planted in a file, or None."""
+    """Return the test that notices the fault planted in a file, or None."""
     room = Path(file).parts[1]
     units, jobs = [f"tests/{room}"], [f"tests/jobs/{name}.py" for name in JOBS[room]]
     rounds = [(units, "not slow and not weekly"), (jobs, "not weekly"), (units, "slow"), (jobs, "weekly")]

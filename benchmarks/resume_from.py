@@ -1,4 +1,4 @@
-"""Does this checkout resume the snapshots of another one to the bits that the other reaches by itself?
+"""Does this checkout resume the snapshots of another to the bits that the other reaches by itself?
 
     git worktree add /tmp/older COMMIT && python benchmarks/resume_from.py /tmp/older
 
@@ -28,7 +28,7 @@ CASES = {
 
 
 def resume(case: str, checkout: Path, folder: Path) -> set[str]:
-    """The hashes at the end. Raises RuntimeError if a job fails, or goes on from another step."""
+    """Return the hashes at the end. Raises RuntimeError if a job fails, or goes on from another step."""
     before, workers_before, after, workers_after = CASES[case]
     theirs, ours = folder / "theirs", folder / "ours"
     folder.mkdir()

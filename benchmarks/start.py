@@ -38,7 +38,7 @@ MAX_START, MAX_RECOVERY = 2.5, 1.25
 
 
 def seconds_to_first_step(folder: Path, launch: str, checkout: Path) -> float:
-    """The seconds until the first step is on record. Raises RuntimeError if the run fails."""
+    """Return the seconds until the first step is on record. Raises RuntimeError if the run fails."""
     launcher, workers = LAUNCHES[launch]
     run_dir = folder / f"run{len(list(folder.iterdir()))}"
     settings = SETTINGS | {"run_dir": run_dir, "trainer.workers": workers}
@@ -47,7 +47,7 @@ def seconds_to_first_step(folder: Path, launch: str, checkout: Path) -> float:
 
 
 def measure_starts(folder: Path, arguments: argparse.Namespace) -> int:
-    """Print the rows of the starts; returns the exit code."""
+    """Print the rows of the starts; return the exit code."""
     first_step = functools.partial(seconds_to_first_step, folder, arguments.launch)
     variants: dict[str, Callable[[], float]] = {
         "import_torch_s": common.seconds_to_import_torch,
@@ -65,7 +65,7 @@ def measure_starts(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def stamp(run_dir: Path) -> list[tuple[int, int]]:
-    """A value that changes with a run's records; reading the records takes time that the workers need."""
+    """Return a value that changes with a run's records; reading these takes time that the workers need."""
     files = [(run_dir / name).stat() for name in ("run.json", "metrics.jsonl")]
     return [(file.st_mtime_ns, file.st_size) for file in files]
 
@@ -73,7 +73,7 @@ def stamp(run_dir: Path) -> list[tuple[int, int]]:
 def seconds_to_recover(
     job: Job, run_dir: Path, step: int, rng: random.Random, import_s: float, signum: int = signal.SIGKILL
 ) -> float:
-    """Send a worker the signal; returns the seconds until a later generation has completed a step."""
+    """Send a worker the signal; return the seconds until a later generation has completed a step."""
     job.wait_until(lambda: last_step(run_dir) >= step, 300)
     time.sleep(rng.uniform(0, 0.2))  # a random moment in a step
     pids, before = job.workers(), len(read_history(run_dir)["generations"])
@@ -100,7 +100,7 @@ def seconds_to_recover(
 
 
 def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
-    """Kill workers, in as many runs as that takes; returns the exit code."""
+    """Kill workers, in as many runs as that takes; return the exit code."""
     rng, tally = random.Random(arguments.seed), common.Tally()
     took, ratios = list[float](), list[float]()
     # Each step has a record, so that a completed step is seen.

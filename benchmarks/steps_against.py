@@ -18,7 +18,7 @@ settings of its README's CPU run (`cpu`: 4 layers, 4 heads, 128 wide, block 64, 
 shakespeare_char configuration (`10M`). It runs in three ways: not compiled, as its README says; not compiled
 but with bfloat16 autocast, which its train.py leaves out on a CPU (one line is changed in the copy); and
 compiled. Ours runs as two workers of one thread, the same compiled, and one compiled worker of two threads.
-Exit code 1 where --scaling finds less than 0.95 for two workers at 10M, or 0.92 at another size.
+Exit code 1 if --scaling finds less than 0.95 for two workers at 10M, or 0.92 at another size.
 """
 
 import argparse
@@ -94,9 +94,9 @@ class Bench:
         self.folder, self.runs = folder, itertools.count(1)
 
     def step_s(self, settings: common.Settings, workers: int = 2, **options: Any) -> float:
-        """The seconds per step of a run, to which `options` of `common.start` apply.
+        """Return the seconds per step of a run, to which `options` of `common.start` apply.
 
-        Raises RuntimeError if the run fails, or is not compiled where it should be.
+        Raises RuntimeError if the run fails, or is not compiled although it should be.
         """
         run_dir = self.folder / f"run{next(self.runs)}"
         log_every = max(1, settings["trainer.max_steps"] // 20)
@@ -136,7 +136,7 @@ def exact_over_fast(bench: Bench, size: str, arguments: argparse.Namespace) -> b
 
 
 def scaling(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
-    """Whether two workers are as efficient as they should be; four on two cores show that nothing breaks.
+    """Return whether two workers are efficient enough; four on two cores show that nothing breaks.
 
     One worker exchanges nothing and has no DistributedDataParallel around its model under `exact`; its row
     under `fast` shows the cost of that.
@@ -161,7 +161,7 @@ def scaling(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
 
 
 def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
-    """What two workers cost each other, and what the exchange costs, apart: two jobs share the memory bus."""
+    """Measure the cost of the exchange: two jobs at once also share the memory bus, but exchange nothing."""
 
     def two_jobs_s() -> float:
         batch_size = SIZES[size].get("trainer.batch_size", TrainerConfig().batch_size)
@@ -205,7 +205,7 @@ def copy_peer(checkout: Path, text: str, copy: Path) -> None:
 def peer_step_s(
     copy: Path, size: str, variant: str, device: str = "cpu", steps: int = 0, timeout_s: float | None = None
 ) -> float:
-    """The median seconds per iteration of the second half, by nanoGPT's own clock."""
+    """Return the median seconds per iteration of the second half, by nanoGPT's own clock."""
     program = "train_bfloat16.py" if variant == "bfloat16" else "train.py"
     steps = steps or SIZES[size]["trainer.max_steps"]
     evaluation = ["--eval_iters=1", "--eval_interval=100000", "--log_interval=1", f"--max_iters={steps}"]

@@ -60,7 +60,7 @@ def leave_marks(marks: Path) -> None:
 
 
 def start_marked(folder: Path, run_dir: Path, marks: Path, is_plain: bool, pause_s: float = 0) -> Job:
-    """Start a job of two workers that leave marks, and pause after so many seconds if that is not 0."""
+    """Start a job of two workers that leave marks, and pause after `pause_s` seconds unless that is 0."""
     marks.mkdir(exist_ok=True)
     launcher = [sys.executable] if is_plain else torchrun(2, restarts=3 if pause_s else 0)
     own = {"run_dir": run_dir, "trainer.workers": 2, "trainer.pause_after": pause_s or "null"}
@@ -69,17 +69,17 @@ def start_marked(folder: Path, run_dir: Path, marks: Path, is_plain: bool, pause
 
 
 def steps_after(moment: float, marks: Path) -> int:
-    """How many steps worker 0 has begun after a moment, in seconds since 1970."""
+    """Return how many steps worker 0 has begun after a moment, in seconds since 1970."""
     return sum(float(at) > moment for at in (marks / "steps-0").read_text().split())
 
 
 def newest_step(run_dir: Path) -> int:
-    """The step of a run's newest snapshot; 0 if there is none."""
+    """Return the step of a run's newest snapshot; 0 if there is none."""
     return max((int(path.stem[5:]) for path in run_dir.glob("snapshots/step_*.json")), default=0)
 
 
 def request_stop(kind: str, job: Job, pids: list[int], run_dir: Path, rng: random.Random) -> bool:
-    """Request a stop; whether the request reached a running job."""
+    """Request a stop; return whether the request reached a running job."""
     try:
         if kind == "STOP":
             run_dir.mkdir(exist_ok=True)
@@ -94,7 +94,7 @@ def request_stop(kind: str, job: Job, pids: list[int], run_dir: Path, rng: rando
 
 
 def imports_left_s(marks: Path, since: float) -> float:
-    """The seconds for which a worker was still importing."""
+    """Return the seconds for which a worker was still importing."""
     ends = [float(path.read_text() or since) for path in marks.glob("imported-*")]
     return max([0.0, *(end - since for end in ends)])
 
@@ -102,7 +102,7 @@ def imports_left_s(marks: Path, since: float) -> float:
 def wait_for_moment(
     job: Job, moment: str, kind: str, marks: Path, length_s: float, rng: random.Random
 ) -> float:
-    """Wait for the moment; returns the seconds since the first worker's start.
+    """Wait for the moment; return the seconds since the first worker's start.
 
     Raises RuntimeError if the job ends before.
     """
@@ -120,7 +120,7 @@ def wait_for_moment(
 def stop_once(
     job: Job, moment: str, kind: str, run_dir: Path, marks: Path, length_s: float, rng: random.Random
 ) -> dict[str, Any] | None:
-    """Stop a job that has just been started; returns its row, or None if the request came too late."""
+    """Stop a job that has just been started; return its row, or None if the request came too late."""
     try:
         after_s = wait_for_moment(job, moment, kind, marks, length_s, rng)
     except RuntimeError:
@@ -148,7 +148,7 @@ def stop_once(
 
 
 def records(run_dir: Path) -> list[tuple[int, float]]:
-    """(step, loss) of each record, in order; a step that was recorded twice is there twice."""
+    """Return (step, loss) of each record, in order; a step that was recorded twice is there twice."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line.get("train/loss", line.get("val/loss"))) for line in lines]
 

@@ -20,7 +20,7 @@ PRESETS = [
 
 
 def preset(path: Path) -> str:
-    """A row of a preset: FLOP of forward and backward passes (Chowdhery et al. 2022), state in float32."""
+    """Return a row of a preset: FLOP of forward and backward (Chowdhery et al. 2022), state in float32."""
     import torch
 
     from mingpt.config.cli import parse

@@ -117,7 +117,7 @@ class StepTimes:
 
 
 def measure(settings: common.Settings, workers: int, more: Sequence[str]) -> dict[str, Any]:
-    """Do one run; returns rank 0's measurements, and torch and the device from its snapshot."""
+    """Do one run; return rank 0's measurements, and torch and the device from its snapshot."""
     with common.work_folder() as folder:
         run_dir = folder / "run"
         given = common.arguments_of({**QUIET, **settings, "run_dir": run_dir}, more)
@@ -131,7 +131,7 @@ def measure(settings: common.Settings, workers: int, more: Sequence[str]) -> dic
 
 
 def measure_size(size: str, device: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The row of a size."""
+    """Measure one size; return its row."""
     runs = [measure(SIZES[size], arguments.workers, arguments.settings) for _ in range(arguments.rounds)]
     rate = common.product_rate(device, arguments.workers, runs[0]["dtype"])
     medians = [statistics.median(run["steps"]) for run in runs]

@@ -8,7 +8,7 @@ nodes. torch's profiler names every collective of gloo, in every thread, with it
 type; the kernel counts the bytes of every socket. These are counts, not seconds: they do not depend on how
 busy a machine is. A worker that gives n bytes to a collective of W workers sends:
 
-    all_to_all   n (W - 1) / W     its own part stays; where parts differ in size, on average over the workers
+    all_to_all   n (W - 1) / W     its own part stays; if parts differ in size, on average over the workers
     all_gather   n (W - 1)         each passes on what it gets, in a ring
     all_reduce   2 n (W - 1) / W   a ring; also FSDP2's own reduce-scatter, which gloo does as an all-reduce
     broadcast    n (W - 1) / W     on average over the workers
@@ -101,7 +101,7 @@ class Recorder:
 
 
 def sent_to_workers() -> int:
-    """The bytes that this process's sockets, except those to the store, have sent since they were opened."""
+    """Return the bytes that this process's sockets, except those to the store, have sent since opened."""
     store_port, sent = int(os.environ["MASTER_PORT"]), 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -129,14 +129,14 @@ def subscribe(folders: list[Path]) -> None:
 
 
 def sent_bytes(given: dict[str, int], workers: int) -> dict[str, float]:
-    """{kind: bytes sent} of the bytes that a worker gives to collectives of so many workers."""
+    """Return {kind: bytes sent} for the bytes that a worker gives to collectives of `workers` workers."""
     rest = (workers - 1) / workers
     factors = {"all_to_all": rest, "all_gather": workers - 1, "all_reduce": 2 * rest, "broadcast": rest}
     return {kind: size * factors[kind] for kind, size in given.items()}
 
 
 def summary(by_rank: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
-    """The workers' counts: calls of the first worker, bytes as means over all workers.
+    """Return the counts of the workers: calls of the first worker, bytes as means over all workers.
 
     `messages` is the least number that gloo sends: in a ring, and all to all, W - 1 a round.
     """

@@ -1,9 +1,9 @@
 #!/bin/bash
-# torchrun for a cluster in which any node may die, join or leave in mid-run. Run it on every node:
+# Runs torchrun on a cluster in which any node may die, join or leave during the run. Start it on every node:
 #
 #   launch/elastic.sh --nnodes MIN:MAX --nproc N --rdzv PATH|HOST:PORT[,HOST:PORT...] --local_addr A -- train.py ...
 #
-# --help explains the options. The script prints a torchrun command with its environment, and becomes it.
+# --help explains the options. The script prints a torchrun command with its environment, and executes it.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$(command -v python || command -v python3)}

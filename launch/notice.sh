@@ -1,13 +1,13 @@
 #!/bin/bash
-# Passes a cloud's notice on: SIGTERM to this node's agent when the machine will be taken, so that all workers
-# write a snapshot together, this node leaves, and the others go on. Run it beside the agent:
+# Sends SIGTERM to this node's agent when a cloud gives notice that it will take the machine away, so that all
+# workers write a snapshot together, this node leaves, and the others go on. Run it beside the agent:
 #
 #   launch/elastic.sh ... & launch/notice.sh $!
 #
-# It asks the metadata service of AWS, Google and Azure every 5 s. Exit code 0: the machine will be taken and
-# the agent has ended; 1: the agent has ended by itself; 2: a mistake in the options.
+# It asks the metadata services of AWS, Google and Azure every 5 s. Exit code 0: the machine will be taken
+# away, and the agent has ended; 1: the agent has ended by itself; 2: a mistake in the options.
 #
-# METADATA_URL is another address of the service, NOTICE_EVERY_S another interval.
+# METADATA_URL sets another address of the service, NOTICE_EVERY_S another interval in seconds.
 set -u
 agent=${1:-}
 url=${METADATA_URL:-http://169.254.169.254}
@@ -21,7 +21,7 @@ elif ! command -v curl >/dev/null; then
     exit 2
 fi
 
-ask() { # PATH [OPTION OF CURL...]; fails where nobody answers, or with anything but success
+ask() { # PATH [OPTION OF CURL...]; fails without an answer, or if the answer is not a success
     curl --silent --fail --noproxy '*' --max-time 2 "${@:2}" "$url/$1"
 }
 
@@ -37,7 +37,7 @@ google() {
         ask $of/maintenance-event -H "$header" | grep -qx TERMINATE_ON_HOST_MAINTENANCE
 }
 
-azure() { # tells of the other machines of a scale set, too
+azure() { # also lists events of the other machines of a scale set
     local name version="api-version=2020-07-01"
     name=$(ask "metadata/instance/compute/name?$version&format=text" -H "Metadata: true") || return
     ask "metadata/scheduledevents?$version" -H "Metadata: true" | tr -d '\n' | tr '}' '\n' |

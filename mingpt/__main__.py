@@ -27,9 +27,9 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command that the first argument names; return the command's exit code. Raises UserError.
+    """Run the command that the first of `arguments` names; return its exit code. Raises UserError.
 
-    Without arguments the commands are listed, as by --help.
+    Without arguments, print the list of commands, as --help does.
     """
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()]
@@ -47,12 +47,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run() -> int:
-    """Run the command `mingpt`, as `python -m mingpt` does; return its exit code."""
+    """Run `python -m mingpt`; return its exit code. This is the entry point of the command `mingpt`."""
     return run_command(main, sys.argv[1:])
 
 
 def train() -> None:
-    """Run train.py, as the command `mingpt-train`."""
+    """Run train.py. This is the entry point of the command `mingpt-train`."""
     from mingpt.config import PROJECT
 
     sys.argv[0] = str(PROJECT / "train.py")

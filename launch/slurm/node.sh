@@ -1,16 +1,17 @@
 #!/bin/bash
-# The agent of one node, which a batch script here starts by srun once per node. It gets the arguments of
-# train.py, or of MINGPT_PROGRAM if that is set, and MIN_NODES and FIRST_NODE from the batch script.
+# Starts torchrun's agent on one node; a batch script in this folder runs this by srun, once per node. The
+# arguments are those of train.py, or of MINGPT_PROGRAM if that is set. The batch script sets MIN_NODES and
+# FIRST_NODE.
 set -euo pipefail
 
-# The address by which Slurm knows this node, not that of a loopback interface to which its own name may
-# resolve; failing that, its first address. LOCAL_ADDR sets it for one node.
+# The address at which Slurm knows this node, because the node's own name may resolve to a loopback address.
+# If there is none, it is the node's first address. LOCAL_ADDR sets the address for a job of one node.
 name=$(scontrol show node --oneliner "$SLURMD_NODENAME" | sed 's/.* NodeAddr=\([^ ]*\).*/\1/')
 address=$(getent ahostsv4 "$name" | awk -v name="$name" '$1 !~ /^127\./ || $1 == name { print $1; exit }')
 first=$(hostname -I | cut -d ' ' -f 1)
 
-trap : TERM # the agent gets it too, and ends in order
-# MINGPT_PROGRAM is not quoted, since it may be several words: -m mingpt doctor
+trap : TERM # the agent gets SIGTERM, too, and ends in order
+# MINGPT_PROGRAM is not quoted, because it may be several words: -m mingpt doctor
 bash launch/elastic.sh --nnodes "$MIN_NODES:$SLURM_NNODES" \
     --nproc "${SLURM_GPUS_ON_NODE:-$SLURM_CPUS_PER_TASK}" \
     --rdzv "${RENDEZVOUS:-$PWD/out/rendezvous}" --rdzv_id "$SLURM_JOB_ID" \
@@ -21,10 +22,10 @@ while kill -0 "$agent" 2>/dev/null; do
 done
 
 # The batch script ran on the first node. If that node is gone, nothing ends the job (--no-kill), so requeue
-# it: it goes on, or finds the run finished and exits.
+# the job: it goes on with the run, or finds it finished and exits.
 job=$(scontrol show job "$SLURM_JOB_ID")
 nodes=$(scontrol show hostnames "$(sed -n 's/^ *NodeList=//p' <<<"$job")")
 if [[ $job == *JobState=RUNNING* ]] && ! grep -qx "$FIRST_NODE" <<<"$nodes"; then
-    scontrol requeue "$SLURM_JOB_ID" || true # another node may have done it
+    scontrol requeue "$SLURM_JOB_ID" || true # another node may have requeued it
 fi
 exit "$code"

@@ -1,7 +1,7 @@
-"""The workers of a generation (between two restarts): rendezvous, collectives, requests to stop, and exit.
+"""What a worker process does beside training: rendezvous, collectives, requests to stop, and exit codes.
 
-ends.py says in words how workers and generations ended. transport.py decides how tensors travel among ranks
-(gloo, NCCL, or the memory of one machine, which shared_memory.py maps).
+A generation is the workers between two restarts; ends.py says in words how it ended. transport.py decides how
+tensors travel among ranks: by gloo, by NCCL, or through the shared memory of shared_memory.py.
 
 Importing this package does not import torch.
 `Worker`, `Launch`, `StopSignal` (signals.py) and `ProcessExit` work without torch until there is a process

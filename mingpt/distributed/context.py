@@ -1,8 +1,8 @@
-"""A worker in its generation: its rank, device and dtype, and what the ranks agree on.
+"""A worker's rank, device and dtype, and its collectives with the other workers.
 
-Tensors travel by `DistributedContext.transport`. Every method that exchanges something is collective: all
-ranks must call it, in the same order. torch is imported late, so that a wrong setting is reported without
-waiting.
+Tensors are exchanged by `DistributedContext.transport`. Every method that exchanges something is collective:
+all ranks must call it, in the same order. torch is imported inside functions, so that a wrong setting is
+reported before that import, which takes seconds.
 """
 
 import functools
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
     from mingpt.distributed.shared_memory import Address
 T = TypeVar("T")
-SLOWEST_START = 3.0  # a worker waits for the others so many times as long as its own start took
+SLOWEST_START = 3.0  # a worker waits for the others up to this many times as long as its own start took
 UNMANAGED_WAIT_S = 180.0  # without an agent, workers are started one by one, and are not restarted
 log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a rank runs."""
+    """Where a rank runs: the node's number, the rank's number on the node, and the host's name."""
 
     node_rank: int
     local_rank: int
@@ -51,15 +51,16 @@ class Place(NamedTuple):
 
 
 class DistributedContext(Group):
-    """Rank, world size, device, dtype and transport. Constructing a context waits for the other workers.
+    """A worker's rank, world size, device, dtype and transport. Constructing it waits for all other workers.
 
-    During the work of `on_rank`, `on_all` or `gather_on_all`, this process exits if a peer is lost, or for a
-    request to stop before `StopSignal.defer`. After the work, all ranks raise the UserError of any.
+    `device`, `dtype` and `threads` are the settings trainer.device, trainer.dtype and trainer.threads.
+    Without a launcher such as torchrun this worker is the only one. All ranks raise UserError if a rank lacks
+    the device or if the ranks' kinds of devices differ, and StopRequested after a request to stop. Raises
+    PeersMissing if some workers do not arrive in the time that `join_generation` allows.
 
-    `device` and `dtype` are values of trainer.device and trainer.dtype, `threads` is as in `Launch.threads`.
-    Without a launcher this is the only worker. All ranks raise UserError if one lacks the device, or if their
-    kinds of devices differ, and StopRequested after a request to stop. The others raise PeersMissing if some
-    do not arrive within `timeout_s`, or longer after a slow start or without an agent.
+    If a peer is lost, or all ranks agree to stop before training, while `on_rank`, `on_all` or
+    `gather_on_all` run their work, then this process exits. If the work raises UserError on any rank, all
+    ranks raise that error after the work.
     """
 
     shared_errors = UserError
@@ -91,7 +92,7 @@ class DistributedContext(Group):
         check_device_types([device.type for device in devices])
         self.device, self.places = devices[self.rank], list(places)
         self.idle_gpus = idle_gpus(device, launch)
-        # If auto is not the same on all ranks, it is what all can do: all GPUs have float16.
+        # If auto differs among the ranks, take what all of them support: all GPUs have float16.
         common = torch.float16 if self.device.type == "cuda" else torch.float32
         self.dtype = dtypes[0] if len(set(dtypes)) == 1 else common
         self.transport = connect(self.rank, listener, addresses, self.all_gather_object, timeout_s)
@@ -101,12 +102,16 @@ class DistributedContext(Group):
             self.connect_gpus(timeout_s)
 
     def join_generation(self, timeout_s: float) -> Rendezvous:
-        """Meet the other workers of this generation, and make the process group. Collective."""
+        """Wait until all workers have arrived; initialize torch's default process group. Collective.
+
+        `timeout_s` limits each later collective. The wait may be longer than that if this worker's own start
+        was slow, or without torchrun's agent. Raises PeersMissing if some workers do not arrive.
+        """
         import torch
 
         from mingpt.distributed import nccl
 
-        # A machine that is slow to start here may be as slow elsewhere.
+        # If this machine is slow to start, the others may be as slow.
         own_start_s = time.monotonic() - self.exit.began_at
         least_s = 0.0 if self.launch.agent_pid else UNMANAGED_WAIT_S
         check_gloo()
@@ -126,14 +131,21 @@ class DistributedContext(Group):
     def find_own(
         self, wanted: str, dtype: str, address: "Address | None"
     ) -> "tuple[torch.device, torch.dtype, Place, Address | None]":
-        """Return this rank's device, dtype, place, and the address at which it shares memory, if it does."""
+        """Return this rank's device, dtype and place, and `address` if the device is the CPU, else None.
+
+        `wanted` and `dtype` are the settings trainer.device and trainer.dtype. At `address` peers can connect
+        to share memory.
+        """
         device = find_device(wanted, self.launch)
         place = Place(self.launch.node_rank, self.launch.local_rank, platform.node())
         shares = device.type == "cpu"
         return device, resolve_dtype(dtype, device), place, address if shares else None
 
     def connect_gpus(self, timeout_s: float) -> None:
-        """Have NCCL connect the GPUs of all ranks, and StopSignal's thread watch NCCL. Collective."""
+        """Connect the GPUs of all ranks by NCCL, which StopSignal's thread watches from then on. Collective.
+
+        Raises NCCL's DistError if a peer is lost, and UserError on all ranks if NCCL fails otherwise on any.
+        """
         from mingpt.distributed.nccl import NcclWatch
 
         watch = NcclWatch(timeout_s)
@@ -144,11 +156,11 @@ class DistributedContext(Group):
 
     @property
     def previous_generation(self) -> GenerationEnd | None:
-        """The end of the generation before, as far as the store tells."""
+        """How the workers before the last restart ended; None if that is not known."""
         return self.rendezvous.previous_generation if self.rendezvous else None
 
     def environment(self) -> Environment:
-        """Return what the weights' bits depend on besides the configuration, before anything is compiled."""
+        """Return what the weights' bits depend on besides the configuration, for a model not compiled yet."""
         import torch
 
         return Environment(
@@ -162,20 +174,26 @@ class DistributedContext(Group):
         )
 
     def use_threads(self, recorded: int) -> None:
-        """Set the number of CPU threads to `recorded`, as when the run began, since bits depend on it."""
+        """Set the number of CPU threads to `recorded`, as at the run's beginning: results depend on it."""
         import torch
 
         if recorded != self.threads:
-            log.info(f"using {recorded} CPU threads per worker, as this run began, not {self.threads}")
+            log.info(f"using {recorded} CPU threads per worker, as this run began with, not {self.threads}")
             self.threads = recorded
             torch.set_num_threads(recorded)
 
     def was_started(self) -> bool:
-        """Whether the store tells that an earlier generation of the job passed the checks of its start."""
+        """Return whether workers of this job called `mark_started` before a restart.
+
+        If the job's store does not outlive its workers, the launcher's restart count decides.
+        """
         return self.rendezvous is not None and self.rendezvous.is_restart()
 
     def mark_started(self) -> None:
-        """Record in the store that a next generation is a restart. Called by rank 0 alone; not collective."""
+        """Record in the job's store that the job has started, so that workers after a restart know it.
+
+        Only rank 0 calls this; it is not collective.
+        """
         if self.rendezvous is not None:
             self.rendezvous.mark_started()
 
@@ -187,12 +205,12 @@ class DistributedContext(Group):
     def reduce_step_status(
         self, losses: "torch.Tensor", newest_written: int = 0
     ) -> Callable[[], tuple[list[float], int]]:
-        """Exchange the status of a step; return a function that waits and returns the sums over the ranks.
+        """Start to sum a step's status over the ranks; return a function that waits and returns the sums.
 
-        `losses` has an element for each micro-batch of the step, zero for those of other ranks, and
-        `newest_written`, the step of the newest snapshot that this generation has put on disk, is zero on all
-        ranks but one. A request to stop becomes `agreed_stop` in the returned function; if the losses are on
-        a GPU, the exchange begins only there. All ranks must call both.
+        `losses`, (micro-batches of the step,), is zero for micro-batches of other ranks. `newest_written` is
+        the step of the newest snapshot that these workers have put on disk, and zero on all ranks but one.
+        The returned function also sets `agreed_stop` if any rank has a request to stop. Collective: all ranks
+        must call both functions. If the losses are on a GPU, the exchange begins only in the second one.
         """
         import torch
 
@@ -218,13 +236,13 @@ class DistributedContext(Group):
         return wait
 
     def fail_beside_work(self, error: Exception) -> None:
-        """Exit, since the main thread cannot be told: a peer is lost, or all ranks agreed to stop."""
+        """Exit because of `error`, a lost peer or an agreed stop, which the busy main thread cannot raise."""
         if isinstance(error, StopRequested):
             self.stop_signal.exit_before_training(error.reason)
         self.exit.exit_process(error)
 
     def should_stop(self) -> bool:
-        """Return whether a stop is agreed, so that work may be cut short. Other ranks may learn it later."""
+        """Return whether the ranks agreed to stop, so work may be cut short. Other ranks may see it later."""
         if self.world_size == 1:
             self.agree_to_stop([self.stop_signal.reason])
         return self.agreed_stop is not None

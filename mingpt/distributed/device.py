@@ -20,10 +20,10 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def find_device(wanted: str, launch: Launch) -> "torch.device":
-    """Return the device for `wanted`, the value of `trainer.device`. UserError if there is no such device.
+    """Return the device for `wanted`, the setting trainer.device. Raises UserError if it cannot be used.
 
-    auto is GPU `local_rank` if the node has a GPU for each of its workers, else the CPU. A GPU becomes the
-    current device.
+    auto means GPU `local_rank` if the node has a GPU for each of its workers, else the CPU. A GPU becomes
+    torch's current device.
     """
     import torch
 
@@ -45,14 +45,14 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
 
 
 def idle_gpus(wanted: str, launch: Launch) -> str | None:
-    """Return a sentence if auto takes the CPU although this machine has GPUs, since they are too few."""
+    """Return a warning if auto takes the CPU because this machine has fewer GPUs than workers, else None."""
     import torch
 
     gpus, workers = torch.cuda.device_count(), launch.local_world_size
     if wanted != "auto" or not torch.cuda.is_available() or gpus >= workers:
         return None
     return (
-        f"trainer.device=auto takes the CPU, since {platform.node()} has GPUs for {gpus} of its {workers} "
+        f"trainer.device=auto takes the CPU, because {platform.node()} has GPUs for {gpus} of its {workers} "
         f"workers: start {gpus} there, or set trainer.device=cpu"
     )
 
@@ -67,7 +67,7 @@ def check_device_types(types: list[str]) -> None:
 
 
 def check_gloo() -> None:
-    """Raise NodeRefused, before workers meet, if gloo cannot work on this host as the environment asks."""
+    """Raise NodeRefused if gloo cannot use what GLOO_SOCKET_IFNAME or GLOO_DEVICE_TRANSPORT asks for."""
     from torch.distributed import ProcessGroupGloo
 
     names = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
@@ -89,9 +89,9 @@ def check_gloo() -> None:
 def has_fast_bfloat16() -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32, by its instruction sets.
 
-    It does with AMX, or with AVX512_BF16 but no AVX512_FP16, as AMD's Zen 4. Intel's cores since Sapphire
-    Rapids have AVX512_FP16 and need AMX, which some virtual machines hide: without AMX, bfloat16 takes twice
-    the time of float32 there.
+    It does with AMX, or with AVX512_BF16 but no AVX512_FP16, as on AMD's Zen 4. Intel's cores from Sapphire
+    Rapids on have AVX512_FP16 and need AMX, which some virtual machines hide: without AMX, bfloat16 takes
+    twice the time of float32 on them.
     """
     import torch
 
@@ -101,9 +101,9 @@ def has_fast_bfloat16() -> bool:
 
 
 def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
-    """Return the dtype of matrix products for `trainer.dtype`.
+    """Return the dtype of matrix products for `wanted`, the setting trainer.dtype.
 
-    auto is bfloat16 where that is fast, float16 on CUDA GPUs without bfloat16, else float32.
+    auto means bfloat16 if the device is fast at it, float16 on CUDA GPUs without bfloat16, else float32.
     """
     import torch
 
@@ -130,7 +130,7 @@ NUMERICS = 3
 
 @dataclass(frozen=True)
 class Environment:
-    """What the weights' bits depend on besides the configuration; a snapshot records it as `software`."""
+    """What the weights' bits depend on besides the configuration; saved in snapshots as `software`."""
 
     torch: str
     device: str  # from device_name
@@ -153,7 +153,7 @@ def device_name(device: "torch.device") -> str:
 
 
 def gpu_facts(device: "torch.device") -> dict[str, str]:
-    """Return what a GPU and its software are, in words: card, memory, driver and so on; {} for no GPU."""
+    """Return a GPU's card, memory, compute capability, driver and NCCL version; {} if it is no GPU."""
     import torch
 
     if device.type != "cuda":
@@ -174,7 +174,7 @@ def gpu_facts(device: "torch.device") -> dict[str, str]:
 
 
 def find_program() -> str:
-    """Return a digest of this program's code, and torch's version, in words."""
+    """Return a digest of this program's code and torch's version, as "code 5b38d4aaf91b and torch 2.13.0"."""
     import torch
 
     root = Path(__file__).parents[2]
@@ -184,7 +184,10 @@ def find_program() -> str:
 
 
 def enable_determinism() -> None:
-    """Use deterministic kernels; an operation without one raises RuntimeError. Call it before using a GPU."""
+    """Have torch use deterministic kernels only; operations without one raise RuntimeError.
+
+    Call it before a GPU is used.
+    """
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at its first product

@@ -1,7 +1,7 @@
-"""How a worker or a generation ended, in words: exit reasons, and the sentence that they add up to.
+"""How workers ended: the exit reason that each stores, and the sentence that is made of all of them.
 
-A worker that exits stores an exit reason, {"why": text, "step": its last completed step}. A worker without
-one was killed, or cut off from the store.
+An exit reason is {"why": text, "step": the worker's last completed step}. A worker without one was killed, or
+cut off from the store. A generation is the workers between two restarts.
 """
 
 import re
@@ -15,13 +15,13 @@ TIMED_OUT = "timed out waiting for a peer after"
 LOST_PEER = "lost a peer"
 FAILED = "failed"
 TOLD = "told to stop"
-DISORDER = (TIMED_OUT, LOST_PEER, FAILED)  # other workers have to leave then, too
+DISORDER = (TIMED_OUT, LOST_PEER, FAILED)  # the other workers have to exit, too
 ExitReason = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class GenerationEnd:
-    """A generation's end, by its workers' exit reasons."""
+    """How the workers between two restarts (a generation) ended, by the exit reasons that they stored."""
 
     exit_reasons: Sequence[ExitReason | None]  # by rank
     name: str = ""
@@ -31,9 +31,10 @@ class GenerationEnd:
         return max((reason["step"] for reason in self.exit_reasons if reason), default=None)
 
     def sentence(self, stacks: Path | None = None) -> str:
-        """Return the end as a sentence, after a timeout with the lines where workers hung (from `stacks`).
+        """Return why the workers ended, as a sentence such as "worker 1 vanished".
 
-        The cause is told if there is one: workers without a reason, and those that failed; else all reasons.
+        It names workers that failed or stored no exit reason; if there are none, it has the others' reasons.
+        If `stacks` is the folder of the workers' stacks, it says after a timeout at which lines they hung.
         """
         whys = {rank: reason["why"] for rank, reason in enumerate(self.exit_reasons) if reason}
         silent = [rank for rank, reason in enumerate(self.exit_reasons) if reason is None]
@@ -50,7 +51,7 @@ class GenerationEnd:
         return "; ".join(map(clause, [*sorted(losses, key=len)[-1:], *sorted(others)])) + where
 
     def places(self, stacks: Path, ranks: Iterable[int]) -> str:
-        """Return ": " and where the workers of these ranks were stuck, by their files; "" without any."""
+        """Return ": " and the lines where these ranks hung, by their files in `stacks`; "" without files."""
         paths = [stack_path(stacks, self.name, rank) for rank in ranks]
         found = dict.fromkeys(
             stuck_place(path.read_text(errors="replace")) for path in paths if path.exists()
@@ -68,9 +69,10 @@ def list_workers(ranks: Sequence[int]) -> str:
 
 
 def stuck_place(stacks: str) -> str:
-    """Return where the main thread is, by what faulthandler wrote, as "FILE:LINE in FUNCTION".
+    """Return where a worker's main thread hung, as "FILE:LINE in FUNCTION".
 
-    This is the innermost line outside libraries, if there is one. Without stacks, a clause says so.
+    `stacks` is what faulthandler wrote. The line is the innermost one outside libraries, if there is one.
+    Returns a clause that says so if there are no stacks.
     """
     # Only the timer's stacks have the title "Timeout ("; those of SIGUSR2 may be of an earlier moment.
     _, was_stuck, dump = stacks.rpartition("Timeout (")

@@ -1,4 +1,4 @@
-"""How this worker exits: `how_to_exit` decides from plain facts, and `ProcessExit` carries the plan out."""
+"""How this worker exits: `how_to_exit` makes a plan from plain values, and `ProcessExit` carries it out."""
 
 import contextlib
 import faulthandler
@@ -36,13 +36,13 @@ STACKS_S = 0.5
 STORAGE_S = 5.0  # time for what needs storage, which may be the cause of the exit
 STACKS_AFTER = 0.9  # share of timeout_s: a stuck worker writes its stacks before others time out
 MAX_STACK_FILES = 20
-NCCL_LOST = "remote process exited or there was a network error"  # the one error of NCCL's that means it
+NCCL_LOST = "remote process exited or there was a network error"  # the only one that means a lost peer
 PAUSE = "trainer.pause_after"  # the request to stop that this setting makes
-JOB_ENDS = ("SIGUSR1", "STOP", PAUSE)  # requests that end the job; after any other one, the agent decides
+JOB_ENDS = ("SIGUSR1", "STOP", PAUSE)  # requests that end the job; after any other, the agent decides
 
 
 class SignalReceived(Exception):
-    """A signal that ends this process at once: the first request to stop before training, or a second one."""
+    """A signal that ends this process at once: a second one, or a first one before training or if stuck."""
 
     def __init__(self, number: signal.Signals, is_first: bool) -> None:
         super().__init__(number.name)
@@ -50,22 +50,22 @@ class SignalReceived(Exception):
 
 
 class PeerLost(Exception):
-    """Another worker is gone or silent, as the message says; noticed beside the main thread."""
+    """Another worker is gone or silent, as the message says. A thread beside the main one has noticed it."""
 
 
 @dataclass(frozen=True)
 class ExitPlan:
-    """How a worker exits. `ProcessExit.perform` does it in the order of the fields, and exits with `code`."""
+    """What a worker does when it exits, in the order of the fields; then it exits with `code`."""
 
     code: int
-    ends_agent: bool = False  # by SIGTERM, at last: no exit code ends a job under torchrun
+    ends_agent: bool = False  # by SIGTERM, at the end: no exit code ends a job under torchrun
     status: str = ""  # the job's exit code and a line, for the agent of `python train.py`; "": not written
     reason: str = ""  # the exit reason for other workers and the next generation; "": none is stored
     text: str = ""  # for stderr
-    kills: Sequence[int] = ()  # ranks: of this agent's workers, those that store no exit reason in time
+    kills: Sequence[int] = ()  # ranks: kill this agent's workers that store no exit reason in time
     failure: str = ""  # why the job failed, for run.json
     releases_claims: bool = False
-    removes: Path | None = None  # the folder of an agent that is gone
+    removes: Path | None = None  # the temporary folder of an agent that is gone
     awaits_agent: bool = False  # wait until the agent passes on the SIGTERM that another worker sends to it
 
 
@@ -77,10 +77,11 @@ def how_to_exit(
     has_met: bool = True,
     is_orphan: bool = False,
 ) -> ExitPlan:
-    """Return how a worker exits because of `error`; None, or a StopRequested on which all agree: in order.
+    """Return the plan by which a worker exits because of `error`; None means that its work is finished.
 
-    `step` is the last completed one, `has_met` whether this worker has been at the rendezvous, `is_orphan`
-    whether its agent is gone. `timed_out` is the exit reason if nothing has moved for timeout_s, else "".
+    `step` is the last completed step, `has_met` whether the worker has met the others at the rendezvous,
+    `is_orphan` whether torchrun's agent, its parent, is gone. `timed_out` is the exit reason to store if no
+    collective has ended for the time limit, else "".
     """
     is_last = not launch.has_restarts_left()
     if is_orphan:  # no generation follows
@@ -129,10 +130,11 @@ def how_to_exit(
 
 
 def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
-    """Return how a worker exits at the run's end, or with all other workers after the `request` to stop.
+    """Return the plan to exit together with all workers, at a `request` to stop or, if None, when finished.
 
-    Under an agent, after a signal other than SIGUSR1, the code is 128 + signal and claims stay: the agent
-    decides whether a next generation starts.
+    The exit code is 0. But under torchrun's agent, if the request is a signal other than SIGUSR1, the code is
+    128 + signal, and the job keeps its claim (right to write) to the run folder: the agent decides whether
+    workers start again.
     """
     status = "" if launch.rank else "0 "
     if request is None or request in JOB_ENDS or launch.agent_pid is None:
@@ -143,7 +145,7 @@ def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
 
 
 def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
-    """Return how a worker exits at once: with 128 + signal, or with 0 at a first one without an agent."""
+    """Return the plan to exit at once: with 128 + signal, or 0 for a first signal without an agent."""
     line = before_first_step(received.number.name) if received.is_first and launch.rank == 0 else ""
     is_alone = launch.agent_pid is None
     return ExitPlan(
@@ -155,11 +157,11 @@ def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
 
 
 def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
-    """Return how a worker ends the job even if restarts are left.
+    """Return the plan to end the job because of `error`, even if restarts are left.
 
-    Rank 0 prints the error. Local rank 0 of any node prints it, too, if it is a NodeRefused or ClaimLost, and
-    each worker before the rendezvous: rank 0 may not know of it. Local rank 0 of each node ends the agent,
-    and other workers wait for that.
+    Local rank 0 of each node ends torchrun's agent there, and the node's other workers wait for that. Rank 0
+    prints the error. If rank 0 may not know it (before the rendezvous, or if it is NodeRefused or ClaimLost),
+    local rank 0 of each node (without an agent, each worker) prints it, too.
     """
     is_first = launch.local_rank == 0 or launch.agent_pid is None
     is_printed = launch.rank == 0 or not has_met or isinstance(error, (NodeRefused, ClaimLost))
@@ -170,7 +172,7 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
         status=f"{code} " if is_first else "",
         text=f"error: {error}\n" if is_first and is_printed else "",
         reason=f"ended the job ({type(error).__name__}: {first_line(error)})",
-        # Whoever raises a NonRetryableError has noted it.
+        # The code that raises a NonRetryableError has recorded it.
         failure="" if isinstance(error, NonRetryableError) else str(error),
         releases_claims=is_first,
         awaits_agent=not is_first,
@@ -181,7 +183,8 @@ class StackFile:
     """The file to which a process writes the stacks of its threads when it is stuck, and at each SIGUSR2.
 
     A process is stuck if `note_progress` was called, and not again for about `limit_s` seconds. The timer is
-    faulthandler's: it needs no interpreter lock, which C code may hold. Constructing may raise OSError.
+    faulthandler's, which works even if C code holds the interpreter lock. Constructing raises OSError if the
+    file cannot be opened.
     """
 
     def __init__(self, path: Path, limit_s: float) -> None:
@@ -192,10 +195,13 @@ class StackFile:
         faulthandler.register(signal.SIGUSR2, self.file)
 
     def note_progress(self) -> None:
-        """Restart the timer. At the first call, or if the process was stuck, empty the file of all stacks."""
+        """Restart the time limit after which the process counts as stuck.
+
+        At the first call, and if the process was stuck, also empty the file.
+        """
         now = time.monotonic()
         waited_s = now - self.armed_at
-        if waited_s > self.limit_s / 20:  # seldom, since each call starts a thread
+        if waited_s > self.limit_s / 20:  # seldom, because each call starts a thread
             self.armed_at = now
             faulthandler.dump_traceback_later(self.limit_s, file=self.file)
         if waited_s > self.limit_s:
@@ -210,10 +216,10 @@ class StackFile:
 
 
 class ProcessExit:
-    """Ends this process as `how_to_exit` says, and knows what has to be known then.
+    """Ends this process as `how_to_exit` decides; holds what that needs, such as the last completed step.
 
-    The main thread, the thread of StopSignal and others call it. The thread that begins an exit completes it,
-    except that `exit_at_once` exits even then.
+    Any thread may call its methods. Only the first thread that begins an exit carries it out, but
+    `exit_at_once` exits even while another thread is exiting.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -231,27 +237,30 @@ class ProcessExit:
             launch.status_file.unlink(missing_ok=True)  # of an earlier generation
 
     def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        """From now on use this rendezvous' store for exit reasons. All ranks have met."""
+        """From now on store exit reasons through `rendezvous`, where all ranks have met.
+
+        `timeout_s` is the limit of a collective, in seconds.
+        """
         self.rendezvous, self.timeout_s = rendezvous, timeout_s
         self.note_progress()
 
     def watch_gpus(self, nccl: Any) -> None:
-        """From now on `exit_if_nccl_stuck` looks, by this NcclWatch, at the GPUs' collectives."""
+        """From now on let `exit_if_nccl_stuck` check the GPUs' collectives by `nccl`, an NcclWatch."""
         self.nccl = nccl
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
-        """Have `release_claims` called at an exit after which no generation of the job follows."""
+        """Register `release_claims`, which is called at an exit after which the job starts no workers."""
         self.release_claims = release_claims
 
     def start_run(
         self, run_dir: Path, last_step: Callable[[], int], note_failure: Callable[[str], None] | None
     ) -> None:
-        """Know the last completed step at an exit, and what records in run.json why the job failed.
+        """Register what an exit calls during a run, and open this worker's file of stacks, a StackFile.
 
-        `note_failure` is None on a rank that does not keep the run folder. Each worker writes its stacks to a
-        file in `run_dir`/stacks when it is stuck, and at each SIGUSR2; if the file cannot be opened, it does
-        not. The rank that keeps the folder removes files of earlier generations that are empty or past the
-        newest MAX_STACK_FILES.
+        `last_step` returns the last completed step. `note_failure` records in run.json why the job failed; it
+        is None on ranks that do not write to `run_dir`. Each worker has a file in `run_dir`/stacks; if it
+        cannot be opened, no stacks are written. The rank with `note_failure` first removes files of
+        earlier workers that are empty or not among the newest MAX_STACK_FILES.
         """
         self.last_step, self.note_failure = last_step, note_failure
         folder, name = run_dir / "stacks", self.rendezvous.generation if self.rendezvous else ""
@@ -276,15 +285,15 @@ class ProcessExit:
         return f"{TIMED_OUT} {self.timeout_s:g} s" if is_stuck else ""
 
     def read_exit_reason(self, rank: int) -> tuple[bool, ExitReason | None]:
-        """Return whether a store answers in time, and the exit reason of a rank, None if there is none."""
+        """Return whether the store answers in time, and the exit reason of `rank`, None if it has none."""
         return self.rendezvous.read_exit_reason(rank) if self.rendezvous else (False, None)
 
     def exit_process(
         self, error: BaseException | None = None, is_told: Callable[[], bool] = lambda: False
     ) -> NoReturn:
-        """Exit because of `error`. If another thread is exiting, wait for its exit.
+        """Exit because of `error`, or without one because the work is finished.
 
-        `is_told` returns whether the agent has sent SIGTERM.
+        If another thread is exiting, wait for its exit. `is_told` returns whether the agent has sent SIGTERM.
         """
         self.exiting.acquire()
         self.perform(self.plan(error), is_told)
@@ -296,23 +305,26 @@ class ProcessExit:
             self.perform(self.plan(error))
 
     def exit_at_once(self, error: SignalReceived | None = None) -> NoReturn:
-        """Exit because of a signal, or since the agent is gone, even if another thread is exiting."""
+        """Exit, even if another thread is exiting, because of a signal; None: because the agent is gone."""
         self.perform(self.plan(error))
 
     def exit_if_nccl_stuck(self) -> None:
-        """Exit if a collective on GPUs has waited for `timeout_s`, or NCCL has failed."""
+        """Exit if a collective on GPUs has waited for longer than `timeout_s`, or NCCL has lost a peer."""
         if self.nccl and self.nccl.waited_s() > self.timeout_s:
             self.exit_beside_main_thread(PeerLost(f"{TIMED_OUT} {self.timeout_s:g} s"))
         elif self.nccl and self.nccl.backend.get_error().name == "COMM_ERROR":
             self.exit_beside_main_thread(PeerLost(f"NCCL: {NCCL_LOST}"))
 
     def plan(self, error: BaseException | None) -> ExitPlan:
-        """Return `how_to_exit` by what is known now."""
+        """Return the plan of `how_to_exit` for `error`, by what this object knows now."""
         has_met, is_orphan = self.rendezvous is not None, self.launch.is_orphan()
         return how_to_exit(error, self.launch, self.last_step(), self.timed_out(), has_met, is_orphan)
 
     def perform(self, plan: ExitPlan, is_told: Callable[[], bool] = lambda: False) -> NoReturn:
-        """Carry out a plan. What needs storage or the store has a time limit."""
+        """Carry out a plan, then exit. Whatever needs a disk or the job's store has a time limit.
+
+        `is_told` returns whether the agent has sent SIGTERM, for which some plans wait.
+        """
         launch = self.launch
         if plan.ends_agent:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its workers
@@ -344,7 +356,7 @@ class ProcessExit:
         os._exit(plan.code)
 
     def kill_silent(self, ranks: Sequence[int]) -> None:
-        """Kill those of `ranks` that are workers of this agent and store no exit reason in PEER_EXIT_S."""
+        """Kill workers of this agent, if in `ranks`, that store no exit reason within PEER_EXIT_S seconds."""
         siblings, deadline = open_siblings(self.launch.agent_pid), time.monotonic() + PEER_EXIT_S
         silent = [rank for rank in siblings if rank in ranks]
         while silent and time.monotonic() < deadline:
@@ -355,7 +367,7 @@ class ProcessExit:
 
 
 def write_stderr(text: str) -> None:
-    """Write to stderr, without the secrets in URLs. `open_streams` makes sure that nothing is raised."""
+    """Write to stderr, without the credentials in URLs. After `open_streams` this raises nothing."""
     sys.stderr.write(redact(text))
     sys.stderr.flush()
 
@@ -366,16 +378,17 @@ def before_first_step(reason: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; for an error of NCCL's the last one, which has its reason."""
+    """Return the first line of an error's text; for NCCL's errors the last line, which has the reason."""
     lines = redact(str(error)).split("\n")
     return (f"NCCL: {lines[-1]}" if lines[0].startswith("NCCL error") else lines[0])[:200]
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error means that a worker is gone or silent, by its type and the place of its origin.
+    """Return whether an error means that a worker is gone or silent, by its type and where it was raised.
 
-    That is a DistError, or a RuntimeError that torch.distributed has raised: gloo's errors have no type. Of
-    NCCL's errors only NCCL_LOST counts: the others come from this machine, such as no room in /dev/shm.
+    This holds for PeerLost, DistError, and a plain RuntimeError that torch.distributed raised, because gloo's
+    errors have no type of their own. Of NCCL's errors only NCCL_LOST counts: the others come from this
+    machine, such as no room in /dev/shm.
     """
     if isinstance(error, PeerLost) or "torch.distributed" not in sys.modules:
         return isinstance(error, PeerLost)

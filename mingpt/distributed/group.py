@@ -1,8 +1,8 @@
-"""The ranks of a process group: what they exchange, and work whose outcome all of them learn.
+"""Collectives on Python objects, and work whose result or error reaches all ranks.
 
-Every method that exchanges something is collective: all ranks must call it, in the same order. `on_rank` runs
-work on one rank, `on_all` and `gather_on_all` on each, and all ranks raise the error of any. The ranks also
-tell each other of a request to stop. torch is imported late, as in context.py.
+All ranks must call a method whose docstring says "Collective", in the same order. `on_rank` runs work on one
+rank, `on_all` and `gather_on_all` on all, and all ranks raise the error of any rank. With these calls the
+ranks also exchange requests to stop. torch is imported inside functions, as in context.py.
 """
 
 import pickle
@@ -24,11 +24,11 @@ HEARTBEAT_S = 0.5
 # at once, a frozen rank by the timeout of training's collectives.
 TIMEOUT = timedelta(hours=2)
 T = TypeVar("T")
-Outcome = tuple[Any, Exception | None]  # what work has returned, what it has raised
+Outcome = tuple[Any, Exception | None]  # what the work has returned, what it has raised
 
 
 def wait_for(work: "Work | None") -> None:
-    """Wait for an asynchronous collective. Raises DistNetworkError for gloo's errors, which have no type."""
+    """Wait for an asynchronous collective. Raises gloo's errors, plain RuntimeErrors, as DistNetworkError."""
     from torch.distributed import DistNetworkError
 
     assert work is not None  # this rank is in the group
@@ -41,12 +41,12 @@ def wait_for(work: "Work | None") -> None:
 
 
 class Group:
-    """Rank, world size and exchanges of a process group, by default of the one with all ranks.
+    """Collectives on Python objects among the ranks of a process group, by default torch's default group.
 
-    With one rank nothing is exchanged, and there need not be a process group. `is_lost_peer` is true for the
-    errors that the methods raise if a rank is gone or silent. If there is a `stop_signal`,
-    `on_rank`, `on_all` and `gather_on_all` carry a request to stop: once a rank has received one, it becomes
-    `agreed_stop` on all ranks in the same call. Before `StopSignal.defer` all ranks raise StopRequested then.
+    With one rank nothing is exchanged, and no process group is needed. If a rank is gone or silent, the
+    methods raise errors for which `is_lost_peer` is true. With a `stop_signal`, `on_rank`, `on_all` and
+    `gather_on_all` also exchange requests to stop: if a rank has received one, all ranks set `agreed_stop` in
+    the same call, and before training (before `StopSignal.defer`) they raise StopRequested.
     """
 
     shared_errors: type[Exception] = Exception  # errors of work that all ranks raise
@@ -68,7 +68,7 @@ class Group:
         return values
 
     def broadcast_object(self, value: T | None, source: int) -> T:
-        """Return rank `source`'s value, pickled, on all ranks; ignore the values of others. Collective."""
+        """Return, on all ranks, the value that rank `source` gives. It is pickled. Collective."""
         box = [value]
         if self.world_size > 1:
             from torch.distributed import broadcast_object_list
@@ -77,44 +77,50 @@ class Group:
         return box[0]  # type: ignore[return-value]
 
     def send(self, rank: int, pieces: "Iterable[Tensor]") -> "list[Work | None]":
-        """Begin to send these tensors to a rank; give the result to `wait`. Until then they must not change.
+        """Start to send tensors to `rank`; pass the result to `wait`, and until then leave them unchanged.
 
-        Not collective. For each tensor the rank must receive one of the same size, in the same order.
+        Not collective. `rank` must call `receive` for each tensor, in this order, with one of the same size.
         """
         from torch.distributed import isend
 
         return [isend(piece, rank, group=self.process_group) for piece in pieces]
 
     def receive(self, rank: int, piece: "Tensor") -> None:
-        """Receive a tensor that `rank` sends into `piece`. Not collective."""
+        """Fill `piece` with the tensor that `rank` sends. Not collective."""
         from torch.distributed import irecv
 
         wait_for(irecv(piece, rank, group=self.process_group))
 
     def wait(self, sent: "Iterable[Work | None]") -> None:
-        """Wait until all that was sent has been received."""
+        """Wait until the tensors of `send` are sent, so that they may change. Not collective."""
         for work in sent:
             wait_for(work)
 
     def on_all(self, work: Callable[[], T]) -> T:
-        """Run `work` on all ranks; return this rank's result, which is not sent. Collective.
+        """Run `work` on all ranks; return this rank's own result. Collective.
 
-        Meanwhile another thread exchanges heartbeats, so that timeouts do not fire, however long the work
-        takes. Once the work has ended everywhere, all ranks raise the first rank's error, if it is one of
-        `shared_errors`. A rank raises another error at once, alone: others may wait for this rank in their
-        work, and then lose a peer.
+        Meanwhile a thread exchanges heartbeats, so that timeouts do not fire, however long the work takes. If
+        the work raises one of `shared_errors` on some ranks, all ranks raise the first such rank's error once
+        the work has ended on all. Any other error is raised at once, only on its own rank: the others, which
+        may wait for that rank in their work, notice that they have lost a peer.
         """
         own: list[T] = []
         self.gather_on_all(lambda: own.append(work()))
         return own[0]
 
     def on_rank(self, rank: int, work: Callable[[], T]) -> T:
-        """Run `work` on rank `rank` alone; all ranks return its result, pickled. Otherwise as `on_all`."""
+        """Run `work` only on rank `rank`; return its result, pickled, on all ranks. Collective.
+
+        Errors are raised as in `on_all`.
+        """
         results = self.gather_on_all(lambda: work() if self.rank == rank else None)
         return results[rank]  # type: ignore[return-value]
 
     def gather_on_all(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on all ranks; return the results of all, pickled, by rank. Otherwise as `on_all`."""
+        """Run `work` on all ranks; return the results of all, by rank, on all ranks. Collective.
+
+        Results are pickled. Errors are raised as in `on_all`.
+        """
         if self.world_size == 1:
             return [work()]
         outcome: Future[Outcome] = Future()
@@ -132,7 +138,10 @@ class Group:
             return None, picklable(error)
 
     def _exchange_outcomes(self, outcome: "Future[Outcome]") -> list[Outcome]:
-        """Exchange the outcome of each rank's work, None before its end, until all have ended. Collective."""
+        """Exchange the outcomes of all ranks' work until all have ended; return them, by rank. Collective.
+
+        The outcome of work that still runs is None. Each exchange is also a heartbeat.
+        """
         try:
             while True:
                 wait([outcome], HEARTBEAT_S)
@@ -148,13 +157,13 @@ class Group:
             raise
 
     def fail_beside_work(self, error: Exception) -> None:
-        """Act on an error of the exchanges while the work goes on; later, the work's caller raises it."""
+        """Do nothing if heartbeats fail while work runs: the error is raised once the work has ended."""
 
     def agree_to_stop(self, reasons: Sequence[str | None]) -> None:
         """Set `agreed_stop`, if it is not set, to the first of REASONS that is among `reasons`.
 
-        `reasons` are those that any rank has received: the same on all ranks. Raises StopRequested as the
-        class says.
+        `reasons` has the requests to stop that the ranks have received (None for a rank without one), and is
+        the same on all ranks. If there is a request before training, raises StopRequested.
         """
         first = next((name for name in REASONS if name in reasons), None)
         self.agreed_stop = self.agreed_stop or first
@@ -165,7 +174,8 @@ class Group:
 class BackgroundGroup(Group):
     """A gloo process group of all ranks, for one background thread of each. Constructing it is collective.
 
-    All ranks raise any error of the work. No request to stop is carried: training agrees on it.
+    If the work of a method such as `on_all` raises any error, all ranks raise it. Requests to stop are not
+    exchanged here: the training thread does that.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -180,6 +190,6 @@ def picklable(error: Exception) -> Exception:
     """Return `error`, or an OSError with its type and text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # storage drivers put connections and the like into theirs
+    except Exception:  # storage drivers put connections and the like into their errors
         return OSError(f"{type(error).__name__}: {error}")
     return error

@@ -24,7 +24,7 @@ MEMORY_FILE = "MINGPT_MEMORY_FILE"
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher's variables (torchrun's, for example) say; under plain `python` the defaults hold."""
+    """The environment variables of torchrun or another launcher; the defaults are for plain `python`."""
 
     rank: int = 0
     world_size: int = 1
@@ -47,10 +47,10 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> "Launch":
-        """Return this process's Launch.
+        """Return the Launch that this process's environment variables describe.
 
-        Raises UserError if RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not; for a text in
-        place of a number; or if OMP_NUM_THREADS asks for more than MAX_THREADS.
+        Raises UserError if RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is not, if a variable
+        should be a number and is not, or if OMP_NUM_THREADS is more than MAX_THREADS.
         """
         env = os.environ
 
@@ -106,7 +106,7 @@ class Launch:
         return self.master_addr is not None
 
     def describe_leftovers(self) -> str:
-        """Return a line on RANK and its like, on rank 0, if no known launcher has set them; else ""."""
+        """Return a warning, on rank 0, if variables such as RANK were set by no known launcher; else ""."""
         if self.rank > 0 or self.has_known_launcher or not self.is_distributed:
             return ""
         return (
@@ -115,13 +115,16 @@ class Launch:
         )
 
     def threads(self, wanted: int) -> int:
-        """Return the CPU threads: those wanted; if that is 1, the default, OMP_NUM_THREADS if it is set."""
+        """Return the CPU threads of a worker for `wanted`, the setting trainer.threads.
+
+        For 1, the default, OMP_NUM_THREADS is returned if it is set.
+        """
         return self.omp_threads if wanted == 1 and self.omp_threads else wanted
 
     def has_restarts_left(self) -> bool:
-        """Return whether the agent starts a next generation if this one fails."""
+        """Return whether torchrun's agent starts workers again if these fail."""
         return self.agent_pid is not None and self.restart_count < self.max_restarts
 
     def is_orphan(self) -> bool:
-        """Return whether the agent is gone."""
+        """Return whether torchrun's agent, this worker's parent process, is gone."""
         return self.agent_pid not in (None, os.getppid())

@@ -1,7 +1,7 @@
 """NCCL's collectives as its watchdog sees them: which one waits, since when, and whether one has failed.
 
-The main thread waits for them in a CUDA synchronisation, which has no time limit and raises no error of
-NCCL's. The watchdog, a thread of torch's, can only end the process by SIGABRT, minutes later.
+The main thread waits for collectives in a CUDA synchronisation, which has no time limit and raises no NCCL
+error. The watchdog, a thread of torch, can only end the process by SIGABRT, minutes later.
 """
 
 import json
@@ -17,20 +17,20 @@ from torch._C import _distributed_c10d
 from mingpt.base.errors import UserError
 from mingpt.distributed.exit import first_line, is_lost_peer
 
-# torch counts a collective's time from its call, when the GPU may have much to compute before it. So torch's
-# own limit is only for a process in which nothing else acts.
+# torch counts a collective's time from its call, but the GPU may first have much to compute. So torch's own
+# limit, this many times timeout_s, is only for a process in which nothing else acts.
 SLACK = 10
 
 
 def set_defaults() -> None:
-    """Set NCCL's environment variables, unless the user did. Call it before there is a process group."""
+    """Set torch's environment variables for NCCL, unless the user did. Call it before init_process_group."""
     # NCCL's dump would leave a signal in the agent's store, which ends all later generations.
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # NcclWatch needs it
 
 
 class NcclWatch:
-    """Tells another thread whether the GPUs' collectives wait for a peer; `backend` tells if they failed."""
+    """Measures how long the GPUs' collectives have waited for a peer; `backend` is torch's NCCL backend."""
 
     def __init__(self, timeout_s: float) -> None:
         group = distributed.distributed_c10d._get_default_group()
@@ -42,9 +42,10 @@ class NcclWatch:
         self.waited_s()  # raises here if this torch does not tell
 
     def connect(self, device: torch.device) -> Exception | None:
-        """Connect the GPUs of all ranks; return NCCL's error if a peer or the network is the cause.
+        """Connect the GPUs of all ranks by an all-reduce; return None, or NCCL's error. Collective.
 
-        Another rank may know more then. Raises UserError for any other error of NCCL's. Collective.
+        An error is returned if a lost peer or the network is the cause, because another rank may know a
+        better reason. Raises UserError for any other NCCL error.
         """
         self.connects = True
         try:
@@ -61,10 +62,10 @@ class NcclWatch:
         return None
 
     def waited_s(self) -> float:
-        """Return for how long a collective on the GPU, or `connect`, has waited for a peer; 0.0 if none does.
+        """Return the seconds that a collective on the GPU, or `connect`, has waited for a peer; 0.0 if none.
 
-        What the GPU computes before the collective does not count. Only one thread may call this, and often:
-        the time counts from the first call that finds the wait.
+        What the GPU computes before the collective does not count. Only one thread may call this. It must
+        call often, because the time counts from the first call that finds the collective waiting.
         """
         told = json.loads(_distributed_c10d._dump_nccl_trace_json(False, False))  # type: ignore[attr-defined]
         waiting = ["connect"] * self.connects + [

@@ -1,11 +1,11 @@
-"""The rendezvous of a generation's workers in the job's store, and the exit reasons they record there.
+"""The rendezvous of workers in the job's store (a TCPStore), and the exit reasons that they leave there.
 
-Apart from their offers, workers meet under keys that no earlier generation wrote. The agent's store outlives
-the workers, and with several agents neither the restart count nor the port tells generations apart. So each
-worker offers a fresh nonce, and rank 0 answers under that nonce with the generation's name: an answer to a
-dead worker's offer, which may still be there, cannot be mistaken for one's own.
+A generation is the workers between two restarts. The agent's store outlives it, and with several agents
+neither the restart count nor the port tells generations apart. So each worker offers a fresh nonce, and rank
+0 answers under that nonce with the name of the new generation, with which the other keys begin. An offer of a
+dead worker may still be in the store, but no worker can mistake the answer to it for its own.
 
-The next generation reads the exit reasons of the previous one, to tell how that ended.
+The next generation reads the exit reasons of the previous one, to report how it ended.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ POLL_S = 0.01
 
 
 class Rendezvous:
-    """A worker's connection to the job's store. Constructing it is collective: all workers meet there.
+    """A worker's connection to the job's store. Constructing it waits until all workers are connected.
 
-    Raises PeersMissing if other workers, such as the store's host, do not arrive within `timeout_s`. Raises
-    UserError if rank 0, without an agent, cannot listen at its port, and DistError if the store fails
-    otherwise.
+    Raises PeersMissing if other workers, such as the store's host, do not arrive within `timeout_s` seconds.
+    Raises UserError if rank 0 has to host the store, without an agent, and cannot listen at MASTER_PORT, and
+    DistError if the store fails otherwise. Collective.
     """
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
@@ -78,7 +78,7 @@ class Rendezvous:
         return store
 
     def _offer_nonce(self) -> str:
-        """Offer a nonce, on ranks other than 0. Return the generation's name once all ranks have it."""
+        """Offer a nonce to rank 0; return the generation's name once all ranks have it. Not for rank 0."""
         store, nonce = self._store, uuid.uuid4().hex
         store.set(f"hello/{self.launch.rank}", nonce)
         self._wait_for(f"answer/{nonce}")
@@ -89,7 +89,7 @@ class Rendezvous:
         return name
 
     def _answer_nonces(self) -> str:
-        """Answer offers, on rank 0, until all ranks have confirmed the generation's name; return the name."""
+        """Answer the other ranks' offers until all have confirmed the generation's name; return the name."""
         store, name = self._store, uuid.uuid4().hex
         store.set(member_key(name, 0), "")
         answered: dict[int, bytes] = {}
@@ -116,7 +116,7 @@ class Rendezvous:
         return [rank for rank in ranks if not self._store.check([member_key(name, rank)])]
 
     def _waited_for(self, name: str) -> list[int]:
-        """Return the ranks that all wait for: those missing; rank 0 if none is, or if it ignores an offer."""
+        """Return the late ranks: the missing ones, or rank 0 if it ignores an offer or if none is missing."""
         store, missing = self._store, self._missing(name)
         for rank in missing:
             offered = read_key(store, f"hello/{rank}")
@@ -127,7 +127,10 @@ class Rendezvous:
         return missing or [0]
 
     def _wait_for(self, key: str, name: str = "") -> None:
-        """Wait for a key that rank 0 sets; `name` is the generation's, if it is known."""
+        """Wait for a key that rank 0 sets. Raises PeersMissing at the deadline.
+
+        `name` is the generation's, if this rank knows it: then the error can name all missing ranks.
+        """
         is_there = self._store.check([key])
         while not is_there:
             if time.monotonic() > self._deadline:
@@ -142,23 +145,23 @@ class Rendezvous:
         )
 
     def _replace_generation(self, name: str) -> None:
-        """Have the ranks begin generation `name`, and tell them how the one before ended. For rank 0."""
+        """Tell all ranks that generation `name` is complete, and how the previous one ended. For rank 0."""
         store, launch, ended = self._store, self.launch, None
         found = read_generation_end(store)
-        # If another node led in between, this store has no entry of the previous generation.
+        # If another node hosted the store in between, this store does not know the previous generation.
         if found and (found[1] is None or found[1] + 1 == launch.rdzv_round):
             ended = [found[0].exit_reasons, found[0].name]
         store.set("generation", json.dumps([name, launch.world_size, launch.rdzv_round]))
         store.set(complete_key(name), json.dumps(ended))
 
     def record_exit_reason(self, rank: int, reason: ExitReason) -> None:
-        """Record in the store, if it answers in time, why a rank exits; a first reason stays."""
+        """Record in the store, if it answers in time, why `rank` exits. An earlier reason is kept."""
         key, content = exit_reason_key(self.generation, rank), json.dumps(reason)
         with contextlib.suppress(Exception):  # the store may be gone: then no later generation reads it
             run_within(EXIT_REASON_TIMEOUT_S, lambda: self._exit_store.compare_set(key, "", content))
 
     def read_exit_reason(self, rank: int) -> tuple[bool, ExitReason | None]:
-        """Return whether the store answers in time, and the exit reason of a rank, None if there is none."""
+        """Return whether the store answers in time, and the exit reason of `rank`, None if it has none."""
         try:
             return True, run_within(
                 PEER_END_TIMEOUT_S, lambda: read_exit_reason(self._exit_store, self.generation, rank)
@@ -167,7 +170,7 @@ class Rendezvous:
             return False, None
 
     def is_restart(self) -> bool:
-        """Return whether an earlier generation passed its checks, or, without an agent's store, was there."""
+        """Return whether earlier workers called `mark_started`; without an agent's store, whether any ran."""
         # Only the agent's store outlives generations; without it the agent's restart count is used.
         if self.launch.agent_hosts_store:
             return bool(self._store.check(["started"]))
@@ -178,7 +181,7 @@ class Rendezvous:
 
 
 def read_generation_end(store: Any) -> tuple[GenerationEnd, int | None] | None:
-    """Return how the newest generation that met in a store has ended, and its round; None if none has met."""
+    """Return how the newest generation in a store ended, and its rendezvous round; None if there is none."""
     last = read_key(store, "generation")
     if last is None:
         return None
@@ -198,7 +201,7 @@ def exit_reason_key(generation: str, rank: int) -> str:
 
 
 def read_exit_reason(store: Any, generation: str, rank: int) -> ExitReason | None:
-    """Return the exit reason that a rank recorded by Rendezvous.record_exit_reason; None without one."""
+    """Return the exit reason that `rank` of a generation recorded in the store; None if it has none."""
     content = read_key(store, exit_reason_key(generation, rank))
     return None if content is None else json.loads(content)
 

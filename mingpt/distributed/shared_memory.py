@@ -1,10 +1,10 @@
 """Memory that the workers of one node share for their exchanges on the CPU.
 
 Each rank has segments that its peers map, too: files of `memfd_create`, which have no name, so that nothing
-is left of them after the last worker has exited or was killed. Peers receive the files through Unix sockets,
-and signal their progress by a byte each: 5 us a round between two idle cores. A spinning reader would take
-the core of the worker that it waits for. The kernel closes a dead worker's sockets, so its peers notice at
-once. An exchange is
+is left of them after the last worker has exited or was killed. Peers receive the files through Unix sockets.
+A rank signals progress by one byte to each peer, which takes 5 us between two idle cores. (A rank that waited
+in a busy loop would take the core of the worker that it waits for.) The kernel closes a dead worker's
+sockets, so its peers notice at once. An exchange is
 
     segments.begin(nbytes)
     ... write to `segments.of(rank, ...)`: to this rank's segment, or to parts that no other rank writes ...
@@ -32,7 +32,7 @@ MAX_CAPACITY = 1 << 36  # bytes; more than any segment has
 
 
 class Address(NamedTuple):
-    """Where a rank listens for its peers."""
+    """Where a rank waits for its peers to connect."""
 
     node: str  # equal for ranks that can share memory
     pid: int
@@ -40,9 +40,9 @@ class Address(NamedTuple):
 
 
 class Peers:
-    """The sockets to all other ranks, `{rank: socket}`, for one thread of each. All methods are collective.
+    """The sockets to all other ranks, `{rank: socket}`, for use by one thread. All methods are collective.
 
-    Methods that wait raise DistNetworkError if a peer is gone, or silent for `timeout_s`.
+    Methods that wait raise DistNetworkError if a peer is gone, or silent for `timeout_s` seconds.
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout_s: float) -> None:
@@ -52,7 +52,7 @@ class Peers:
         self.has_ended = False  # whether the signals that end an exchange are still to be received
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this. Each then sees the bytes that the others wrote before."""
+        """Wait until all ranks have called this. Each then sees what the others wrote to memory before."""
         for rank, peer in self.sockets.items():
             self.ask(rank, peer.send, b"\0")
         self.wait()
@@ -60,7 +60,8 @@ class Peers:
     def end(self) -> None:
         """Signal to the other ranks that this rank has finished reading; do not wait for them.
 
-        Errors are ignored, since a peer that has finished may have exited. The next exchange notices a loss.
+        Errors are ignored, because a peer that has finished may have exited. If a peer is lost, the next
+        exchange notices that.
         """
         for peer in self.sockets.values():
             with contextlib.suppress(OSError):
@@ -68,7 +69,7 @@ class Peers:
         self.has_ended = True
 
     def wait_for_end(self) -> None:
-        """Wait for `end` of all ranks, if this rank has called `end`."""
+        """Wait until all ranks have called `end`, if this rank has called it."""
         if self.has_ended:
             self.wait()
             self.has_ended = False
@@ -84,14 +85,14 @@ class Peers:
             self.ask(rank, socket.send_fds, peer, [b"\0"], [file])
 
     def receive_file(self, rank: int) -> int:
-        """Return the descriptor of a file that a peer sends."""
+        """Return the descriptor of a file that a peer sends by `send_file`."""
         peer, flags = self.sockets[rank], socket.MSG_CMSG_CLOEXEC
         return int(self.ask(rank, lambda: socket.recv_fds(peer, 1, 1, flags)[1])[0])
 
     def ask(self, rank: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of `call`, on the socket of peer `rank`, or raise DistNetworkError.
+        """Return the result of `call`, which uses the socket to `rank`.
 
-        That is for an OSError, and for an empty result, which means that the peer has closed the connection.
+        Raises DistNetworkError for an OSError, or for an empty result: the peer has closed the connection.
         """
         try:
             result = call(*arguments)
@@ -106,7 +107,7 @@ class Peers:
 
 
 class Segments:
-    """A segment of memory of each rank of `owners`, which all ranks map; errors are those of `Peers`."""
+    """A segment of memory for each rank in `owners`, mapped by all ranks. Errors are those of `Peers`."""
 
     def __init__(self, peers: Peers, owners: Sequence[int]) -> None:
         self.peers, self.owners = peers, owners
@@ -114,7 +115,7 @@ class Segments:
         self.maps: dict[int, mmap.mmap] = {}
 
     def begin(self, nbytes: int) -> None:
-        """Wait until all ranks have ended their last exchange; make segments of `nbytes` or more. Collective.
+        """Wait until all ranks have ended the last exchange; have segments of `nbytes` or more. Collective.
 
         `nbytes` is the same on all ranks. Segments that are too small are replaced by new ones; tensors in
         the old segments stay valid.
@@ -138,7 +139,7 @@ class Segments:
         return file
 
     def of(self, rank: int, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
-        """Return a view, not a copy, of `count` elements of a rank's segment, from byte `first` on."""
+        """Return a tensor of `count` elements that shares a rank's segment, from byte `first` on."""
         if not count:
             return torch.empty(0, dtype=dtype)  # frombuffer refuses an empty one
         return torch.frombuffer(self.maps[rank], dtype=dtype, count=count, offset=first)
@@ -152,7 +153,7 @@ def node() -> str:
 
 
 def listen() -> tuple[socket.socket, Address] | tuple[None, None]:
-    """Return a listening Unix socket and its address; None unless the system allows it and shared memory."""
+    """Return a listening Unix socket and its address, or (None, None) if the system refuses sharing."""
     try:
         check_capacity()
         address = Address(node(), os.getpid(), b"\0mingpt-" + secrets.token_hex(16).encode())
@@ -165,7 +166,7 @@ def listen() -> tuple[socket.socket, Address] | tuple[None, None]:
 
 
 def check_capacity() -> None:
-    """Raise OSError if a segment could not grow, as under `ulimit -f` or `ulimit -v`. Takes no memory."""
+    """Raise OSError if a segment could not be large, as under `ulimit -f` or `ulimit -v`. Takes no memory."""
     probe = os.memfd_create("mingpt")
     try:
         os.ftruncate(probe, MAX_CAPACITY)
@@ -177,10 +178,11 @@ def check_capacity() -> None:
 def meet(
     listener: socket.socket, rank: int, addresses: Sequence[Address], timeout_s: float
 ) -> dict[int, socket.socket] | None:
-    """Connect to all peers; return {rank: socket}, or None if that fails or a peer is late. Collective.
+    """Connect to all peers; return {rank: socket}, or None if one fails or is late. Collective.
 
-    Each rank connects to the lower ranks; `addresses` are by rank. A socket's name is no secret, so the
-    kernel is asked whether the process at the other end is the peer.
+    Each rank connects to the lower ranks and accepts the higher ones; `addresses` are by rank, and
+    `timeout_s` limits each wait. Any process can find a socket's name, so the kernel is asked whether the
+    process at the other end is the peer.
     """
     peers: dict[int, socket.socket] = {}
     try:

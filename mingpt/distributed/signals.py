@@ -41,9 +41,9 @@ SIGNALS = [
     if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # nohup ignores it
 ]
 POLL_S = 0.2
-# Signals this close together are one request: the agent passes on a signal that the workers may have, too.
+# Signals this close together are one request: the agent passes on a signal that workers may have got, too.
 REPEAT_S = 1.0
-# The main thread has this time to notice a lost peer by itself, since the backend gives a reason.
+# The main thread has this time to notice a lost peer by itself, because the backend gives a reason.
 PEER_GRACE_S = 0.3
 # The wait for the exit reason of a peer if the store does not answer: the store's host may have finished, as
 # all workers have.
@@ -52,14 +52,16 @@ READ_END = -1  # the pipe's key among the ranks whose pidfds are polled
 
 
 class StopSignal:
-    """Keeps the request to stop in `reason`. Its thread works even while the main thread is stuck.
+    """Listens for requests to stop, in a thread of its own, and keeps the request in `reason`.
 
-    Before `defer`, SIGUSR1 or a file STOP ends a single worker at once, and several workers agree first; any
-    other signal ends this process at once. After `defer`, a request waits until all ranks have agreed on it.
-    A second signal, more than REPEAT_S after the first, ends this process at once; after a file STOP or a
-    pause, a signal counts as the first. This process also ends if its agent is gone, a worker of the same
-    agent was lost, or a collective on GPUs has waited for `timeout_s`; and, while a signal other than SIGUSR1
-    waits, if no collective has ended for `timeout_s`.
+    Before `defer`, which is called when training begins, a signal other than SIGUSR1 ends this process at
+    once. SIGUSR1 or a file STOP ends a single worker at once; several workers first agree. After `defer`, a
+    request is only kept until all ranks have agreed on it. A second signal, more than REPEAT_S seconds after
+    the first, ends this process at once; a file STOP or trainer.pause_after does not count as the first.
+
+    The thread works even while the main thread is stuck. It also ends this process if torchrun's agent is
+    gone, if another worker of the agent was lost, or if a collective on GPUs has waited for
+    trainer.timeout_s; and if a signal other than SIGUSR1 waits while no collective has ended for that time.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
@@ -87,19 +89,19 @@ class StopSignal:
 
     @property
     def reason(self) -> str | None:
-        """The request to stop, one of REASONS; None without one."""
+        """The request to stop, such as "SIGTERM" or "STOP" (one of REASONS); None without one."""
         return self.received or (PAUSE if time.monotonic() >= self.pause_at else None)
 
     def watch_siblings(self) -> None:
-        """From now on, exit if another worker of this agent fails, or exits without an exit reason."""
+        """From now on, exit if another worker of this node's agent fails, or exits without an exit reason."""
         self.siblings = open_siblings(self.launch.agent_pid)
 
     def watch_stop_file(self, path: Path, note_stop: Callable[[], None] | None = None) -> None:
-        """Take a file `path` for a request to stop. In `exit_before_training`, rank 0 calls `note_stop`."""
+        """Treat a file at `path` as a request to stop. `exit_before_training` calls `note_stop` on rank 0."""
         self.stop_file, self.note_stop = path, note_stop
 
     def defer(self) -> None:
-        """From now on, keep a request until all ranks agree on it, after a step or by heartbeats."""
+        """From now on, do not exit at a request: keep it until all ranks agree on it, as after each step."""
         self.deferred = True
 
     def remove_stop_file(self) -> None:
@@ -111,7 +113,7 @@ class StopSignal:
             log.warning(f"{self.stop_file} cannot be removed ({error.strerror}) and will stop the next run")
 
     def exit_before_training(self, reason: str) -> NoReturn:
-        """Exit by `exit_process` without saving, for a request before the first step that all ranks know."""
+        """Exit without saving, because all ranks have agreed to stop before the first step."""
         if self.launch.rank == 0:
             self.remove_stop_file()
             if self.note_stop is not None:
@@ -174,13 +176,13 @@ class StopSignal:
         self.received = number.name
 
     def request(self, reason: str) -> None:
-        """Keep a request, SIGUSR1 or STOP, for ranks to agree on; before `defer`, exit a single worker."""
+        """Keep a request, SIGUSR1 or STOP, until all ranks agree. Before `defer`, a single rank exits."""
         if not self.deferred and self.launch.world_size == 1:
             self.exit_before_training(reason)
         self.received = self.received or reason
 
     def look_at_siblings(self) -> None:
-        """Exit if a worker of the same agent has exited in no order, as one that failed or was killed."""
+        """Exit if another worker of this node's agent failed, lost a peer or was killed."""
         for rank, exited_at in list(self.exited_at.items()):
             waited_s = time.monotonic() - exited_at
             if waited_s > PEER_GRACE_S:

@@ -1,7 +1,7 @@
 """How tensors travel among the ranks: by gloo or NCCL, or through memory that the CPUs of one node share.
 
-`Transport` has the collectives, and only this file knows which way the bytes go. Work on objects, such as
-settings and errors, is in group.py.
+`Transport` has the collectives on tensors, and only this file knows how the bytes travel. Collectives on
+Python objects, such as settings and errors, are in group.py.
 """
 
 import copy
@@ -22,7 +22,7 @@ from mingpt.distributed.group import wait_for
 from mingpt.distributed.shared_memory import Address, Peers, Segments, meet
 
 BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
-MEETING_SHARE = 0.25  # share of the time limit, for which the ranks wait for a peer to connect
+MEETING_SHARE = 0.25  # share of timeout_s for which a rank waits for a peer to connect
 # The names before torch 2.13 are all_gather_into_tensor and reduce_scatter_tensor.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -30,21 +30,21 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @dataclass(frozen=True)
 class Reduction:
-    """How vectors of all ranks are added up; each rank adds up one chunk of each of them."""
+    """How `Transport.reduce` sums the vectors of all ranks: each rank sums one chunk of all vectors."""
 
-    counts: list[int]  # of each rank's vectors, perhaps 0
+    counts: list[int]  # of vectors that each rank has, perhaps 0
     sizes: list[int]  # elements of each rank's chunk of a vector
     like: Tensor  # has the dtype and device of the vectors
-    add: Callable[[list[Tensor]], Tensor]  # chunks, by rank, to their sum in the memory of the first of them
+    add: Callable[[list[Tensor]], Tensor]  # from chunks, by rank, to their sum, which overwrites the first
     gathers: bool  # whether each rank gets the whole sum, not only its chunk
 
 
 class Transport:
-    """The collectives of all ranks, by a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
+    """Collectives on tensors by a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
 
-    All ranks must call all methods in the same order, from one thread of each at a time. With one rank there
-    need not be a process group. A vector is sent in pieces, at least one, which are joined. `group` is the
-    process group, None for the default one.
+    All ranks must call all methods in the same order, each from one thread at a time. With one rank no
+    process group is needed; `group` None means torch's default group. A vector is a 1-D tensor. Where a
+    method takes pieces of a vector, at least one, it concatenates them.
     """
 
     fsdp_all_gather: "SharedAllGather | None" = None  # the all-gather that FSDP2 calls, if not its own
@@ -53,7 +53,7 @@ class Transport:
         self.rank, self.world_size, self.group = rank, world_size, group
 
     def with_own_group(self, timeout_s: float) -> "Transport":
-        """Return a transport with a new process group, of which another thread may use the collectives."""
+        """Return a transport with a new process group, for use by another thread. Collective."""
         if not dist.is_initialized():  # without a launcher
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         other = copy.copy(self)
@@ -66,7 +66,7 @@ class Transport:
             wait_for(work)
 
     def begin_broadcast(self, tensor: Tensor, source: int) -> list[dist.Work | None]:
-        """Begin a `broadcast`; use `tensor` only after `wait_for` of all that is returned."""
+        """Start a `broadcast`; use `tensor` only after `wait_for` of each work that is returned."""
         works = []
         if self.world_size > 1 and tensor.numel():
             for piece in tensor.view(-1).split(max(1, BROADCAST_BYTES // tensor.element_size())):
@@ -74,9 +74,10 @@ class Transport:
         return works
 
     def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum over the ranks; return a function that waits and returns the sum.
+        """Start to sum `tensor` over the ranks; return a function that waits and returns the sum.
 
-        `tensor` may be overwritten. The sum is exact if all ranks but one have zeros.
+        `tensor` may be overwritten. The backend chooses the order of the sum. The result's bits do not depend
+        on it if nothing is rounded, for example if all ranks but one have zeros.
         """
         work = dist.all_reduce(tensor, group=self.group, async_op=True) if self.world_size > 1 else None
 
@@ -88,7 +89,7 @@ class Transport:
         return wait
 
     def all_gather(self, vector: Tensor, length: int) -> Tensor:
-        """Return the ranks' vectors, (workers, length); vectors shorter than `length` end with zeros."""
+        """Return the vectors of all ranks, (world_size, length); shorter vectors are padded with zeros."""
         missing = length - len(vector)
         padded = torch.cat([vector, vector.new_zeros(missing)]) if missing else vector
         if self.world_size == 1:
@@ -100,10 +101,11 @@ class Transport:
     def all_gather_parts(
         self, pieces: list[Tensor], sizes: list[int], at_once: bool = False
     ) -> Iterator[Tensor]:
-        """Yield the vector of each rank, with `sizes[rank]` elements; each is valid until the next.
+        """Yield the vector of each rank, with `sizes[rank]` elements; it is valid until the next is yielded.
 
-        All ranks must read to the end. `at_once` is for parts of about equal sizes, which are gathered by one
-        collective. Otherwise each part is broadcast, and is yielded when it has arrived.
+        `pieces` are those of this rank's vector. All ranks must iterate to the end. With `at_once`, for
+        vectors of about equal sizes, one collective gathers all. Otherwise each vector is broadcast, and
+        yielded when it has arrived.
         """
         own = torch.cat(pieces)
         if at_once:
@@ -118,9 +120,10 @@ class Transport:
             yield part
 
     def all_to_all(self, pieces: list[Tensor], send: list[int], receive: list[int]) -> Tensor:
-        """Send elements of a vector to the ranks, `send[rank]` to each; return those received.
+        """Send consecutive elements of a vector to the ranks, `send[rank]` to each; return those received.
 
-        `receive[rank]` is how many a rank sends to this one. The elements of lower ranks come first.
+        `pieces` are those of the vector. `receive[rank]` is the number of elements that `rank` sends to this
+        rank; in the result the elements of lower ranks come first.
         """
         vector = torch.cat(pieces)
         if self.world_size == 1:
@@ -130,9 +133,9 @@ class Transport:
         return received
 
     def reduce(self, vectors: list[list[Tensor]], reduction: Reduction) -> Tensor:
-        """Return the sum of the ranks' vectors, or this rank's chunk of it, as `reduction` says.
+        """Return the sum of all ranks' vectors, or this rank's chunk of the sum, as `reduction` says.
 
-        This rank's `vectors` are given in pieces.
+        `vectors` are those of this rank, each as a list of pieces.
         """
         counts, sizes = reduction.counts, reduction.sizes
         count, my_size = sum(counts), sizes[self.rank]
@@ -146,12 +149,15 @@ class Transport:
         return total if count == 1 else total.clone()  # a view would keep the memory of all chunks
 
     def empty_scattered(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a vector that `scattered` exchanges."""
+        """Return an uninitialized tensor of `size`, to be filled and given to `scattered`."""
         return torch.empty(size, dtype=dtype, device=device)
 
     @contextmanager
     def scattered(self, vector: Tensor) -> Iterator[Sequence[Tensor]]:
-        """Yield this rank's chunk of each rank's vector, all of equal size. Chunks may be overwritten."""
+        """Yield this rank's chunk of each rank's `vector`, by rank. The caller may overwrite the chunks.
+
+        All chunks have the same size: that of `vector` divided by the number of ranks.
+        """
         received = torch.empty_like(vector)
         dist.all_to_all_single(received, vector, group=self.group)
         yield received.view(self.world_size, -1).unbind()
@@ -162,14 +168,17 @@ class Transport:
 
 
 def chunks_by_rank(vectors: list[list[Tensor]], reduction: Reduction) -> list[Tensor]:
-    """Return the chunks of vectors, by rank, then by vector, after an empty one: there may be no vectors."""
+    """Return the chunks of this rank's vectors, sorted by the rank that receives them, then by vector.
+
+    An empty tensor comes first, so that the list is not empty if there are no vectors.
+    """
     chunks = [torch.cat(pieces).split(reduction.sizes) for pieces in vectors]
     empty = reduction.like.new_empty(0)
     return [empty, *(chunk for of_rank in zip(*chunks, strict=True) for chunk in of_rank)]
 
 
 class SharedMemoryTransport(Transport):
-    """A transport of CPUs on one node: what a step exchanges passes through memory, the rest through gloo."""
+    """A transport for CPUs of one node: a training step's tensors go through memory, the rest by gloo."""
 
     def __init__(self, rank: int, world_size: int, peers: Peers) -> None:
         super().__init__(rank, world_size)
@@ -231,10 +240,10 @@ class SharedMemoryTransport(Transport):
 
 
 class SharedAllGather:
-    """An all-gather for FSDP2 in which all ranks write to rank 0's segment, in turns to one of two.
+    """An all-gather for FSDP2 in which all ranks write to shared memory of rank 0: two segments, in turn.
 
-    A rank begins a gather only after it has copied what was gathered before: once all ranks are in a gather,
-    the other segment is free.
+    A rank begins a gather only after it has copied what was gathered before. So once all ranks are in a
+    gather, the other segment is free.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -248,7 +257,7 @@ class SharedAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Wait for all ranks. FSDP2 has copied this rank's input to its place in the shared output."""
+        """Wait for all ranks. FSDP2 has already copied this rank's input to its place in the output."""
         self.peers.barrier()
 
 
@@ -259,10 +268,10 @@ def connect(
     all_gather_object: Callable[[bool], list[bool]],
     timeout_s: float,
 ) -> Transport:
-    """Return a transport through shared memory if all ranks are on one node that allows it. Collective.
+    """Return a transport, through shared memory if all ranks are on one node that allows it. Collective.
 
-    `addresses` are those at which the ranks' listeners listen, None for a rank that cannot share memory. This
-    rank's `listener` is closed. `timeout_s` limits each wait for a peer.
+    `addresses`, by rank, are those at which the ranks listen, None for a rank that cannot share memory. This
+    rank's listening socket, `listener`, is closed. `timeout_s` limits each wait for a peer.
     """
     known = [address for address in addresses if address]
     is_possible = len(known) == len(addresses) and len({address.node for address in known}) == 1

@@ -1,4 +1,4 @@
-"""A worker's life from its first line to its exit code.
+"""A worker process, from its start to its exit code.
 
 This module imports little, so that a signal is heard a few hundredths of a second after the process starts.
 """
@@ -18,12 +18,12 @@ from mingpt.distributed.signals import StopSignal
 
 
 class Worker:
-    """This process. As a context manager it exits with the code that shows how its block ended:
+    """This worker process. As a context manager, it exits the process at the end of its block.
 
-    0 if it finished or was told to stop, 128 + signal if told to stop by a signal other than SIGUSR1 under an
-    agent (such as torchrun's), 2 after a UserError, 1 after any other error. The block sets `stopped_by` to
-    the request that stopped it. Constructing a Worker begins to listen for signals, and exits with 2 if the
-    launcher's variables are incomplete.
+    The exit code is 0 if the block finished or was told to stop, 128 + signal if it was told to stop by a
+    signal other than SIGUSR1 under an agent (such as torchrun's), 2 after a UserError, 1 after any other
+    error. The block sets `stopped_by` to the request that stopped it. Constructing a Worker begins to listen
+    for signals, and exits with 2 if the launcher's environment variables are incomplete.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Worker:
     def connect(
         self, device: str = "auto", dtype: str = "auto", threads: int = 1, timeout_s: float = 60.0
     ) -> DistributedContext:
-        """Meet this generation's workers; return the DistributedContext, or raise its errors. Collective."""
+        """Wait for all workers; return the DistributedContext, or raise its errors. Collective."""
         gc.enable()
         gc.freeze()  # imported objects stay alive, so collections need not look at them again
         return DistributedContext(self.launch, self.stop_signal, self.exit, device, dtype, threads, timeout_s)

@@ -42,10 +42,11 @@ BACKEND = "mingpt-one-node"
 
 
 def choose_workers(config: Config, launch: Launch) -> int:
-    """Return the number of workers for `trainer.workers`. UserError if a step has fewer micro-batches.
+    """Return the number of workers that the setting trainer.workers asks for.
 
-    auto is one per GPU, else one per `Launch.threads` cores, but at most MAX_WORKERS and the number of
-    micro-batches in a step. It is one with trainer.device=mps, and with snapshots in a process's memory.
+    auto means one per GPU, or without GPUs one per `Launch.threads` cores, but at most MAX_WORKERS and the
+    number of micro-batches in a step. It means one if trainer.device is mps or snapshot.path is in memory.
+    Raises UserError if trainer.workers is a number larger than that of micro-batches.
     """
     trainer = config.trainer
     if trainer.workers != "auto":
@@ -63,11 +64,11 @@ def choose_workers(config: Config, launch: Launch) -> int:
 
 
 def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> None:
-    """Under plain `python`, run `python *command` in as many workers as `trainer.workers` asks for.
+    """Under plain `python`, run `python *command` in as many workers as trainer.workers asks for.
 
-    Exits with the job's exit code. Returns if this process is itself a worker: under a launcher, or if one is
-    enough. Calls `watch_stop_file` first in any case. Raises UserError if `trainer.workers` is too large, or
-    is auto in one of several srun tasks without torchrun.
+    Afterwards it exits with the job's exit code. It returns if this process is itself to be a worker: under a
+    launcher, or if one worker is enough. In both cases it first calls `watch_stop_file`. Raises UserError if
+    trainer.workers is too large, or is auto in one of several srun tasks without torchrun.
     """
     launch = worker.launch
     watch_stop_file(worker, config)
@@ -87,7 +88,7 @@ def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> Non
 
 
 def watch_stop_file(worker: Worker, config: Config) -> None:
-    """Take a file STOP in run_dir for a request to stop. A run with `eval_only` ignores the file."""
+    """Treat a file STOP in run_dir as a request to stop, unless trainer.eval_only is set."""
     run_dir = Path(config.run_dir)
 
     def note_stop() -> None:
@@ -96,7 +97,7 @@ def watch_stop_file(worker: Worker, config: Config) -> None:
         mark_ended(run_dir, "stopped")
 
     if not config.trainer.eval_only:
-        # In a restart the generation before was training and could not record how it ended.
+        # In a restart the workers before were training and could not record how they ended.
         is_restart = worker.launch.restart_count > 0
         worker.stop_signal.watch_stop_file(run_dir / "STOP", note_stop if is_restart else None)
 
@@ -104,8 +105,8 @@ def watch_stop_file(worker: Worker, config: Config) -> None:
 class StopRequest:
     """The first signal that told this job to stop. torch's agent obeys it when it next calls the rendezvous.
 
-    Until then the signal handler raises nothing. torch's rendezvous may swallow SignalException, which is an
-    Exception; if one is raised while workers are being started, they keep running.
+    Until then the signal handler raises nothing, for two reasons: torch's rendezvous may swallow a
+    SignalException, and workers keep running if one is raised while they are being started.
     """
 
     def __init__(self, status_file: Path) -> None:
@@ -114,7 +115,7 @@ class StopRequest:
         self.is_obeyed = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: note the first. If `obey` has raised, raise again, and workers exit at once."""
+        """Handle a signal: remember the first. Once `obey` has raised, raise again: workers exit at once."""
         self.first = self.first or signal.Signals(number)
         if self.is_obeyed:
             self.obey()
@@ -122,7 +123,7 @@ class StopRequest:
     def obey(self, before_start: bool = False) -> None:
         """If the job was told to stop, raise SignalException, which ends the agent and its workers.
 
-        `before_start`: no worker runs that could write the status file, so write it here.
+        With `before_start`, first write the status file, because no worker runs that could write it.
         """
         from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -133,18 +134,18 @@ class StopRequest:
             raise SignalException(f"got {self.first.name}", sigval=self.first)
 
     def read_status(self) -> str:
-        """Return the status file's content; "" if worker 0 has not ended in order, or the disk is full."""
+        """Return the content of the status file, which worker 0 writes if it ends in order; else ""."""
         return self.status_file.read_text() if self.status_file.exists() else ""
 
 
 def job_exit(
     is_told: bool, status: str, codes: Mapping[int, int], end: GenerationEnd | None, command: str
 ) -> tuple[int, str]:
-    """Return the exit code of a job whose workers have ended, and what is printed.
+    """Return the exit code of a job whose workers have ended, and the text to print.
 
     `is_told` is whether the job was told to stop, `status` the status file's content, `codes` the exit codes
-    of the workers that failed, by rank, and `end` how the last generation that met has ended. `command` is
-    what the workers ran.
+    of the workers that failed, by rank, and `end` how the last workers that met at the rendezvous ended.
+    `command` is what the workers ran.
     """
     # A worker that ends the job writes the status file and sends a signal. Its exit may be seen first.
     if is_told and (status or not codes):
@@ -169,7 +170,11 @@ def job_exit(
 
 
 def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
-    """Run `python *command` in `workers` processes, restart up to `max_restarts` times, exit as they did."""
+    """Run `python *command` in `workers` processes, with restarts; then exit with the job's exit code.
+
+    Signals go to `stop_signal` until torchrun's agent takes over. Raises NonRetryableError if the system
+    allows too few processes.
+    """
     allow_open_files(workers)
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -227,14 +232,14 @@ def pass_on(number: int, frame: FrameType | None) -> None:
 
 
 def avoid_names() -> None:
-    """Have gloo and torch's agent do without this host's name: a resolver may fail, or take 20 s."""
+    """Keep gloo and torch's agent from resolving this host's name, which may fail, or take 20 s."""
     if sys.platform == "linux":  # elsewhere gloo looks the name up
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     socket.getfqdn = lambda name="": name or platform.node()  # for torch's events, which nobody reads
 
 
 def register_rendezvous(store: "TCPStore", stop: StopRequest) -> None:
-    """Register, as BACKEND, a rendezvous of this agent alone, which needs no host name and obeys `stop`."""
+    """Register BACKEND, a rendezvous for a single agent, which needs no host name and obeys `stop`."""
     from torch.distributed.elastic.rendezvous import (
         RendezvousInfo,
         RendezvousStoreInfo,

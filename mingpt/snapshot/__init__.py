@@ -1,9 +1,10 @@
-"""Write and read snapshots, the saved states of a run: files in a folder, at a URL or in /dev/shm.
+"""Snapshots, the saved states of a run, as files in a folder, at a URL or in /dev/shm.
 
-A snapshot is tensor files and a manifest, a JSON file that describes them. It exists when its manifest exists
-and the manifest's checksums hold. SnapshotSaver (saver.py) deletes old snapshots, search.py chooses the
-newest for all ranks, and claim.py lets one job at a time write there. Only contents.py knows the model:
-elsewhere tensors are known by their names, and by the rows that each rank holds.
+A snapshot consists of tensor files and a manifest, a JSON file that describes them. It is valid if its
+manifest exists and all files have the checksums that the manifest lists. SnapshotSaver (saver.py) writes
+snapshots and deletes old ones, search.py chooses the newest for all ranks, and claim.py lets only one job at
+a time write to a run folder. Only contents.py knows the model: elsewhere tensors are known by their names,
+and by the rows that each rank holds.
 """
 
 from mingpt.snapshot.lookup import open_snapshot

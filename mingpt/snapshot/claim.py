@@ -1,14 +1,15 @@
-"""A claim lets only one job at a time write to a run folder, and to its snapshots, wherever they are.
+"""A claim is a file that lets only one job at a time write to a run folder and to the run's snapshots.
 
-A claim is a file `claim-<number>.json` in the run folder, and the one with the highest number counts. A job
-takes over from another one by creating the next number: if several try, one succeeds. It does so if the
-holder's agents (torchrun's) are seen to have ended or, if they may be on another machine, once the file has
-not been renewed for LEASE_S, the lease; else it is refused. A later generation of the same job, which shares
-an agent with the one before, overwrites the claim at once. If a job falls into parts that do not reach each
-other, the part that claims the folder first goes on.
+The file `claim-<number>.json` is in the run folder, and the claim with the highest number counts. A job takes
+the folder over from another job by creating the file with the next number; if several jobs try, only one
+succeeds. A job may do so once the agents (torchrun's) of the other job have ended. If those agents may run on
+a different machine, where they cannot be seen, the job waits until the claim has not been renewed for LEASE_S
+seconds, the lease. Otherwise the job is refused with an error. A later generation of the same job (its
+workers after a restart) shares an agent with the generation before, and overwrites the claim at once. If the
+network splits a job into parts that cannot reach each other, the part that claims the folder first goes on.
 
-The rank that keeps a run folder holds the job's claim to it. Before each record and each manifest it asks
-`Claim.check` whether the claim that counts is still that of its generation.
+The rank that writes the records of a run folder holds the job's claim to it. Before each record and each
+manifest it asks `Claim.check` whether the claim that counts is still that of its generation.
 """
 
 import json
@@ -26,7 +27,7 @@ from mingpt.base.files import BadJson, Seconds, check_json, parse_json, remove_q
 from mingpt.base.processes import Process
 from mingpt.distributed import write_stderr
 
-LEASE_S = 20.0  # another job takes over a claim that has not been renewed for so long
+LEASE_S = 20.0  # another job takes over a claim that has not been renewed for this long
 RENEW_S = 5.0  # between two renewals
 POLL_S = 0.5
 FILE_NAME = re.compile(r"claim-([0-9]{6})\.json")
@@ -35,45 +36,55 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Holder:
-    """The content of a claim: a generation of a job, and the job's agents (without torchrun, its workers)."""
+    """The generation of a job that holds a claim.
+
+    `agents` are the processes of the job's torchrun agents; without torchrun, those of its workers.
+    """
 
     agents: tuple[Process, ...]
-    job: str  # a token; later generations keep the first one's
-    generation: str  # another token
+    job: str  # a random id, the same in all generations of a job
+    generation: str  # a random id, different in each generation
     since: Seconds  # when the job made its first claim, since 1970
 
     def is_alive(self) -> bool | None:
-        """Whether an agent is alive; None if none is seen alive but some cannot be seen, or none is known."""
+        """Return whether any of the agents is alive; None if that is not known.
+
+        It is not known if there is no agent, or if no agent is seen alive but some cannot be seen from here.
+        """
         states = [agent.is_alive() for agent in self.agents]
         if True in states:
             return True
         return None if None in states or not states else False
 
     def shares_agent(self, other: "Holder") -> bool:
-        """Whether the two holders have an agent in common: then they are one job, as an agent has one job."""
+        """Return whether the two holders have an agent in common; if so they belong to one job."""
         return bool({*self.agents} & {*other.agents})
 
     def sentence(self) -> str:
-        """Return the job, its agents and since when it holds the claim (local time), for a message."""
+        """Return a phrase with the job, its agents, and the local time of the job's first claim."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         agents = [f"process {agent.pid} on host {agent.host}" for agent in self.agents]
         return f"job {self.job[:8]} ({', '.join(agents) or 'an unknown process'}, since {since})"
 
 
 class Found(NamedTuple):
-    """The newest claim to a folder, as it was read."""
+    """A claim as it was read from its file."""
 
     number: int
     holder: Holder
-    renewed: int  # modification time of the file, in nanoseconds
+    renewed: int  # modification time of the file, in nanoseconds since 1970
 
 
-UNKNOWN = Holder((), "unknown", "unknown", since=0.0)  # of a claim that is damaged, or just being written
+UNKNOWN = Holder((), "unknown", "unknown", since=0.0)  # if the file is damaged, or just being written
 NONE = Found(0, UNKNOWN, 0)  # there is no claim
 
 
 def read_newest(folder: Path) -> Found:
-    """Return the newest claim of any job to the folder; NONE if there is no claim. Raises OSError."""
+    """Return the claim to `folder` with the highest number, of any job; NONE if there is no claim.
+
+    The claim's holder is UNKNOWN if the file is damaged, or just being written. Raises OSError if the folder
+    or the file cannot be read.
+    """
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -93,7 +104,7 @@ def read_newest(folder: Path) -> Found:
 
 
 class Claim:
-    """The claim of the generation `holder` to a run folder; held from `acquire` until `release`."""
+    """The right of a generation, `holder`, to write to a run folder, from `acquire` until `release`."""
 
     def __init__(self, folder: Path, holder: Holder) -> None:
         self.folder, self.holder = folder, holder
@@ -103,7 +114,7 @@ class Claim:
         return self.folder / f"claim-{number:06d}.json"
 
     def check(self) -> None:
-        """Raise ClaimLost if the claim was removed, or another job or a later generation has the folder.
+        """Raise ClaimLost if the claim was removed, or another job or a later generation made a newer one.
 
         Raises nothing while the claim is not held, or while the folder or the newest claim cannot be read.
         """
@@ -123,7 +134,7 @@ class Claim:
         raise SupersededError(f"{what} no longer belongs to this job, {who}: nothing more is written")
 
     def may_write(self) -> bool:
-        """Whether `check` raises nothing."""
+        """Return whether this generation may still write to the folder: `check` raises nothing."""
         try:
             self.check()
         except ClaimLost:
@@ -131,10 +142,12 @@ class Claim:
         return True
 
     def acquire(self) -> None:
-        """Claim the folder, and renew the claim in the background from then on.
+        """Claim the folder, and from then on renew the claim in a background thread.
 
-        Waits for the lease while a holder on another machine, or another part of this job, may be alive.
-        Raises UserError, which names the holder, if another job holds the folder, or OSError.
+        If another holder may be alive on a different machine, or is a part of this job that the network has
+        cut off, waits until that holder has not renewed its claim for LEASE_S seconds. Raises UserError,
+        which names the holder, if another job is seen to be alive or renews its claim meanwhile, and OSError
+        if the folder cannot be read or written.
         """
         waited_for, deadline = NONE, 0.0
         while not self.number:
@@ -149,31 +162,37 @@ class Claim:
         threading.Thread(target=self.keep_renewing, daemon=True).start()
 
     def may_take(self, found: Found) -> bool:
-        """Whether nobody holds the folder, or an earlier generation of this job, or a job that has ended."""
+        """Return whether the folder may be claimed at once; `found` is the claim with the highest number.
+
+        It may be if there is no claim, or if the claim is that of a job that has ended, or of an earlier
+        generation of this job.
+        """
         holder = found.holder
         return not found.number or holder.is_alive() is False or self.holder.shares_agent(holder)
 
     def refuse_or_tell(self, found: Found, is_first: bool) -> None:
-        """Raise UserError if the folder is in use by another job; else say, at first, what is waited for.
+        """Raise UserError if another job uses the folder; else, if `is_first`, print that this job waits.
 
-        In use is a claim whose holder is alive, or that was renewed or made while this job waited.
+        Another job uses the folder if one of its agents is seen alive, or if it made or renewed its claim
+        while this job waited.
         """
         holder = found.holder
         if holder.job != self.holder.job and (holder.is_alive() or not is_first):
             raise UserError(
                 f"run_dir {self.folder} is in use by {holder.sentence()}: wait for its end, choose "
-                f"another one, or if that job is gone, remove its claim {self.path(found.number)}"
+                f"another run_dir, or if that job is gone, remove its claim {self.path(found.number)}"
             )
-        if is_first:  # to the terminal alone: log.txt belongs to the job that holds the folder
+        if is_first:  # only to the terminal: log.txt belongs to the job that holds the folder
             write_stderr(
                 f"run_dir {self.folder} is claimed by {holder.sentence()}: waiting until it has not "
                 f"renewed its claim for {LEASE_S:.0f} s\n"
             )
 
     def take(self, found: Found) -> None:
-        """Try to claim the folder after `found`, which no longer counts; set `number` if it worked.
+        """Try to claim the folder after `found`, the claim that counted so far; set `number` on success.
 
-        The claim of an earlier generation of this job is overwritten, which needs no room on a full disk.
+        The claim of an earlier generation of this job is overwritten, which needs no space on a full disk. If
+        another job is faster, `number` stays 0. Raises OSError if the claim cannot be written.
         """
         is_ours = self.holder.shares_agent(found.holder)
         if is_ours:
@@ -203,7 +222,10 @@ class Claim:
             self.renew()
 
     def renew(self) -> None:
-        """Show other machines that the job is alive, by the file's modification time. Only logs a failure."""
+        """Update the file's modification time, to show other machines that the job is alive.
+
+        A failure is only logged.
+        """
         try:
             if self.number and self.may_write():
                 os.utime(self.path(self.number))
@@ -211,7 +233,7 @@ class Claim:
             log.info(f"the claim to run_dir {self.folder} could not be renewed: {error}")
 
     def release(self) -> None:
-        """Remove the claim, if it is still ours, at the end of the job. Raises nothing."""
+        """Remove the claim, at the end of the job, if this generation still holds it. Raises nothing."""
         if self.number and self.may_write():
             remove_quietly(self.path(self.number))
         self.number = 0

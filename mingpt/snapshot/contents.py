@@ -1,7 +1,7 @@
 """What a snapshot of a run must hold: the names, shapes and types of its tensors, and its tokenizer.
 
-All of it is checked before any tensor is read. If a state is sharded, each rank holds its part: some rows of
-each tensor.
+All of this is checked before any tensor is read. If a state is sharded, each rank's part holds some rows of
+each sharded tensor.
 """
 
 import hashlib
@@ -23,10 +23,11 @@ from mingpt.snapshot.store import OLDER_TOKENIZER, Snapshot
 
 
 def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-    """Raise CorruptSnapshot unless a snapshot has a whole state, with exactly its run's tensors.
+    """Raise CorruptSnapshot unless a snapshot holds the whole state of a run, and no other tensors.
 
-    These are the parameters and the optimizer's state, in float32. `tokenizer` has the tokenizer's bytes.
-    Reads no tensor.
+    The state is the parameters and the optimizer's state, in float32, of the model that the manifest's
+    configuration describes. `tokenizer` is the content of the tokenizer's file. Reads no tensor. Raises
+    UserError as `check_shard` does.
     """
     if manifest.shard:
         raise CorruptSnapshot("it is a part of a sharded state")
@@ -34,16 +35,16 @@ def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
 
 
 def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-    """Raise CorruptSnapshot unless a snapshot, or one rank's part of a state, has exactly its run's tensors.
+    """Raise CorruptSnapshot unless a snapshot holds the whole state of a run, or one rank's part of it.
 
-    A part must have the rank's rows of each sharded tensor, and either all tensors that are not sharded, and
-    the tokenizer, or none. A tokenizer.json, which takes long to parse, is not parsed here. Raises UserError
-    for a snapshot that no run has written.
+    A part must hold the rank's rows of each sharded tensor. It holds the tokenizer and all tensors that are
+    not sharded, or none of these. A tokenizer.json is not parsed here, because that takes long. Raises
+    UserError if the snapshot was not written by a run, but by a training loop of the user's own.
     """
     missing = sorted({"config", "tokenizer", "data", "software"} - manifest.model_fields_set)
-    if len(missing) == 4:  # not corrupt: it is another program's, and stays as it is
+    if len(missing) == 4:  # not corrupt: a different program wrote it, and it stays as it is
         raise UserError(
-            f"the snapshot of step {manifest.step} was written by a loop of one's own and not by a run: "
+            f"the snapshot of step {manifest.step} was written by a training loop of your own, not by a run: "
             "choose another folder"
         )
     if missing:
@@ -80,7 +81,7 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
 
 
 def tensor_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
-    """Return the whole shape of each parameter and optimizer tensor of a run, by name."""
+    """Return the unsharded shape of each parameter and of each tensor of the optimizer's state, by name."""
     parameters = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
     states = state_shapes(parameters, config.optimizer)
     shapes = {f"model.{name}": shape for name, shape in parameters.items()}
@@ -88,7 +89,11 @@ def tensor_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
 
 
 def stored_rows(manifest: Manifest) -> RowMap:
-    """Return the rows that each part of a manifest's save holds; a whole state is a single part."""
+    """Return the rows that each part of a saved state holds; `manifest` is that of any of the parts.
+
+    A state that is not sharded is a single part. Raises UserError if no model has the manifest's
+    configuration.
+    """
     shapes, shard = tensor_shapes(manifest.settings, manifest.tokenizer.vocab_size), manifest.shard
     if shard is None:
         return RowMap(shapes)
@@ -96,14 +101,14 @@ def stored_rows(manifest: Manifest) -> RowMap:
 
 
 def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
-    """Return the tokenizer that a snapshot carries, or None. Raises UserError if it cannot be used."""
+    """Return the tokenizer in a snapshot; None if there is none. Raises UserError if it cannot be used."""
     return make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())
 
 
 def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | None:
-    """Return the tokenizer of a snapshot with these bytes; None if its run has none.
+    """Return the tokenizer of a snapshot, whose bytes are `content`; None if the run has no tokenizer.
 
-    Raises UserError if it cannot be used, or needs a package that is not installed.
+    Raises UserError if the tokenizer cannot be used, or needs a package that is not installed.
     """
     if manifest.tokenizer.kind == "none":
         return None
@@ -114,9 +119,10 @@ def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | Non
 
 
 def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
-    """Return the tokenizer with these bytes, which a snapshot carries, and of which its manifest tells.
+    """Return the tokenizer whose bytes are `content`, and which the snapshot's manifest describes.
 
-    Raises ValueError if they are others, no tokenizer, or one with more tokens than the model has rows.
+    Raises ValueError if there are no bytes, if their SHA-256 is not the manifest's, if they are no tokenizer,
+    or if it has more tokens than the model's embedding has rows.
     """
     about = manifest.tokenizer
     if content is None or about.sha256 not in (None, hashlib.sha256(content).hexdigest()):
@@ -129,7 +135,7 @@ def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
 
 
 def describe_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> TokenizerFields:
-    """Return what a manifest says of a tokenizer; `vocab_size` is the number of the embedding's rows."""
+    """Return what a manifest says about a tokenizer; `vocab_size` is the number of rows of the embedding."""
     if tokenizer is None:
         return TokenizerFields(kind="none", vocab_size=vocab_size)
     digest = hashlib.sha256(tokenizer.to_bytes()).hexdigest()
@@ -139,7 +145,7 @@ def describe_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> Tokenize
 def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin: str) -> dict[str, Tensor]:
     """Return views of the weights, without the learned positions past those in `shapes`.
 
-    Raises UserError as `check_shapes` does.
+    Raises UserError, which names `origin`, if the weights are those of a different model.
     """
     there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     check_shapes(there, shapes, origin)
@@ -151,8 +157,8 @@ def check_shapes(
 ) -> None:
     """Raise UserError unless weights of the shapes and types `there` fit a model of the shapes `here`.
 
-    Weights may have any floating-point type, and more learned positions than the model. Messages call them
-    `origin`.
+    Weights may have any floating-point type, and more learned positions than the model. Messages call the
+    weights `origin`.
     """
     wrong = []
     for name, shape in here.items():
@@ -178,7 +184,7 @@ def check_shapes(
 def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
     """Copy all weights into `model`, except learned positions past its block_size.
 
-    Raises UserError, which names `origin`, for the weights of another model.
+    Raises UserError, which names `origin`, if the weights are those of a different model.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     model.load_state_dict(fit_weights(tensors, shapes, origin), strict=False)  # buffers are not stored

@@ -1,11 +1,12 @@
-"""Read and write files in a folder or at an fsspec URL. In a folder or object store they appear whole.
+"""Write files to a folder or fsspec URL. In a folder or an object store a file appears only when it is whole.
 
-In a folder a file is written under another name, fsynced and renamed. For a URL it is written to a temporary
-file, in TMPDIR, which the driver of fsspec then uploads: an object appears when its upload is complete.
+In a folder a file is written under a temporary name, fsynced and renamed. For a URL it is written to a
+temporary file in TMPDIR, which the driver of fsspec then uploads: an object appears when its upload is
+complete.
 
-S3 keeps, and charges for, the parts of an unfinished upload until it is aborted. s3fs aborts an upload that
-fails. That of a killed process stays: a lifecycle rule of the bucket removes it
-(AbortIncompleteMultipartUpload).
+S3 keeps, and charges for, the parts of an unfinished upload until the upload is aborted. s3fs aborts an
+upload that fails, but a killed process aborts nothing: a lifecycle rule of the bucket
+(AbortIncompleteMultipartUpload) removes such parts.
 """
 
 import contextlib
@@ -41,10 +42,11 @@ log = logging.getLogger(__name__)
 def write_chunks(
     file: Any, chunks: Iterable[memoryview], name: str, size: int, handle: int | None = None
 ) -> str:
-    """Write `chunks`, `size` bytes in all, to `file` and hash them meanwhile; returns their SHA-256 in hex.
+    """Write `chunks`, `size` bytes in all, to `file`; return their SHA-256 in hex, computed meanwhile.
 
     `name` is the file's name in progress events. `handle` is the descriptor of a local file: a thread flushes
-    it meanwhile, so that the caller's fsync has little left to do. Raises the errors of writing and flushing.
+    the file meanwhile, so that the caller's fsync has little left to do. Raises the errors of writing and
+    flushing.
     """
     digest, written, flushed, flushing = hashlib.sha256(), 0, 0, Future[None]()
     flushing.set_result(None)
@@ -64,11 +66,12 @@ def write_chunks(
 
 
 class FileStore:
-    """Reads and writes the files at `url`, a path or URL. Raises UserError if its driver is not installed.
+    """Writes, lists and removes the files at `url`, a folder or an fsspec URL.
 
-    A failed read, or upload to a URL, is tried again after pauses of `retries_s` seconds. `check_claim` is
-    called before a file appears; it raises ClaimLost if this job no longer has the claim (the right to write
-    there). By default it does nothing.
+    A failed listing, read, or upload to a URL is tried again after pauses of `retries_s` seconds.
+    `check_claim` is called before a file appears, and raises ClaimLost if this job no longer has the claim
+    (the right to write there); by default it does nothing. The constructor raises UserError if the URL's
+    driver is not installed.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class FileStore:
         return f"{self.root}/{name}"
 
     def names(self) -> list[str]:
-        """Return the sorted names of all files and folders at `url`; an empty list if it does not exist."""
+        """Return the names of all files and folders at `url`, sorted; none if `url` does not exist."""
         self.files.invalidate_cache()
         try:
             return sorted(str(entry).rsplit("/", 1)[-1] for entry in self.files.ls(self.root, detail=False))
@@ -98,22 +101,22 @@ class FileStore:
             return []
 
     def list_names(self) -> list[str]:
-        """Return the same as `names`, with retries. Raises UnreadableSnapshot if the last attempt fails."""
+        """Return what `names` returns, with retries. Raises UnreadableSnapshot if the last attempt fails."""
         try:
             return with_retries(self.names, f"the folder {self.url}", self.retries_s)
         except CorruptSnapshot as error:  # a loop of symbolic links
             raise UnreadableSnapshot(str(error)) from None
 
     def write_atomic(self, name: str, content: Content) -> None:
-        """Write a file so that it appears whole and durable, or not at all. Errors: see `write_stream`."""
+        """Write a file that appears whole and durable, or not at all. Raises as `write_stream` does."""
         self.write_stream(name, [memoryview(content)], len(content))
 
     def write_stream(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
-        """Write a file atomically from `chunks`, `size` bytes in all; returns their SHA-256 in hex digits.
+        """Write a file atomically from `chunks`, `size` bytes in all; return its SHA-256 in hex.
 
         The file is durable on return. An earlier file of this name is replaced. Raises ClaimLost if this job
-        has lost the right to write, UserError if a temporary file cannot be written, OSError, or a driver's
-        error.
+        has lost the right to write there, UserError if the file to upload cannot be written to TMPDIR, and
+        OSError or an error of fsspec's driver if the write or the upload fails.
         """
         partial, final = self.path(f"partial-{name}"), self.path(name)
         if self.is_local:
@@ -139,7 +142,7 @@ class FileStore:
         return sha256
 
     def upload(self, local: Path, path: str) -> None:
-        """Upload a file. Raises a driver's error, or OSError if the object then has another size."""
+        """Upload a file. Raises fsspec's errors, or OSError if the size at `path` then differs."""
         self.files.put_file(str(local), path)
         self.files.invalidate_cache()
         written, size = self.files.size(path), local.stat().st_size
@@ -147,7 +150,7 @@ class FileStore:
             raise OSError(f"{path} has {written} bytes of {size} after writing")
 
     def remove_file(self, name: str) -> None:
-        """Remove a file, if it exists. In a local folder, `fsync_folder` then makes the removal durable."""
+        """Remove a file if it exists. In a local folder the removal is durable after `fsync_folder`."""
         with contextlib.suppress(FileNotFoundError):
             self.files.rm_file(self.path(name))
 

@@ -1,9 +1,9 @@
-"""Name a snapshot's files, give each tensor its place in them, and make the buffers to write them from.
+"""The names of a snapshot's files, the place of each tensor in them, and the buffer to write them from.
 
 `step_00001200.json` is the manifest of step 1200, `step_00001200.safetensors` holds its weights,
 `step_00001200.optimizer.safetensors` its optimizer's state and `step_00001200.tokenizer` its tokenizer, if it
-has one, so that sampling and export read no optimizer's state. A tensor's place depends on the tensors'
-names, types and shapes, never on the number of workers.
+has one. Sampling and export can therefore leave the optimizer's state unread. A tensor's place depends on the
+tensors' names, types and shapes, never on the number of workers.
 
 Training waits only while its tensors are copied into a `StagingBuffer`, which was allocated before. The
 buffer is then hashed and written in the background.
@@ -48,7 +48,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def file_name(step: int, kind: str) -> str:
-    """Return the name of a step's manifest (`kind` "json"), tokenizer or tensor file (one of KINDS)."""
+    """Return the name of a step's file of this kind.
+
+    `kind` is "json" (the manifest), TOKENIZER, or one of KINDS (tensors).
+    """
     return f"step_{step:08d}.{kind}"
 
 
@@ -60,7 +63,7 @@ def unfinished_name(step: int) -> str:
 def step_of(name: str, kind: str | None = None) -> int | None:
     """Return the step in the name of a snapshot's file; None for any other name, or a file of another kind.
 
-    `kind` is "json" (the manifest), "safetensors" (a file that it lists), or None for both.
+    `kind` is "json" (the manifest), "safetensors" (any file that the manifest lists), or None for both.
     """
     match = FILE_NAME.fullmatch(name)
     if not match or name != file_name(int(match[1]), match[2]):
@@ -82,7 +85,10 @@ def files_of(names: Iterable[str], step: int) -> list[str]:
 
 
 def are_files_of(names: Sequence[str], step: int) -> bool:
-    """Return whether `names` are those of the files that a manifest of this step may list, in their order."""
+    """Return whether a manifest of this step may list exactly the files `names`, in this order.
+
+    The weights come first, then the optimizer's state and the tokenizer, each of which may be missing.
+    """
     weights, *others = [file_name(step, kind) for kind in (*KINDS, TOKENIZER)]
     return list(names[:1]) == [weights] and list(names[1:]) in ([], others[:1], others[1:], others)
 
@@ -114,9 +120,10 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 
 
 def make_layout(specs: Mapping[str, TensorSpec], step: int) -> list[FileLayout]:
-    """Return the layouts of the tensor files of `step`: first weights, then optimizer's state, if any.
+    """Return the layouts of the tensor files of `step`: the weights, then the optimizer's state, if any.
 
-    `specs` describes whole tensors; the names of optimizer state begin with OPTIMIZER.
+    `specs` describes the tensors as the files hold them: whole, or only a rank's rows. The names of the
+    optimizer's state begin with OPTIMIZER.
     """
     weights = {name: spec for name, spec in specs.items() if not name.startswith(OPTIMIZER)}
     optimizer = {name: spec for name, spec in specs.items() if name.startswith(OPTIMIZER)}
@@ -127,13 +134,14 @@ def make_layout(specs: Mapping[str, TensorSpec], step: int) -> list[FileLayout]:
 def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
     """Return the layout of one file that holds all these tensors.
 
-    They are sorted by the size of an element, largest first, so that each is aligned, and then by name.
+    The tensors are sorted by the size of an element, largest first, so that each is aligned, and then by
+    name.
     """
     return lay_out(name, dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))))
 
 
 def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
-    """Return the layout of a file in which these tensors follow each other in this order, without gaps."""
+    """Return the layout of a file that holds the tensors in the order of `specs`, without gaps."""
     entries, begins, position = dict[str, Any](), dict[str, int](), 0
     for tensor, spec in specs.items():
         begins[tensor] = position
@@ -148,9 +156,9 @@ def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
 
 
 class StagingBuffer:
-    """Memory with room for tensors like `tensors`, which `fill` copies into it.
+    """Memory on the CPU for a copy of tensors with the names, types and shapes of `tensors`.
 
-    If a tensor is on a GPU, the memory's pages are locked.
+    `fill` copies the tensors. If one of them is on a GPU, the memory's pages are locked (pinned).
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -167,24 +175,25 @@ class StagingBuffer:
             self.slots[name] = self.parts[name].view(spec.dtype).view(spec.shape)
 
     def lock_pages(self) -> None:
-        """Have CUDA lock the buffer's pages until it is freed: copies to other pages keep the host waiting.
+        """Have CUDA lock (pin) the buffer's pages until the buffer is freed.
 
-        torch's pinned memory would take a power of two bytes. If locking fails, one line says so.
+        A copy from the GPU to pages that are not locked blocks the host. torch's pinned memory is not used,
+        because it would round the size up to a power of two. If locking fails, a log line says so.
         """
         runtime, address = torch.cuda.cudart(), self.buffer.data_ptr()
         try:
             torch.cuda.check_error(runtime.cudaHostRegister(address, self.buffer.nbytes, 0))
         except RuntimeError as error:
-            # CUDA reports the error again, where a kernel starts next.
+            # CUDA reports the error once more when the next kernel starts: start one here, and ignore that.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device="cuda")
             log_unlocked(str(error).partition(" (")[0])
         else:
-            # CUDA would take other memory at this address for the same pages.
+            # If pages stayed registered, CUDA would take later memory at this address for locked pages.
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors of the buffer's names into it. On return the caller may change the tensors."""
+        """Copy into the buffer those of `tensors` for which it has a place; on return they may change."""
         devices = {tensors[name].device for name in self.slots if tensors[name].is_cuda}
         for name, slot in self.slots.items():
             slot.copy_(tensors[name], non_blocking=tensors[name].is_cuda)

@@ -1,6 +1,6 @@
 """Open or list snapshots for another program or run: by a file's name, or the newest or best of a folder.
 
-Nothing is renamed or removed in the folder.
+Unlike a run that resumes, nothing here renames or removes a file.
 """
 
 import logging
@@ -28,10 +28,10 @@ def open_snapshot(
 ) -> Snapshot:
     """Open and verify a snapshot: that of the file `where`, or the newest valid one of the folder `where`.
 
-    With `best`, `where` must be a folder, whose valid snapshot with the lowest validation loss is opened. In
-    a folder, a bad snapshot, or one that `check` refuses, is skipped and logged in one line. With
-    `weights_only`, only the headers of files of optimizer state are read. Raises UserError if no snapshot can
-    be used, or if one is of another version.
+    Both may be at a URL. With `best`, `where` must be a folder, and its valid snapshot with the lowest
+    validation loss is opened. In a folder, a snapshot that is not valid, or that `check` refuses, is skipped
+    and logged in one line. With `weights_only`, only the header of the optimizer's state is read. Raises
+    UserError if no snapshot can be used, or if one has an unknown schema version.
     """
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)
@@ -69,7 +69,7 @@ def open_snapshot(
             "evaluation past step 0; take the newest one, without --best"
         )
     if problems:
-        raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}): give another")
+        raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}): try another")
     place = where if "://" in where else os.path.abspath(where)
     raise UserError(
         f"there is no snapshot in {place}: give a run folder such as out/default, or a step_*.safetensors; a "
@@ -81,8 +81,8 @@ def open_snapshot(
 def possible_places(where: str) -> list[str]:
     """Return the places where the snapshots of a folder or URL may be, in the order in which to look.
 
-    These are `snapshot.path` of the config.yaml in a local run folder, then `snapshots/` in the folder or
-    URL, then the folder or URL itself. Raises UserError for a damaged config.yaml.
+    These are `snapshot.path` of the config.yaml in a local run folder, then `snapshots/` in the folder or at
+    the URL, then the folder or URL itself. Raises UserError if the config.yaml is damaged.
     """
     places = [f"{where.rstrip('/')}/snapshots", where]
     config = f"{where}/config.yaml"
@@ -93,9 +93,10 @@ def possible_places(where: str) -> list[str]:
 
 
 def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
-    """Yield the step of each snapshot, also of those set aside, and a line on it; log why it is not valid.
+    """Yield (step, table row) for each snapshot, also for those set aside; log why a snapshot is not valid.
 
-    Raises UnreadableSnapshot if the folder cannot be read.
+    Set aside are snapshots whose files a run has renamed, because they are damaged or suspect. Raises
+    UnreadableSnapshot if the folder cannot be read.
     """
     for match in filter(None, map(MANIFEST.fullmatch, store.list_names())):
         prefix, set_aside, step = match[1], match[2], int(match[3])
@@ -117,8 +118,9 @@ def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
 def main(arguments: Sequence[str]) -> int:
     """List the snapshots of a run: step, validation loss at that step, size, and state.
 
-    The state is valid, damaged, suspect (a worker computed wrongly), or unreadable (for now, or of another
-    version). All bytes of each snapshot are read and checked, which changes nothing there.
+    The state is valid, damaged, suspect (a worker may have computed wrongly), or unreadable (for now, or of
+    another version). Each snapshot is read and checked byte by byte, except those that a run has renamed as
+    damaged or suspect. Nothing is changed.
     """
     parser = CommandParser("python -m mingpt snapshots", main.__doc__)
     parser.add_argument(

@@ -30,7 +30,10 @@ Scalar = bool | Number | Name | None
 
 
 def parse_object(content: bytes, what: str) -> dict[str, Any]:
-    """Return the JSON object in `content`. CorruptSnapshot if `content`, called `what`, is no object."""
+    """Return the JSON object in `content`, which messages call `what`.
+
+    Raises CorruptSnapshot if `content` is anything else.
+    """
     try:
         parsed = parse_json(content)
     except BadJson as error:
@@ -41,13 +44,17 @@ def parse_object(content: bytes, what: str) -> dict[str, Any]:
 
 
 class Part(pydantic.BaseModel):
-    """A base class for objects in a manifest. Types are strict: "1" is not 1. Other fields are allowed."""
+    """The base class of objects in a manifest: types are strict ("1" is not 1), other fields are allowed."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow", frozen=True)
 
 
 class DataFields(Part):
-    """The text or token shards that were trained on; `files` has the shards' fingerprints by name."""
+    """The data that the run trains on.
+
+    `sha256` is the fingerprint of all data; `files` has the fingerprint of each token shard, by the shard's
+    name.
+    """
 
     path: str
     sha256: Sha256
@@ -55,7 +62,7 @@ class DataFields(Part):
 
 
 class TokenizerFields(Part):
-    """What is known of the tokenizer. If `kind` is "none" there is none, and no file."""
+    """What a manifest says about the tokenizer. If `kind` is "none", the snapshot has none."""
 
     kind: Name
     vocab_size: int = pydantic.Field(ge=1, lt=2**63)  # rows of the model's embedding
@@ -63,7 +70,7 @@ class TokenizerFields(Part):
 
 
 class SoftwareFields(Part):
-    """The facts, besides the configuration, on which the bits of a run's results depend."""
+    """The software and hardware on which, besides the configuration, the bits of a run's results depend."""
 
     __pydantic_extra__: dict[str, Scalar]
     torch: Name
@@ -72,7 +79,7 @@ class SoftwareFields(Part):
     dtype: Literal["float32", "bfloat16", "float16"]
     device_type: Name | None = None
     compiled: bool | Name = False
-    numerics: int = 1
+    numerics: int = 1  # NUMERICS in device.py when the run computed
 
 
 class FileRecord(Part):
@@ -84,13 +91,16 @@ class FileRecord(Part):
 
 
 class ShardFields(pydantic.BaseModel):
-    """Tells which part of a sharded state a memory snapshot has: a rank's rows, maybe also whole tensors."""
+    """Which part of a sharded state a snapshot in memory holds: the rows of one rank.
+
+    It may also hold the tensors that are not sharded.
+    """
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     rank: Count
     workers: int = pydantic.Field(ge=1, lt=2**31)
-    weights: bool  # whether weights are sharded, too, not the optimizer's state alone
-    generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # random, the same in all parts
+    weights: bool  # whether weights are sharded, too, not only the optimizer's state
+    generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # random, the same in all parts of a save
 
     @pydantic.model_validator(mode="after")
     def check_rank(self) -> "ShardFields":
@@ -100,7 +110,10 @@ class ShardFields(pydantic.BaseModel):
 
 
 class LossScaleFields(pydantic.BaseModel):
-    """The loss scale of a run in float16: a power of two, and the steps without overflow at it so far."""
+    """The loss scale of a run in float16, which is a power of two.
+
+    `good_steps` counts the steps in a row without overflow at this scale.
+    """
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     scale: float = pydantic.Field(ge=1, le=2.0**100)
@@ -114,12 +127,15 @@ class LossScaleFields(pydantic.BaseModel):
 
 
 class Manifest(Part):
-    """A manifest, with types and ranges. Until it is saved, `files` and `audit` are missing."""
+    """The content of a manifest, checked for types and ranges.
+
+    `files`, `sha256`, `bytes` and `audit` are set only when the snapshot is written.
+    """
 
     run: RunId | None = None  # the run that wrote it; None: not recorded
     step: Count
-    windows: Count
-    # These four are in each manifest of a run; a loop of one's own leaves them out.
+    windows: Count  # the training windows (token sequences) that all workers have read
+    # Each manifest of a run has these four; a training loop of your own leaves them out.
     config: dict[str, Any] = {}
     tokenizer: TokenizerFields = TokenizerFields(kind="none", vocab_size=1)
     data: DataFields = DataFields(path="", sha256=64 * "0")
@@ -151,7 +167,7 @@ class Manifest(Part):
         return parse_config(self.config)
 
     def with_files(self, records: Sequence[FileRecord]) -> "Manifest":
-        """Return a copy that lists these files."""
+        """Return a copy that lists these files, and the size and hash of all of them together."""
         total = sum(record.bytes for record in records)
         listed = {"files": list(records), "sha256": joint_sha256(records), "bytes": total}
         return self.model_copy(update=listed)
@@ -160,26 +176,26 @@ class Manifest(Part):
 def is_discarded(manifest: Manifest, discarded_after: Sequence[int]) -> bool:
     """Return whether a snapshot may hold wrong results of a worker; `discarded_after` is the run's list.
 
-    Each time that workers compute differently, the last step at which they agreed is added to the run's
-    list. A manifest holds the list as of its writing. A snapshot is discarded if it is past a step that was
-    added later.
+    Each time that workers compute differently, the last step at which they agreed is added to the run's list.
+    A manifest holds the list as it was when the manifest was written. A snapshot is discarded if a step that
+    is earlier than its own was added to the list afterwards.
     """
     return any(manifest.step > step for step in discarded_after[len(manifest.discarded_after) :])
 
 
 def joint_sha256(records: Sequence[FileRecord]) -> str:
-    """Return the SHA-256 over the files' SHA-256 values, joined as hex digits."""
+    """Return the SHA-256, in hex, of the files' SHA-256 values in hex, joined in their order."""
     return hashlib.sha256("".join(record.sha256 for record in records).encode()).hexdigest()
 
 
 def validation_loss(manifest: Manifest) -> float | None:
-    """Return the validation loss measured at the snapshot's own step; None without an evaluation there."""
+    """Return the validation loss at the snapshot's own step; None if it was not measured there."""
     record = manifest.metrics.get("val", {})
     return record.get("val/loss") if record.get("step") == manifest.step else None
 
 
 def finite_records(metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the records of metrics in which all values are finite numbers, as JSON needs."""
+    """Return those records of `metrics` whose values are all finite numbers, because JSON has no others."""
     return {
         kind: record
         for kind, record in metrics.items()
@@ -188,7 +204,7 @@ def finite_records(metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, An
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the content of the manifest's file. Raises UserError past MAX_BYTES."""
+    """Return the content of the manifest's file. Raises UserError if it has more than MAX_BYTES bytes."""
     content = add_checksum({"schema": SCHEMA} | manifest.model_dump(exclude_unset=True))
     if len(content) > MAX_BYTES:
         raise UserError(f"the manifest would have {len(content):,} bytes, more than {MAX_BYTES:,}")
@@ -202,7 +218,10 @@ def add_checksum(manifest: dict[str, Any]) -> bytes:
 
 
 def decode_manifest(content: bytes) -> Manifest:
-    """Return the checked manifest in `content`. Raises CorruptSnapshot, or UserError for another schema."""
+    """Return the checked manifest in `content`.
+
+    Raises CorruptSnapshot if it is wrong, UserError if its schema version is unknown.
+    """
     fields = parse_object(content, "its manifest")
     if not is_intact(fields, content):
         raise CorruptSnapshot("its manifest is damaged: its checksum does not hold")
@@ -217,7 +236,10 @@ def decode_manifest(content: bytes) -> Manifest:
 
 
 def from_older(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of OLDER_SCHEMA with those that are derived from others there."""
+    """Convert the fields of a manifest of OLDER_SCHEMA to the present schema.
+
+    The fields `tokenizer` and `evaluated_step` are derived from `vocabulary` and `metrics`.
+    """
     vocabulary, metrics = fields.get("vocabulary"), fields.get("metrics")
     derived: dict[str, Any] = {}
     if fields.get("tokenizer") is None and isinstance(vocabulary, str):
@@ -229,10 +251,10 @@ def from_older(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_files(manifest: Manifest) -> None:
-    """Raise CorruptSnapshot unless the names in `files` are those of a snapshot of the manifest's step.
+    """Raise CorruptSnapshot unless the manifest lists the files of a snapshot of its step.
 
-    `bytes` and `sha256` must also be those of all `files` together. No file is read. Raises UserError for
-    files in parts, which earlier versions wrote.
+    `bytes` and `sha256` must also be those of all `files` together. No file is read. Raises UserError if a
+    tensor file is split into several, as earlier versions did.
     """
     records, names = manifest.files, [record.name for record in manifest.files]
     if any("-of-" in name for name in names):
@@ -243,11 +265,11 @@ def check_files(manifest: Manifest) -> None:
     if not are_files_of(names, manifest.step):
         raise CorruptSnapshot("its manifest is damaged: files: they are not those of a snapshot of its step")
     if (sum(record.bytes for record in records), joint_sha256(records)) != (manifest.bytes, manifest.sha256):
-        raise CorruptSnapshot("its manifest is damaged: bytes or sha256: the files have others")
+        raise CorruptSnapshot("its manifest is damaged: bytes or sha256: the files have other values")
 
 
 def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
-    """Return whether `content` equals the result of `add_checksum` for the manifest, byte by byte."""
+    """Return whether `content` is, byte for byte, what `add_checksum` returns for the manifest."""
     try:
         return add_checksum(manifest) == content
     except RecursionError:  # it is nested deeply
@@ -255,7 +277,7 @@ def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
 
 
 def check_schema(manifest: dict[str, Any]) -> None:
-    """Raise UserError for another schema, CorruptSnapshot if `schema` is missing or no version number."""
+    """Raise UserError if the schema version is unknown, CorruptSnapshot if it is no version number."""
     schema = manifest.get("schema")
     if type(schema) is not int or schema < 1:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")
@@ -269,7 +291,7 @@ def check_schema(manifest: dict[str, Any]) -> None:
 def parse_config(given: dict[str, Any]) -> Config:
     """Return a manifest's configuration. Raises CorruptSnapshot if a setting has a wrong value.
 
-    Settings that this version does not know are ignored, and missing settings have their defaults.
+    Settings that this version does not know are ignored, and missing settings get their defaults.
     """
     known: dict[str, Any] = {}
     for name, info in Config.__pydantic_fields__.items():  # type: ignore[attr-defined]

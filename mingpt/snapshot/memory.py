@@ -1,16 +1,17 @@
 """Frequent snapshots in the nodes' memory, so that a killed worker costs a few steps at most.
 
-They are ordinary snapshots in a folder such as /dev/shm, which outlives the workers but not the node. In it,
-the folder of a run is named after the random id in run.json and the run folder's path. In that, each rank
-that saves in a generation (the workers between two restarts) has a folder of its own.
+They are ordinary snapshots in a folder such as /dev/shm, which outlives the workers but not the node. In this
+folder, the folder of a run is named after the random id in run.json and the run folder's path. In the run's
+folder, each rank that saves in a generation (the workers between two restarts) has a folder of its own.
 
 If each rank holds the whole state, the first worker of each node writes it. A sharded state is written in
-parts, one per rank, each a snapshot with the field `shard`. A worker of the next node keeps a copy of a part,
-in another folder, so that a lost node costs a few steps, too. Training waits while the state is copied once.
+parts, one per rank, each a snapshot with the field `shard`. A worker of the next node keeps a copy of each
+part, in another folder, so that a lost node costs a few steps, too. Training waits only while the state is
+copied once.
 
-A save counts when all its parts are written. Before that nothing of the save before is removed, so at any
-time one save is complete, and there is room for two. An orderly end removes all. If the folder is absent or
-too small, one line says so, and snapshots are saved on disk alone.
+A save counts when all its parts are written. Until then the previous save is kept, so that at any time one
+save is complete; the folder must have room for two. At an orderly end all are removed. If the folder is
+missing or too small, one line says so, and snapshots are saved only on disk.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class MemorySnapshots:
-    """The folders on this machine, under `path`, with a run's snapshots in memory."""
+    """The folders on this machine, under `path` (such as /dev/shm), that hold a run's snapshots in memory."""
 
     def __init__(self, path: str, run_id: str, run_dir: Path) -> None:
         # A copy of a run folder is another run with the same id.
@@ -51,16 +52,17 @@ class MemorySnapshots:
         self.root = Path(path) / f"mingpt-{run_id}-{place}"
 
     def folders(self) -> list[Path]:
-        """Return the run's folders, those of all generations; an empty list if there are none."""
+        """Return the folders of this run on this machine, of all ranks and generations, sorted."""
         return sorted(path for path in self.root.glob("*") if path.is_dir())
 
     def stores(self) -> list[SnapshotStore]:
         return [SnapshotStore(str(path)) for path in self.folders()]
 
     def make_room(self, step: int) -> None:
-        """Before a generation starts from `step`, remove all but this machine's newest step up to it.
+        """Remove the run's snapshots on this machine, except those of the newest step up to `step`.
 
-        No worker may be saving. -1 removes all snapshots.
+        A generation calls it before it starts from `step`, while no worker is saving. With -1 all are
+        removed.
         """
         stores = self.stores()
         kept = max((found for store in stores for found in store.steps() if found <= step), default=None)
@@ -77,7 +79,7 @@ class MemorySnapshots:
                 shutil.rmtree(root, ignore_errors=True)
 
     def remove(self, belongs: Callable[[str], bool]) -> None:
-        """Remove the folders whose names fulfil `belongs`, and the run's folder if it is empty then."""
+        """Remove the run's folders for whose names `belongs` is true, then their parent if it is empty."""
         for path in self.folders():
             if belongs(path.name):
                 shutil.rmtree(path, ignore_errors=True)
@@ -87,7 +89,7 @@ class MemorySnapshots:
 
 
 def is_leftover(root: Path) -> bool:
-    """Return whether a run's folder is this user's, and nobody has changed it for a day."""
+    """Return whether a run's folder is this user's, and nothing in it has changed for a day."""
     try:
         if root.is_symlink() or root.stat().st_uid != os.getuid():
             return False
@@ -98,9 +100,10 @@ def is_leftover(root: Path) -> bool:
 
 
 def plan_copies(node_of: Sequence[int]) -> list[int | None]:
-    """Return, for each rank, the rank that keeps a copy of its part: the next node's ranks, taken in turn.
+    """Return, for each rank, the rank that keeps a copy of its part: ranks of the next node, taken in turn.
 
-    `node_of` has the node of each rank. After the last node comes the first. On a single node all are None.
+    `node_of` has the node of each rank. After the last node comes the first. With a single node, all are
+    None.
     """
     nodes = sorted(set(node_of))
     if len(nodes) < 2:
@@ -114,11 +117,12 @@ def plan_copies(node_of: Sequence[int]) -> list[int | None]:
 
 
 class MemorySaver:
-    """Saves a state to memory: each rank writes its part, and a rank on the next node keeps a copy of it.
+    """Saves the state to memory: each rank writes its part, and a rank of the next node a copy of it.
 
-    `rows` tells what each rank holds. A state that is not sharded is saved by the first worker of each node
-    alone. `generation` is a random word, the same on all ranks and another one in each generation. Of the
-    methods, only `write` runs in a background thread.
+    `rows` tells what each rank holds. If the state is not sharded, only the first worker of each node saves
+    it, and no copies are made. `generation` is a random id, the same on all ranks and different in each
+    generation (the workers between two restarts). Only `write`, and what it calls, runs in a background
+    thread.
     """
 
     def __init__(
@@ -153,10 +157,10 @@ class MemorySaver:
         return SnapshotSaver(SnapshotStore(str(folder)), tokenizer)
 
     def allocate(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the staging buffer for a state like `tensors`, and create the folders. Collective.
+        """Allocate the staging buffer for a state like `tensors`, and create the folders.
 
-        If on any node there is no room for two states and the copies, saving is disabled on all ranks. A
-        second call does nothing.
+        If on any node the memory has no room for two saves, with the copies, saving is disabled on all ranks.
+        A second call does nothing. Collective if the state is sharded.
         """
         if self.own.staging or self.disabled:
             return
@@ -173,10 +177,11 @@ class MemorySaver:
             self.group = BackgroundGroup(self.rank, len(self.keepers))
 
     def create_folders(self, needed: int) -> None:
-        """Create this rank's folders, and tell the agent of the run's folder, which it may have to remove.
+        """Create this rank's folders, and write down for the agent where the run's folder is.
 
-        Raises OSError if that fails, or if there is no room for `needed` bytes, those of older snapshots
-        included, since they make room for new ones.
+        The agent may have to remove that folder at its end. Raises OSError if a folder cannot be created, or
+        if there is no room for `needed` bytes. The space that older snapshots take counts as room, because
+        they are removed for new ones.
         """
         root = self.snapshots.root
         root.mkdir(mode=0o700, exist_ok=True)
@@ -193,12 +198,13 @@ class MemorySaver:
         self.problem = f"{reason_of(error)}, on {platform.node()}"
 
     def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], late_fields: LateFields = dict) -> None:
-        """Copy the tensors that this rank holds; write them, and the copies, in the background.
+        """Copy this rank's tensors, and write the copy in the background.
 
-        On return the tensors may change. The background thread adds the fields that `late_fields` returns to
-        the manifest. If any rank has not finished the last save, all ranks skip this one: the last one must
-        be complete before the one before it is removed. A failed write disables saving at the next call.
-        Collective.
+        On return the tensors may change. The background thread also receives and writes the copies of other
+        ranks' parts that this rank keeps, and adds the fields that `late_fields` returns to the manifest. If
+        any rank is still writing the previous save, all ranks skip this one, because the previous save must
+        be complete before an older one is removed. A failed write disables saving at the next call.
+        Collective if the state is sharded.
         """
         self.allocate(tensors)
         if self.disabled or not self.is_free():
@@ -209,7 +215,10 @@ class MemorySaver:
         self.thread.start()
 
     def is_free(self) -> bool:
-        """Return whether no rank is saving and none has failed; a failure disables saving. Collective."""
+        """Return whether a save may begin: no rank is still writing, and none has failed.
+
+        A failure on any rank disables saving on all. Collective if the state is sharded.
+        """
         is_busy = bool(self.thread and self.thread.is_alive())
         states = self.peers.all_gather_object((is_busy, self.problem))
         if any(busy for busy, _ in states):
@@ -220,10 +229,10 @@ class MemorySaver:
         return not problem
 
     def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields, is_first: bool) -> None:
-        """Write this rank's part, send it to its keeper, and write the parts that this rank keeps.
+        """Write this rank's part, send a copy to another rank, and write the copies that this rank keeps.
 
-        Unless the save is the first of this generation, the one before is complete on all ranks, and all that
-        is older is removed first. Stops if a rank is gone.
+        From the generation's second save on, the folders of earlier generations are removed first, because
+        the first save is complete on all ranks by then. Stops if another rank is gone.
         """
         try:
             manifest = manifest.model_copy(update=late_fields())
@@ -244,10 +253,10 @@ class MemorySaver:
             self.note_problem(error)  # unless the main thread loses the same peer, all ranks learn of it
 
     def write_part(self, saver: SnapshotSaver, rank: int, manifest: Manifest, transfer: Transfer) -> None:
-        """Remove all but the newest snapshot of a rank's part, then write the next one.
+        """Remove all but the newest snapshot of rank `rank`'s part, then write the next snapshot of it.
 
-        Raises the error of a lost peer alone. `problem` keeps any other, of which `is_free` later tells all
-        ranks.
+        Raises only the error of a lost peer. Any other error is kept in `problem`, and `is_free` later tells
+        all ranks of it.
         """
         if self.rows.sharded:
             shard = ShardFields(
@@ -276,7 +285,7 @@ class MemorySaver:
         }
 
     def plan_copy(self, rank: int, step: int) -> Transfer:
-        """Return the transfer of a rank's rows to the rank that keeps their copy."""
+        """Return the transfer of a rank's rows to the rank that keeps a copy of them."""
         specs, keeper = self.part_specs(rank), self.keepers[rank]
         assert self.group and self.own.staging and keeper is not None
         return Transfer(
@@ -288,7 +297,10 @@ class MemorySaver:
         )
 
     def disable(self, problem: str) -> None:
-        """Remove this rank's snapshots, and save no more. All ranks call it; rank 0 logs the problem."""
+        """Remove this rank's snapshots from memory, and save no more.
+
+        All ranks call it; rank 0 logs `problem`.
+        """
         self.disabled = True
         if self.rank == 0:
             log.warning(
@@ -298,14 +310,15 @@ class MemorySaver:
         self.remove()
 
     def leave_to_agent(self) -> None:
-        """Have the agent remove the run's snapshots when it ends, unless a generation has begun before."""
+        """Leave the run's snapshots to the agent, which removes them at its end if no generation follows."""
         if self.snapshots.root.is_dir():
             (self.snapshots.root / LEFT_TO_AGENT).touch()
 
     def remove(self) -> None:
-        """Wait for the save to end, and remove the run's snapshots. All ranks that save to memory call it.
+        """Wait until the background write has ended, and remove the run's snapshots from memory.
 
-        Each removes its own, and the first worker of a node also those of earlier generations.
+        All ranks that save to memory call it. Each removes its own snapshots, and the first worker of a node
+        also those of earlier generations.
         """
         if self.thread:
             self.thread.join()

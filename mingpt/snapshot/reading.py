@@ -1,9 +1,9 @@
 """Read the safetensors format strictly, by ranges of a file in a folder or at a URL.
 
-The format is 8 bytes with the header's length, the header as JSON, the tensors. `TensorFile` reads the
-header, and later single tensors. Before a tensor is allocated, the header must be the one that `lay_out`
-writes for its types and shapes, and describe all bytes of the file. No pickle is read, and nothing is
-executed. Wrong content raises CorruptSnapshot, a failure to read UnreadableSnapshot.
+A file has 8 bytes with the header's length, the header as JSON, then the tensors. `TensorFile` reads the
+header, and later single tensors. Before memory for a tensor is allocated, the header must be the one that
+`lay_out` writes for its types and shapes, and describe all bytes of the file. No pickle is read, and nothing
+is executed. Wrong content raises CorruptSnapshot, a failure to read UnreadableSnapshot.
 https://huggingface.co/docs/safetensors
 """
 
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...]) -> T:
     """Return the result of `work`, which reads `what`; retry after the pauses `retries_s`, in seconds.
 
-    Raises CorruptSnapshot at once if `what` is missing or no file, UnreadableSnapshot if the last attempt
-    fails. If `work` itself raises one of them, it is passed on at once.
+    Raises CorruptSnapshot at once if `what` is missing or no file, and UnreadableSnapshot if the last attempt
+    fails. If `work` itself raises one of these two, it is not retried.
     """
 
     def on_failure(error: Exception) -> None:
@@ -50,7 +50,11 @@ def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...])
 
 
 def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnapshot:
-    """Return the CorruptSnapshot (`what` is missing or no file) or UnreadableSnapshot that `error` means."""
+    """Return the error to raise instead of `error`, which came while `what` was read.
+
+    This is a CorruptSnapshot if `what` is missing or is not a file, else an UnreadableSnapshot. If `error` is
+    already one of these, it is returned.
+    """
     if isinstance(error, (CorruptSnapshot, UnreadableSnapshot)):
         return error
     if isinstance(error, FileNotFoundError):
@@ -61,7 +65,10 @@ def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnaps
 
 
 class SourceFile:
-    """Reads a file, in messages `what`, of the fsspec file system `files`; retries as `with_retries` does."""
+    """Reads the file at `path` in the fsspec file system `files`; messages call the file `what`.
+
+    All methods retry, and raise errors, as `with_retries` does.
+    """
 
     def __init__(self, files: Any, path: str, what: str, retries_s: tuple[float, ...]) -> None:
         self.files, self.path, self.what, self.retries_s = files, path, what, retries_s
@@ -71,13 +78,13 @@ class SourceFile:
         return with_retries(lambda: size_of(self.files, self.path), self.what, self.retries_s)
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return the bytes from `begin` to before `end`."""
+        """Return the bytes from offset `begin` up to `end`, which is not included."""
         content = bytearray(end - begin)
         self.read_into(begin, memoryview(content))
         return bytes(content)
 
     def read_into(self, begin: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the file's bytes from `begin` on, at most PIECE_BYTES in a request."""
+        """Fill `buffer` with the bytes from offset `begin` on, at most PIECE_BYTES per request."""
         for at in range(0, len(buffer), PIECE_BYTES):
             piece = buffer[at : at + PIECE_BYTES]
             work = functools.partial(read_range, self.files, self.path, begin + at, piece)
@@ -85,7 +92,10 @@ class SourceFile:
 
 
 def size_of(files: Any, path: str) -> int:
-    """Return a file's size in bytes. IsADirectoryError for a folder or a device; else a driver's errors."""
+    """Return a file's size in bytes.
+
+    Raises IsADirectoryError if `path` is a folder or a device, or an error of fsspec's driver.
+    """
     if isinstance(files, LocalFileSystem):
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -98,7 +108,10 @@ def size_of(files: Any, path: str) -> int:
 
 
 def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
-    """Fill `buffer` with a file's bytes from `begin` on. OSError if there are fewer, or a driver's error."""
+    """Fill `buffer` with a file's bytes from offset `begin` on.
+
+    Raises OSError if the file has fewer bytes, or an error of fsspec's driver.
+    """
     if isinstance(files, LocalFileSystem):
         with open(path, "rb") as file:
             file.seek(begin)
@@ -118,13 +131,13 @@ Check = Callable[[Manifest, Entries, bytes | None], None]
 
 
 def accept_all(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-    """Accept every snapshot: the `check` of a reader that takes any manifest and tensors."""
+    """Accept every snapshot: the `check` for readers that take any manifest and any tensors."""
 
 
 class StoredFile:
-    """A file of a snapshot. Constructing it checks that the file is there and has `expected_size`, in bytes.
+    """A file of a snapshot. The constructor checks that it exists and has `expected_size`, in bytes.
 
-    None stands for any size. Raises CorruptSnapshot or, if reading fails, UnreadableSnapshot.
+    With None, any size will do. Raises CorruptSnapshot or, if reading fails, UnreadableSnapshot.
     """
 
     def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:
@@ -136,7 +149,7 @@ class StoredFile:
 
 
 class TensorFile(StoredFile):
-    """A safetensors file. Constructing it also reads and checks the header; `read` reads a tensor.
+    """A safetensors file. The constructor also reads and checks the header; `read` reads a tensor.
 
     Raises CorruptSnapshot if the header is wrong. The tensors' numbers and checksums are not checked.
     """
@@ -157,7 +170,7 @@ class TensorFile(StoredFile):
         self.begins = layout.begins
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in new memory. Raises KeyError if it is missing."""
+        """Return the tensor `name` in new memory. Raises KeyError if the file has no such tensor."""
         spec = self.specs[name]
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
         self.file.read_into(self.begins[name], memory_of(tensor.view(-1).view(torch.uint8)))
@@ -165,7 +178,11 @@ class TensorFile(StoredFile):
 
 
 def parse_specs(text: bytes, what: str) -> dict[str, TensorSpec]:
-    """Return the types and shapes in a header, called `what`, by tensor, in its order. CorruptSnapshot."""
+    """Return the type and shape of each tensor in a safetensors header, in the header's order.
+
+    `text` is the header's JSON. Raises CorruptSnapshot, which calls the header `what`, if the header is
+    wrong.
+    """
     try:
         specs = {
             name: TensorSpec(DTYPES[entry["dtype"]], tuple(entry["shape"]))
@@ -175,7 +192,7 @@ def parse_specs(text: bytes, what: str) -> dict[str, TensorSpec]:
         raise CorruptSnapshot(f"{what} lacks a tensor's type or shape") from None
     sizes = [size for spec in specs.values() for size in spec.shape]
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise CorruptSnapshot(f"{what} holds a shape of other numbers than counts")
+        raise CorruptSnapshot(f"{what} holds a shape with sizes that are not counts")
     return specs
 
 

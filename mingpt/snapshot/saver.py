@@ -1,13 +1,13 @@
 """Write snapshots in the background, one at a time, and remove old ones.
 
 A save copies the tensors into a staging buffer, for which training waits. A background thread then writes two
-tensor files and the tokenizer, and the manifest last. A rank that holds the whole state writes it alone. If
-the state is sharded, each rank holds some rows, and all ranks save together: the main rank receives the other
-ranks' rows of one tensor after the other and writes them, so the files do not depend on the sharding. The
-threads exchange over a process group of their own.
+tensor files and the tokenizer, and the manifest last. A rank that holds the whole state writes it by itself.
+If the state is sharded, each rank holds some rows, and all ranks save together: the main rank receives the
+other ranks' rows of one tensor after the other and writes them, so that the files do not depend on the
+sharding. The background threads exchange the rows over a process group of their own.
 
-The same saver writes to a disk, to a URL and to a node's memory. In memory no rank gathers rows: there each
-rank saves its part alone, as a snapshot of its own (memory.py).
+The same saver writes to a disk, to a URL and to a node's memory. In memory no rank gathers rows: each rank
+saves only its part, as a snapshot of its own (memory.py).
 """
 
 import functools
@@ -41,17 +41,19 @@ log = logging.getLogger(__name__)
 class Keep(NamedTuple):
     """Which snapshots a saver leaves when it removes old ones."""
 
-    last: int  # so many of the newest
+    last: int  # the number of newest snapshots that stay
     best: bool = False  # also the one with the lowest validation loss
     replayed_step: int = 0  # also the newest one up to this step, at which the workers last agreed
 
 
 class Transfer:
-    """Writes the tensor files of one snapshot on rank `writer`; the ranks of `sources` send it their parts.
+    """Writes the tensor files of one snapshot on rank `writer`, to which the other ranks send their parts.
 
-    `layouts` has a plan of each file, and `staging` this rank's bytes. For each tensor in a file's order, the
-    writer receives one part after the other, in pieces of at most PIECE_BYTES. The writer and each rank that
-    sends have a transfer of their own, and call `write_files`.
+    `layouts` has a plan of each file, and `staging` this rank's bytes. `sources` returns the parts of a
+    tensor, by its name: (rank that holds the part, size in bytes), in order. For each tensor in a file's
+    order, the writer receives one part after the other, in pieces of at most PIECE_BYTES. The writer, and
+    each rank that sends, has a Transfer of the same layouts and calls `write_files`; a rank that only sends
+    may call `exchange` instead.
     """
 
     def __init__(
@@ -68,10 +70,10 @@ class Transfer:
         self.sent: list[Any] = []  # what this rank has begun to send
 
     def write_files(self, store: SnapshotStore) -> list[FileRecord]:
-        """Write all files, durable on return; returns their records on the writer, nothing on other ranks.
+        """Write all files, durable on return; return their records on the writer, an empty list elsewhere.
 
-        An error in writing is raised on the writer alone, once it has received everything, and that of a
-        lost peer on the ranks that notice it.
+        An error in writing is raised only on the writer, after it has received all parts; the error of a lost
+        peer is raised on the ranks that notice it.
         """
         try:
             return [store.write_file(layout, chunks) for layout, chunks in self.files if self.is_writer]
@@ -84,16 +86,19 @@ class Transfer:
             self.group.wait(self.sent)
 
     def exchange(self) -> None:
-        """Go through the rest of each file: begin to send this rank's parts, or receive what is sent here.
+        """Finish the exchange of each file: begin to send this rank's parts, or receive other ranks' parts.
 
-        The writer drops what it receives here: its file is complete, or writing it has failed.
+        The writer drops what it receives here, because its file is complete, or writing it has failed.
         """
         for _, chunks in self.files:
             for _ in chunks:
                 pass
 
     def chunks(self, layout: FileLayout) -> Iterator[memoryview]:
-        """Yield a file on the writer; on others nothing: they begin to send. Iterate to the end."""
+        """Yield a file's bytes on the writer; on other ranks yield nothing, and begin to send their parts.
+
+        All ranks must iterate to the end.
+        """
         if self.is_writer:
             yield memoryview(layout.header)
         for name in layout.begins:
@@ -106,7 +111,7 @@ class Transfer:
                     yield from self.receive(rank, size)
 
     def receive(self, rank: int, size: int) -> Iterator[memoryview]:
-        """Yield `size` bytes that `rank` sends."""
+        """Yield `size` bytes that `rank` sends, in pieces of at most PIECE_BYTES."""
         for begin in range(0, size, PIECE_BYTES):
             piece = torch.empty(min(PIECE_BYTES, size - begin), dtype=torch.uint8)
             self.group.receive(rank, piece)
@@ -116,9 +121,10 @@ class Transfer:
 class SnapshotSaver:
     """Saves a state in the background; if it is sharded, each rank has a saver and all save together.
 
-    A rank that saves alone has no `group`. Else `group` has all ranks, `rows` tells what each of them holds,
-    and the main rank writes and removes. After a failed write, on a full disk for example, training
-    continues, and the next save tries again; the caller sees to it that a run's last write succeeds.
+    A rank that saves by itself has no `group`. Otherwise `group` has all ranks, `rows` tells what each of
+    them holds, and the main rank writes and removes the files. After a failed write, on a full disk for
+    example, training continues, and the next save tries again; the caller has to make sure that a run's last
+    write succeeds.
     """
 
     def __init__(
@@ -144,7 +150,7 @@ class SnapshotSaver:
         return self.staging
 
     def stage(self, step: int, tensors: Mapping[str, Tensor]) -> Transfer:
-        """Copy this rank's tensors, after which they may change; return the transfer that writes the copy."""
+        """Copy this rank's tensors, which may then change; return the transfer that writes the copy."""
         staging = self.allocate(tensors)
         staging.fill(tensors)
         whole = self.rows.shapes if self.rows else {}
@@ -164,11 +170,11 @@ class SnapshotSaver:
     def save(
         self, manifest: Manifest, tensors: Mapping[str, Tensor], keep: Keep, late_fields: LateFields = dict
     ) -> None:
-        """Wait for the write of the last save to end, copy this rank's tensors, and begin to write them.
+        """Wait until the previous save is written, copy this rank's tensors, and begin to write the copy.
 
         On return the tensors may change. The background thread adds the fields that `late_fields` returns to
-        the manifest, and then removes all snapshots but those to `keep`. If the write fails, it keeps the
-        error in `error`. Collective.
+        the manifest, and, once the snapshot is written, removes all snapshots but those to `keep`. If the
+        write fails, the attribute `error` keeps the error. Collective if there is a `group`.
         """
         self.wait()
         transfer = self.stage(manifest.step, tensors)
@@ -176,7 +182,10 @@ class SnapshotSaver:
         self.thread.start()
 
     def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields, keep: Keep) -> None:
-        """Write a snapshot, then prune; runs in the background. Raises nothing; sets `error`. Collective."""
+        """Write a snapshot, then remove old ones, in a background thread. Collective if there is a `group`.
+
+        Raises nothing: `error` keeps the error of a failed write, and failures are logged.
+        """
         step = manifest.step
         try:
             fields = self.group.gather_on_all(late_fields)[self.group.rank]
@@ -196,7 +205,7 @@ class SnapshotSaver:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the manifest and prunes."""
+        """Whether this rank writes the manifest and removes old snapshots."""
         return self.group.rank == self.main_rank
 
     def on_main_rank(self, work: Callable[[], T]) -> T:
@@ -204,10 +213,11 @@ class SnapshotSaver:
         return self.group.on_rank(self.main_rank, work)
 
     def write_once(self, manifest: Manifest, transfer: Transfer) -> None:
-        """Write a snapshot, durable on return. Raises any rank's error on all ranks. Collective.
+        """Write a snapshot, durable on return. If any rank fails, all ranks raise its error. Collective.
 
-        After an error the snapshot's files are removed, except if the claim to the place (the right to write
-        there) is lost, or if the snapshot is complete: it was before, or the error came after its manifest.
+        After an error the snapshot's files are removed, except if the claim (the right to write there) is
+        lost, or if the snapshot is complete: an earlier save of this step was complete, or the error came
+        after the manifest was written.
         """
         step, is_complete = manifest.step, False
 
@@ -247,11 +257,11 @@ class SnapshotSaver:
         self.best = min(self.store.losses_of(complete), default=NO_LOSS)
         begun = {*self.store.steps("safetensors")} - {*complete}
         for step in begun:
-            if step < max(complete, default=0) and not self.store.has_manifest(step):  # a listing may be late
+            if step < max(complete, default=0) and not self.store.has_manifest(step):  # a listing may be old
                 self.store.remove(step)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the current write, if any, has ended, at most `timeout_s`; return whether it has."""
+        """Wait for the current write, if any, at most `timeout_s` seconds; return whether it has ended."""
         if self.thread:
             self.thread.join(timeout_s)
         return not (self.thread and self.thread.is_alive())

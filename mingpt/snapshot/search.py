@@ -1,12 +1,12 @@
 """Find the newest valid snapshot that any rank sees, on disk or in a node's memory, and read it together.
 
-Each rank lists what its stores offer, by manifests and headers alone. All ranks exchange their lists, and
-`choose`, a pure function, picks the newest save of which all parts are on offer, wherever they lie: a whole
-state is one part, a sharded one has a part per worker, and the number of workers may have changed since. The
-ranks that are to read the chosen parts then check all bytes of these. A bad part is left out, and the next
-choice is tried.
+Each rank lists what its stores offer, from manifests and headers only. All ranks exchange their lists, and
+`choose`, a pure function, picks the newest save all of whose parts are offered by some rank. A whole state is
+one part; a sharded state has a part per worker, and the number of workers may have changed in the meantime.
+The ranks that are to read the chosen parts then check all bytes of these. If a part is bad, it is left out,
+and the ranks choose again.
 
-The result is a StoredState: for each tensor the rows, and which rank reads them. `stream` reads tensor by
+The result is a StoredState: for each tensor its rows, and which rank reads them. `stream` reads tensor by
 tensor and broadcasts, so that no rank needs memory for a second whole state.
 """
 
@@ -43,7 +43,7 @@ RowsOf = Callable[[Manifest], RowMap]  # returns the rows that each part of a ma
 
 
 class Offer(NamedTuple):
-    """A part of a saved state, or a whole one, that rank `reader` can read from its store number `store`."""
+    """A saved state, or one part of it, that rank `reader` can read from its store number `store`."""
 
     step: int
     is_on_disk: bool
@@ -51,13 +51,13 @@ class Offer(NamedTuple):
     part: int  # the rank, of `workers`, whose rows it holds
     workers: int
     has_whole: bool  # whether it also holds the tensors that are not sharded
-    after: int  # of one in memory: the newest step on disk when it was saved
+    after: int  # if it is in memory: the newest step on disk when it was saved
     reader: int
     store: int
 
 
 class Fault(NamedTuple):
-    """Why a snapshot on disk is not used; with step -1, why none in the whole folder is."""
+    """The reason why a snapshot is not used; with step -1, why no snapshot of the whole store is."""
 
     step: int
     reason: str
@@ -68,7 +68,7 @@ class Fault(NamedTuple):
 
 
 class View(NamedTuple):
-    """What one rank sees in its stores; nothing on a rank that does not read them."""
+    """What one rank found in its stores; empty on a rank that does not read any store."""
 
     offers: Sequence[Offer] = ()
     faults: Sequence[Fault] = ()
@@ -76,12 +76,16 @@ class View(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The step of the newest snapshot on disk without a known fault; -1 for none."""
+        """The step of the newest snapshot on disk without a known fault; -1 if there is none."""
         return max((offer.step for offer in self.offers if offer.is_on_disk), default=-1)
 
 
 class Reader:
-    """Reads one rank's stores: that on disk, number 0, and those in memory. `check` is as in `open`."""
+    """Reads the stores of one rank: `stores[0]` is on disk or at a URL, the others are in memory.
+
+    `check` raises an error for a snapshot that must not be used; `rows_of` returns the rows that each part of
+    a saved state holds.
+    """
 
     def __init__(self, stores: Sequence[SnapshotStore], check: Check, rows_of: RowsOf, rank: int) -> None:
         self.stores, self.check, self.rows_of, self.rank = stores, check, rows_of, rank
@@ -89,9 +93,10 @@ class Reader:
         self.faults: dict[tuple[int, int], Fault] = {}  # of the snapshots that are offered no more
 
     def view(self) -> View:
-        """Open the newest snapshots of each store, and return those without a known fault.
+        """Open the newest snapshots of each store, and offer those that have no known fault.
 
-        Raises UserError for a snapshot of another schema that is newer than these.
+        These are one snapshot on disk and at most OFFERS_IN_MEMORY of each store in memory. Raises UserError
+        if a newer snapshot has an unknown schema version.
         """
         offers, completed_step = list[Offer](), 0
         for number, store in enumerate(self.stores):
@@ -111,7 +116,10 @@ class Reader:
         return View(offers, faults, completed_step)
 
     def can_open(self, number: int, step: int) -> bool:
-        """Whether manifest, sizes and headers of a snapshot are valid, and no fault is known."""
+        """Return whether a snapshot's manifest, file sizes and headers are valid, without a known fault.
+
+        `number` is that of the store. A snapshot is opened only once, and `opened` keeps it.
+        """
         if (number, step) not in self.opened.keys() | self.faults.keys():
             with self.faults_noted(number, step):
                 snapshot = self.stores[number].open(step, self.check)
@@ -122,7 +130,10 @@ class Reader:
 
     @contextlib.contextmanager
     def faults_noted(self, number: int, step: int) -> Iterator[None]:
-        """Note a fault of a snapshot that the block finds; it is offered no more."""
+        """Return a context that notes a CorruptSnapshot or UnreadableSnapshot which its block raises.
+
+        The error goes no further, and the snapshot is offered no more.
+        """
         try:
             yield
         except CorruptSnapshot as error:
@@ -142,11 +153,11 @@ class Reader:
         return Offer(step, is_on_disk, key, part, rows.workers, has_whole, manifest.after, self.rank, number)
 
     def snapshot_of(self, offer: Offer) -> Snapshot | None:
-        """Return an offered snapshot; None if it is another rank's to read."""
+        """Return an offered snapshot; None if another rank is to read it."""
         return self.opened[offer.store, offer.step] if offer.reader == self.rank else None
 
     def verify(self, offers: Iterable[Offer]) -> bool:
-        """Check all bytes of those offers that are this rank's; return whether they are valid."""
+        """Check all bytes of those offered snapshots that this rank reads; return whether all are valid."""
         mine = {(offer.store, offer.step) for offer in offers if offer.reader == self.rank}
         for number, step in mine:
             with self.faults_noted(number, step):
@@ -155,18 +166,19 @@ class Reader:
 
 
 def key_of(manifest: Manifest) -> str:
-    """Return a hash of the fields that all parts of one save have in common."""
+    """Return a hash of the manifest's fields that are the same in all parts of one save."""
     fields = manifest.model_dump(include=AGREEING, exclude={"shard": {"rank"}})
     fields |= {"config": result_settings(manifest.config), "data": manifest.data.sha256}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def choose(offers: Iterable[Offer], saved_after: int | None) -> tuple[list[Offer], Offer] | None:
-    """Choose the newest save of which all parts are on offer; `offers` are in the order of their readers.
+    """Choose the newest save all of whose parts are offered; `offers` are sorted by their readers.
 
-    A save in memory does not count if the newest step on disk at that time was past `saved_after`; with None
-    all count. Of one step, a save on disk is chosen. Returns its parts, by the rank whose rows they hold, and
-    the part from which the tensors that are not sharded are read; None if there is no such save.
+    A save in memory does not count if, when it was made, the newest step on disk was past `saved_after`; with
+    None all count. If a step was saved on disk and in memory, the save on disk is chosen. Returns the parts,
+    sorted by the rank whose rows they hold, and the part from which the tensors that are not sharded are
+    read; None if no save is complete.
     """
     saves: dict[tuple[int, bool, str], list[Offer]] = {}
     for offer in offers:
@@ -182,7 +194,7 @@ def choose(offers: Iterable[Offer], saved_after: int | None) -> tuple[list[Offer
 
 
 class Source(NamedTuple):
-    """Rows of a tensor, of a scalar one row, that rank `rank` reads from `snapshot` (None on other ranks)."""
+    """Rows of a tensor that `rank` reads from `snapshot`, None on other ranks. A scalar is one row."""
 
     name: str
     rows: range
@@ -193,9 +205,10 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredState:
-    """A snapshot that all ranks read together. Its tensors are float32.
+    """A saved state that all ranks read together. Its tensors are float32.
 
-    The sources of a tensor together have all its rows. What they read differs between ranks.
+    `shapes` has the unsharded shapes, and `sources` says who reads which rows: the sources of a tensor
+    together have all of its rows.
     """
 
     manifest: Manifest
@@ -204,10 +217,10 @@ class StoredState:
     sources: dict[str, list[Source]]
 
     def stream(self, names: Iterable[str], context: DistributedContext) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield the rows of each source of these tensors, the same on all ranks: (name, first row, rows).
+        """Yield (name, first row, rows) for each source of these tensors, the same on all ranks.
 
-        The rows are on the CPU. A message has those of one source, or of several small ones. Collective: all
-        ranks must iterate to the end.
+        One rank reads the rows and broadcasts them, those of several small sources in one message. The rows
+        are float32 on the CPU. Collective: all ranks must iterate to the end.
         """
         for batch in self.batches(names):
             sizes, rank = [source.numel for source in batch], batch[0].rank
@@ -221,12 +234,16 @@ class StoredState:
     def copy_into(
         self, parts: Mapping[str, Tensor], held: RowMap, rank: int, context: DistributedContext
     ) -> None:
-        """Copy to `parts`, by name, the rows of these tensors that `held` tells of `rank`. Collective."""
+        """Copy into each tensor of `parts` the rows that `rank` holds, as `held` says. Collective."""
         for name, begin, rows in self.stream(parts, context):
             copy_rows(parts[name], held.of(name, rank).start, begin, rows)
 
     def batches(self, names: Iterable[str]) -> Iterator[list[Source]]:
-        """Yield the sources of each message: of one rank, and of at most PIECE_BYTES if there are several."""
+        """Yield lists of sources; the rows of the sources in a list are sent in one message.
+
+        One rank reads the sources of a list. They have at most PIECE_BYTES, unless the list has only one
+        source.
+        """
         sources = [source for name in names for source in self.sources[name]]
         by_rank = itertools.groupby(sorted(sources, key=lambda one: one.rank), lambda one: one.rank)
         for _, of_rank in by_rank:
@@ -234,7 +251,7 @@ class StoredState:
 
 
 def read_all(batch: Sequence[Source]) -> Tensor:
-    """Return the numbers of these sources as one vector; an empty one on ranks that do not read them."""
+    """Return the numbers of these sources as one vector; an empty vector on ranks that do not read them."""
     read = [source.snapshot.read(source.name).view(-1) for source in batch if source.snapshot]
     return read[0] if len(read) == 1 else torch.cat([torch.empty(0), *read])
 
@@ -256,20 +273,23 @@ def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """The newest valid snapshot that any rank sees, None for none, and what each rank sees, by rank."""
+    """The newest valid snapshot that any rank sees (None if there is none), and the view of each rank."""
 
     state: StoredState | None
-    where: str  # the folder or URL of the snapshot, or of the store on disk where there is none
+    where: str  # the folder or URL of the snapshot, or of the store on disk if there is none
     views: Sequence[View]
 
     def corrupt(self, rank: int) -> dict[int, str]:
-        """Return {step: reason} of a rank's corrupt snapshots on disk, but those that a rank cannot read."""
+        """Return {step: reason} for the snapshots on disk that rank `rank` found corrupt.
+
+        A step is left out if any rank could not read its snapshot, which may be valid.
+        """
         unreadable = {fault.step for fault in self.unreadable()}
         faults = self.views[rank].faults
         return {one.step: one.reason for one in faults if one.is_corrupt and one.step not in unreadable}
 
     def unreadable(self) -> list[Fault]:
-        """Return the faults of snapshots and folders that some rank cannot read, each once, newest first."""
+        """Return the faults of snapshots and stores that some rank cannot read, each once, newest first."""
         faults = {fault for view in self.views for fault in view.faults if not fault.is_corrupt}
         return sorted(faults, reverse=True)
 
@@ -282,12 +302,13 @@ def find_latest(
     rows_of: RowsOf,
     is_restart: bool,
 ) -> Found:
-    """Find the newest valid snapshot on disk or in memory that fulfils `check`, for all ranks. Collective.
+    """Find, for all ranks, the newest valid snapshot on disk or in memory that passes `check`. Collective.
 
-    The first worker of each node reads. In a job's first generation, a snapshot in memory counts only if its
-    `after` is not past the newest step on any disk, valid or not: a user who deletes snapshots wants to go
-    back. In a restart all count, as snapshots on disk may be lost with a node. Raises UserError for one of
-    another schema.
+    The first worker of each node reads. In a restart all snapshots in memory count, because those on disk may
+    be lost with a node. In a job's first generation (before any restart), a snapshot in memory counts only if
+    the newest step on disk when it was saved, `after`, is not past the newest step on any disk now, valid or
+    not: a user who deletes snapshots wants to go back. Raises UserError for a snapshot with an unknown schema
+    version.
     """
     stores = [disk, *memory] if context.launch.local_rank == 0 else []
     reader = Reader(stores, check, rows_of, context.rank)
@@ -307,11 +328,11 @@ def find_latest(
 def load_latest(
     store: SnapshotStore, tensors: Mapping[str, Tensor], context: DistributedContext
 ) -> Manifest | None:
-    """Copy the newest valid snapshot that any rank sees to `tensors`, on all ranks; return its manifest.
+    """Copy the newest valid snapshot that any rank sees into `tensors`, on all ranks; return its manifest.
 
-    It is for a loop of one's own, in which each rank has the whole state: `tensors`, float32. Returns None if
-    there is no snapshot. All ranks raise UserError for tensors of other types, if the snapshot holds other
-    tensors than these, or if there are only snapshots that are not valid. Collective.
+    It is for a training loop of your own in which each rank has the whole state, `tensors`, in float32.
+    Returns None if there is no snapshot. All ranks raise UserError if `tensors` are not float32, if they are
+    not the tensors of the snapshot, or if there are only snapshots that are not valid. Collective.
     """
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float32:
@@ -338,10 +359,10 @@ def load_latest(
 def assemble(
     reader: Reader, parts: Sequence[Offer], whole: Offer, context: DistributedContext
 ) -> tuple[StoredState, str]:
-    """Return the state that the chosen parts make up, and where it is; no tensor is read yet. Collective.
+    """Return the state that consists of the chosen parts, and where it is. No tensor is read yet. Collective.
 
-    `parts` are in the order of the ranks whose rows they hold; the tensors that are not sharded are read from
-    `whole`.
+    `parts` are sorted by the rank whose rows they hold. The tensors that are not sharded will be read from
+    `whole`; the path or URL of its store is returned.
     """
     content = None
     if whole.reader == context.rank:

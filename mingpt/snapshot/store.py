@@ -1,13 +1,14 @@
-"""Write, verify and read the snapshots of a run at one place, a folder or any fsspec URL.
+"""Write, verify and read the snapshots of a run in one place, a folder or any fsspec URL.
 
 `step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state,
-`step_00001200.tokenizer` the tokenizer, and `step_00001200.json`, the manifest, describes them. The manifest
-is written last, after all files are on disk: **a snapshot exists when its manifest does and its checksums
-hold.** Until then an empty file `partial-step_00001200` marks the files of this step as an unfinished save,
-and a file that is being written has a name that begins with `partial-`, too. No pickle is ever loaded.
+`step_00001200.tokenizer` the tokenizer, and `step_00001200.json`, the manifest, describes these files. The
+manifest is written last, after all files are on disk: **a snapshot exists when its manifest exists and the
+manifest's checksums match.** Until then an empty file `partial-step_00001200` marks the files of this step as
+an unfinished save. The name of a file that is being written begins with `partial-`, too. No pickle is ever
+loaded.
 
-`verify` and `read` check all bytes, in pieces, for the SHA-256 in the manifest and for finite numbers; `open`
-checks manifest, sizes and headers alone. `quarantine` renames a snapshot not to be used.
+`verify` and `read` check all bytes, in pieces: against the SHA-256 in the manifest, and for finite numbers.
+`open` checks only manifest, sizes and headers. `quarantine` renames a snapshot that must not be used.
 """
 
 import contextlib
@@ -60,8 +61,8 @@ def verify_file(file: StoredFile, sha256: str, step: int) -> None:
     """Read a file once and check all its bytes. Raises CorruptSnapshot, or UnreadableSnapshot.
 
     The file must have this SHA-256 (hex), all numbers must be finite, and the optimizer must have counted at
-    most `step` updates (fewer are right if the run has changed its optimizer). A thread hashes each piece of
-    at most 16 MiB while its numbers are checked and the next piece is read. Two pieces are in memory.
+    most `step` updates (fewer if the run has changed its optimizer). A thread hashes each piece of at most 16
+    MiB while its numbers are checked and the next piece is read. Two pieces are in memory at a time.
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
@@ -80,14 +81,14 @@ def verify_file(file: StoredFile, sha256: str, step: int) -> None:
                 check_piece(name, spec, file.begins[name] - begin, piece, step)
         hashing.result()
     if digest.hexdigest() != sha256:
-        raise CorruptSnapshot(f"{file.file.what} has another SHA-256 than its manifest says")
+        raise CorruptSnapshot(f"{file.file.what} does not have the SHA-256 in its manifest")
 
 
 def check_piece(name: str, spec: TensorSpec, begin: int, piece: torch.Tensor, step: int) -> None:
-    """Raise CorruptSnapshot if a tensor has wrong numbers in `piece`, some neighbouring bytes of its file.
+    """Raise CorruptSnapshot if `piece`, some consecutive bytes of a file, has wrong numbers of tensor `name`.
 
-    The tensor begins `begin` bytes after the piece's first, or before it. A number is wrong if it is not
-    finite, or an optimizer's count of more than `step` updates.
+    The tensor begins `begin` bytes after the piece's first byte, or before it if `begin` is negative. A
+    number is wrong if it is not finite, or if it is the optimizer's count of updates and larger than `step`.
     """
     low, high = max(begin, 0), min(begin + spec.nbytes, len(piece))
     if low >= high or not spec.dtype.is_floating_point:
@@ -99,7 +100,7 @@ def check_piece(name: str, spec: TensorSpec, begin: int, piece: torch.Tensor, st
 
 
 class Snapshot:
-    """Reads single tensors from the files of a snapshot, without checking their bytes.
+    """Reads single tensors from the files of a snapshot, without verifying their checksums.
 
     The constructor raises CorruptSnapshot if a tensor is in two files; the methods that read raise
     UnreadableSnapshot or CorruptSnapshot.
@@ -125,11 +126,11 @@ class Snapshot:
         return self.manifest.settings
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor. Raises KeyError if it is missing."""
+        """Return the tensor `name`. Raises KeyError if the snapshot has no such tensor."""
         return self.file_of[name].read(name)
 
     def read_tokenizer(self) -> bytes | None:
-        """Return the bytes of the tokenizer; None if there is none."""
+        """Return the bytes of the snapshot's tokenizer; None if it has no tokenizer."""
         for file in self.files:
             if not isinstance(file, TensorFile):
                 return file.file.read(0, file.size)
@@ -150,17 +151,17 @@ class SnapshotStore(FileStore):
     """Reads and writes the snapshots at `url`; the constructor's arguments are those of FileStore."""
 
     def steps(self, kind: str = "json") -> list[int]:
-        """Return the steps with a manifest, or a tensor file if `kind` is "safetensors", newest first."""
+        """Return the steps with a manifest, or with any other file (`kind` "safetensors"), newest first."""
         return steps_in(self.names(), kind)
 
     def has_manifest(self, step: int) -> bool:
-        """Return whether the step has a manifest, also if the listing is out of date."""
+        """Return whether the step has a manifest, even if a listing of the folder is out of date."""
         return bool(self.files.exists(self.path(file_name(step, "json"))))
 
     def losses_of(self, steps: Sequence[int]) -> list[tuple[float, int]]:
-        """Return (validation loss, step) for each of `steps` whose manifest has a loss of that step.
+        """Return (validation loss, step) for each of `steps` whose manifest has a loss of that very step.
 
-        A manifest is read once; one that cannot be used is logged.
+        A manifest is read only once. If it cannot be used, that is logged, and the step is left out.
         """
         for step in {*steps} - self.losses.keys() - self.unreadable.keys():
             try:
@@ -177,8 +178,8 @@ class SnapshotStore(FileStore):
     def prepare(self) -> None:
         """Create the folder and remove unfinished files. Raises UserError if the folder cannot be written to.
 
-        Only the holder of the claim (the right to write there) may call it. A full disk is only logged, since
-        there may be room by the time of a save.
+        Only the holder of the claim (the right to write there) may call it, else ClaimLost is raised. A full
+        disk is only logged, because there may be room again by the time of a save.
         """
         try:
             self.make_ready()
@@ -193,7 +194,10 @@ class SnapshotStore(FileStore):
             ) from None
 
     def make_ready(self) -> None:
-        """Create the folder, remove unfinished files, and write a file as a test. Raises driver errors."""
+        """Create the folder, remove unfinished files, and write a file as a test.
+
+        Raises ClaimLost, OSError or an error of fsspec's driver.
+        """
         self.is_ready, probe = False, f"probe-{os.getpid()}"
         self.files.makedirs(self.root, exist_ok=True)
         names = self.names()
@@ -210,8 +214,9 @@ class SnapshotStore(FileStore):
     def begin(self, step: int) -> bool:
         """Prepare to save a step; return whether it already has a manifest. Only one rank calls it.
 
-        With a manifest, the save writes the same state over each file, so that the snapshot stays valid.
-        Without one, the step is marked as unfinished, and files of an earlier attempt are removed.
+        If it has, the save writes the same state over each file, so that the snapshot stays valid. Otherwise
+        the step is marked as unfinished, and files of an earlier attempt are removed. Raises the errors of
+        `write_stream`.
         """
         self.check_claim()
         if not self.is_ready:
@@ -223,7 +228,7 @@ class SnapshotStore(FileStore):
         return is_complete
 
     def write_file(self, layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
-        """Write a tensor file from `chunks`, header included, durable on return; returns its record.
+        """Write a tensor file from `chunks`, header included, durable on return; return its record.
 
         Raises the errors of `write_stream`. The file belongs to no snapshot until `commit`.
         """
@@ -231,15 +236,15 @@ class SnapshotStore(FileStore):
         return FileRecord(name=layout.name, sha256=sha256, bytes=layout.size)
 
     def write_tokenizer(self, step: int, content: bytes) -> FileRecord:
-        """Write the file with a tokenizer's bytes as `write_file` writes tensors; returns its record."""
+        """Write a step's tokenizer file as `write_file` writes tensors; return its record."""
         name = file_name(step, TOKENIZER)
         sha256 = self.write_stream(name, [memoryview(content)], len(content))
         return FileRecord(name=name, sha256=sha256, bytes=len(content))
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest that makes its files the snapshot of its step; durable on return.
+        """Write the manifest, which makes the files of its step a snapshot; it is durable on return.
 
-        Raises UserError if it would be too large, else the errors of `write_stream`.
+        Raises UserError if the manifest would be too large, else the errors of `write_stream`.
         """
         step = manifest.step
         self.write_atomic(file_name(step, "json"), encode_manifest(manifest))
@@ -251,7 +256,10 @@ class SnapshotStore(FileStore):
             log.info(f"{unfinished_name(step)} is left in {self.url} ({reason_of(error)})")
 
     def remove(self, step: int) -> None:
-        """Delete a snapshot or an unfinished save, manifest first. Raises ClaimLost or a driver's error."""
+        """Delete a snapshot or an unfinished save, the manifest first.
+
+        Raises ClaimLost, OSError or an error of fsspec's driver.
+        """
         self.check_claim()
         self.remove_files(step)
         self.remove_file(unfinished_name(step))
@@ -279,9 +287,11 @@ class SnapshotStore(FileStore):
         return SourceFile(self.files, self.path(name), what, self.retries_s)
 
     def read_manifest(self, step: int, prefix: str = "") -> Manifest:
-        """Return the checked manifest of a step, or of one that was set aside: its names have a `prefix`.
+        """Return the checked manifest of a step.
 
-        Raises CorruptSnapshot if it is missing or wrong, UnreadableSnapshot, or UserError for another schema.
+        If the snapshot was set aside, `prefix` is what its files' names were given in front. Raises
+        CorruptSnapshot if the manifest is missing or wrong, UnreadableSnapshot if it cannot be read, and
+        UserError for an unknown schema version.
         """
         file = self.file(f"{prefix}{file_name(step, 'json')}", "its manifest")
         size = file.size()
@@ -295,7 +305,8 @@ class SnapshotStore(FileStore):
     def open(self, step: int, check: Check = accept_all) -> Snapshot:
         """Return a snapshot whose manifest, file sizes and headers are valid, and which `check` accepts.
 
-        No tensor is read. Raises the errors of `read_manifest`, also for the files, and those of `check`.
+        No tensor is read. Raises the errors of `check` and of `read_manifest`, and CorruptSnapshot or
+        UnreadableSnapshot for the other files.
         """
         manifest, files = self.read_manifest(step), []
         for record in manifest.files:
@@ -306,12 +317,13 @@ class SnapshotStore(FileStore):
         return snapshot
 
     def verify(self, snapshot: Snapshot, weights_only: bool = False) -> None:
-        """Read each file (with `weights_only`, all but the optimizer's state) once and check all its bytes.
+        """Read each file once and check all its bytes; with `weights_only`, leave out the optimizer's state.
 
-        Raises CorruptSnapshot or UnreadableSnapshot. Several files are read at a time, with 32 MiB each.
+        Raises CorruptSnapshot or UnreadableSnapshot. Several files are read at a time, with 32 MiB of memory
+        each.
         """
         files, digests, step = [], [], snapshot.manifest.step
-        # Without a configuration it is of another loop, which may update more than once in a step.
+        # Without a configuration it is of a user's own loop, which may update more than once in a step.
         most_updates = step if "config" in snapshot.manifest.model_fields_set else sys.maxsize
         for file, record in zip(snapshot.files, snapshot.manifest.files, strict=True):
             if not weights_only or record.name != file_name(step, KINDS[1]):
@@ -322,13 +334,13 @@ class SnapshotStore(FileStore):
                 pass  # raises the error of a file's check
 
     def read(self, step: int, check: Check = accept_all, weights_only: bool = False) -> Snapshot:
-        """Open and verify a snapshot; `weights_only` is as in `verify`. Raises the errors of both."""
+        """Open and verify a snapshot, and return it; for arguments and errors see `open` and `verify`."""
         snapshot = self.open(step, check)
         self.verify(snapshot, weights_only)
         return snapshot
 
     def quarantine(self, step: int, reason: str, kind: str = "damaged") -> None:
-        """Rename a snapshot's files to <kind>-<number>-<name>, so that none is used, and log the reason."""
+        """Rename a snapshot's files to <kind>-<number>-<name>, so that none is used; log the reason."""
         names, number = self.names(), 1
         while any(name.startswith(f"{kind}-{number}-step_{step:08d}") for name in names):
             number += 1
@@ -343,6 +355,9 @@ class SnapshotStore(FileStore):
 
 
 def unfinished_steps(names: Iterable[str]) -> list[int]:
-    """Return the steps that `names` marks as unfinished; one may have been completed right before a kill."""
+    """Return the steps that files in `names` mark as unfinished saves.
+
+    Such a save may be complete all the same, if a kill came before the mark was removed.
+    """
     matches = (UNFINISHED.fullmatch(name) for name in names)
     return [int(match[1]) for match in matches if match]

@@ -1,4 +1,4 @@
-"""The commands of `python -m mingpt`, except timeline: verify, compare, doctor, plan, prepare, export.
+"""Commands of `python -m mingpt`: verify, compare, doctor, plan, prepare and export.
 
 No other package of mingpt imports this one.
 """

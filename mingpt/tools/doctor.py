@@ -4,8 +4,8 @@
 
 With the flags and settings of the run, it prints what each node has, the rate at which it receives data from
 each other node, and a sentence per fault. Exit code 0: no fault; 1: faults (torchrun does not restart the
-workers); 2: a mistake on the command line (torchrun itself exits with 1). Settings that differ, token shards
-and folders are checked by the start of the trainer, which refuses them in one sentence.
+workers); 2: a mistake on the command line (torchrun itself exits with 1). train.py itself checks, when it
+starts, whether the workers' settings differ, and whether token shards and folders can be used.
 """
 
 import contextlib
@@ -43,14 +43,14 @@ MAX_CLOCK_S = 1.0
 ADVICE = {
     "host": "",
     "device": "look at CUDA_VISIBLE_DEVICES and the driver, take equal nodes, or set trainer.device=cpu",
-    "program": "install the same code and torch there, since others compute other bits",
-    "threads": "set OMP_NUM_THREADS there, since the bits of a result depend on it",
+    "program": "install the same code and torch there, because other code may compute other bits",
+    "threads": "set OMP_NUM_THREADS there, because the bits of a result depend on it",
     "Python": "",
 }
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Check up on all workers, then exit this process; a fault ends the job without restarts. Collective."""
+    """Examine all workers, then exit this process; a fault ends the job without restarts. Collective."""
     settings = CommandParser("python -m mingpt doctor", __doc__).parse_known_args(arguments)[1]
     launch = Launch.from_environment()
     process_exit = ProcessExit(launch)
@@ -63,7 +63,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def examine(launch: Launch, config: Config) -> None:
-    """Print the report on rank 0. All ranks raise NonRetryableError if there are faults. Collective."""
+    """Examine all workers, and print a report on the first rank that answers. Collective.
+
+    All ranks raise NonRetryableError if there are faults.
+    """
     from torch.distributed import HashStore
 
     store = Rendezvous(launch, MEET_S).process_group_store if launch.is_distributed else HashStore()
@@ -92,7 +95,7 @@ def examine(launch: Launch, config: Config) -> None:
 def all_gather(store: Any, launch: Launch, name: str, value: Any, limit_s: float = ANSWER_S) -> list[Any]:
     """Return the values of all ranks, by rank, None for one that does not answer in time. Collective.
 
-    They are JSON, and a name is used once.
+    Values travel as JSON through `store`. Each `name` may be used only once. `limit_s` is in seconds.
     """
     store.set(f"{name}/{launch.rank}", json.dumps(value))
     values, deadline = [], time.monotonic() + limit_s
@@ -107,7 +110,10 @@ def all_gather(store: Any, launch: Launch, name: str, value: Any, limit_s: float
 
 
 def find_facts(launch: Launch, config: Config) -> Facts:
-    """Return what this worker has; the first worker of each node sends data from a `port`, others have 0."""
+    """Return facts about this worker, and start a ZeroServer, with which other nodes measure links.
+
+    The fact `port` is that of the server on the first worker of each node, and 0 on the others.
+    """
     from mingpt.distributed import device as devices
 
     problem, device, cpu = devices.idle_gpus(config.trainer.device, launch) or "", "", ""
@@ -140,9 +146,10 @@ def find_facts(launch: Launch, config: Config) -> Facts:
 
 
 def find_addresses() -> dict[str, str]:
-    """Return {interface: address} of this host, at first the address at which gloo will listen.
+    """Return {interface: IPv4 address} of this host, first the address at which gloo will listen.
 
-    It is that of GLOO_SOCKET_IFNAME; without this variable, that of the host's name if it resolves.
+    Gloo uses the interface that GLOO_SOCKET_IFNAME names; without this variable, the host's name, if it
+    resolves.
     """
     used, own, found = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], "127.0.0.1", {}
     with contextlib.suppress(OSError):  # not on Linux, or the name does not resolve
@@ -159,7 +166,7 @@ def free_gb(place: str) -> float:
 
 
 class ZeroServer(socketserver.ThreadingTCPServer):
-    """Sends zeros to whoever connects, until the connection is closed."""
+    """Sends zeros to each client until the connection is closed."""
 
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
@@ -170,9 +177,10 @@ class ZeroServer(socketserver.ThreadingTCPServer):
 
 
 def receive_from_all(rank: int, workers: list[Facts]) -> list[tuple[int, str, float]]:
-    """Return (sender, *receive_from) of each other node if this is a node's first worker, else [].
+    """Measure the link from each other node; return (rank of the sender, problem, MB/s) for each.
 
-    Nodes start with different senders, so that each receives from one node, and sends to one, at a time.
+    The list is empty unless this is the first worker of its node. Nodes begin with different senders, so that
+    each receives from one node, and sends to one, at a time.
     """
     nodes = [number for number, there in enumerate(workers) if there["port"]]
     if rank not in nodes:
@@ -185,9 +193,10 @@ def receive_from_all(rank: int, workers: list[Facts]) -> list[tuple[int, str, fl
 
 
 def receive_from(there: Facts, own: Collection[str] = ()) -> tuple[str, float]:
-    """Return ("", MB/s) of the link from another node; the text says why there is none, and what to do.
+    """Measure the link from another node; return (problem, MB/s). The problem is "" if there is none.
 
-    After the address at which gloo listens, others are tried, but none that this node has, too (`own`).
+    `there` has the other node's facts. If the address at which gloo listens does not answer, its other
+    addresses are tried, but none that is in `own`, this node's addresses. The problem says what to do.
     """
     problem, first = "", next(iter(there["addresses"].values()))
     for interface, address in there["addresses"].items():
@@ -207,7 +216,7 @@ def receive_from(there: Facts, own: Collection[str] = ()) -> tuple[str, float]:
 
 
 def receive_mb_s(address: str, port: int) -> float:
-    """Return the rate, in MB/s, at which data come from an address. Raises OSError if none do."""
+    """Return the rate, in MB/s, at which data arrive from a ZeroServer. Raises OSError if none arrive."""
     buffer, received = bytearray(CHUNK), 0
     with socket.create_connection((address, port), CONNECT_S) as connection:
         began = time.monotonic()
@@ -217,7 +226,10 @@ def receive_mb_s(address: str, port: int) -> float:
 
 
 def try_backend(store: Any, launch: Launch, config: Config) -> str:
-    """Connect all workers as for training; return why NCCL, or gloo on CPUs, cannot, or "". Collective."""
+    """Connect all workers by NCCL, or gloo on CPUs, as for training. Collective.
+
+    Returns why that fails, or "".
+    """
     from torch import distributed
 
     from mingpt.distributed.device import find_device
@@ -243,8 +255,8 @@ def try_backend(store: Any, launch: Launch, config: Config) -> str:
 def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
     """Return lines on the facts and the links, and a sentence per fault, which names the node and a way out.
 
-    `answers` has None for a worker that did not answer. Of values that equally many nodes have, that of the
-    lowest rank counts as usual.
+    `answers` are the workers' facts by rank, None for a worker that did not answer. A fact that differs from
+    that of most nodes is a fault. If equally many nodes have two values, that of the lowest rank is right.
     """
     workers = [there for there in answers if there is not None]
     rows, first = [], workers[0]
@@ -290,7 +302,7 @@ def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
 
 
 def group(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return {value: nodes that have it, each once} of pairs (node, value)."""
+    """Group pairs (node, value) by value; return {value: the nodes that have it, each once}."""
     found: dict[str, list[str]] = {}
     for node, value in dict.fromkeys(pairs):
         found.setdefault(value, []).append(node)

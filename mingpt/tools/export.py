@@ -44,7 +44,7 @@ Trained by mingpt-distributed with `model.arch: {arch}`.
 
 ## Load it
 
-With transformers, and none of its remote code:
+With transformers, without remote code:
 
 {code}
 
@@ -56,7 +56,7 @@ python train.py snapshot.init_from=FOLDER {model}
 
 ## How it was trained
 
-By these settings; the others cannot change the result.
+With these settings; the others cannot change the result.
 
 ```yaml
 {settings}```
@@ -99,9 +99,9 @@ NAMES = {
 def model_card(manifest: Manifest, architecture: str, parameters: int, prompt: str | None) -> str:
     """Return the model card, as Markdown, of the snapshot with this manifest.
 
-    `architecture` is the name of transformers' model class. `parameters` is the number of parameters, where a
-    matrix that is used twice counts once. `prompt` is the text that the example continues; None without a
-    tokenizer.json.
+    `architecture` is the name of the model class in transformers. `parameters` is the number of parameters;
+    a matrix that is used twice counts once. `prompt` is the text that the example continues, None if there is
+    no tokenizer.json.
     """
     given, software = flatten(dict(manifest.config)), manifest.software.model_dump(exclude_unset=True)
     figures: dict[str, Any] = {
@@ -135,7 +135,7 @@ def model_card(manifest: Manifest, architecture: str, parameters: int, prompt: s
 
 
 def quoted(text: str) -> str:
-    """Return text on one line as code for a cell of a Markdown table; its URLs lose their credentials."""
+    """Return text as code for a cell of a Markdown table: on one line, without the credentials in URLs."""
     plain = " ".join(redact(text).split())
     return "`" + plain.replace("`", "'").replace("|", "\\|") + "`"
 
@@ -154,9 +154,9 @@ def main(arguments: Sequence[str]) -> int:
 def export(run: str, out: str, best: bool = False) -> str:
     """Write a snapshot, or a run's newest or best one, to the folder `out` in Hugging Face's format.
 
-    Returns a line that says so, and a second one without a tokenizer. The folder gets its name when all files
-    are durable. Raises UserError if `out` is a URL, not empty or not writable, or if there is no usable
-    snapshot or transformers is missing.
+    `run` is a path or URL. Returns a line that says what was written, and a second line if no tokenizer was.
+    The folder appears under its name once all files are on disk. Raises UserError if `out` is a URL, not
+    empty or not writable, if there is no usable snapshot, or if transformers is missing.
     """
     if "://" in out:
         raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")
@@ -182,7 +182,7 @@ def export(run: str, out: str, best: bool = False) -> str:
 
 
 def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -> str:
-    """Write the model, its card and, if possible, the tokenizer; return transformers' model class."""
+    """Write model, model card and, if possible, tokenizer; return the model class's name in transformers."""
     config, tensors = snapshot.config, snapshot.tensors("model.")
     parameters = sum(tensor.numel() for tensor in tensors.values())
     content = tokenizer.to_tokenizer_json() if tokenizer else None
@@ -200,7 +200,10 @@ def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -
 
 
 def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: int | None) -> str:
-    """Write config.json, generation_config.json and model.safetensors; return the model class's name."""
+    """Write config.json, generation_config.json and model.safetensors; return the model class's name.
+
+    `end` is the id of the end-of-text token, if there is one.
+    """
     kind, transformers = convertible(config.model.arch).hf_model_type, import_transformers()
     vocab_size, block_size = len(tensors["wte.weight"]), config.data.block_size
     fields = hf_fields(config.model, vocab_size=vocab_size, block_size=block_size, end_of_text=end)
@@ -217,7 +220,10 @@ def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: in
 
 
 def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[str, Any]:
-    """Return the fields of tokenizer_config.json. `content` is the tokenizer.json, `end` its end-of-text."""
+    """Return the fields of tokenizer_config.json for a tokenizer.json with this content.
+
+    `end` is the id of its end-of-text token, if it has one.
+    """
     added = {one["id"]: one["content"] for one in json.loads(content).get("added_tokens") or []}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

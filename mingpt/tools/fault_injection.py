@@ -1,9 +1,9 @@
-"""Train as a worker of train.py does, and do the kills that verify has planned.
+"""Train as a worker of train.py does, and kill this process when `mingpt verify` has planned it.
 
     python -m mingpt.tools.fault_injection FOLDER section.key=value ...
 
 FOLDER/kills.json is a list with the fields of each Kill. Each kill is done once, in the order of the list;
-then its file `marker` exists.
+just before it, a file is created at the path that `marker` returns.
 """
 
 import functools
@@ -25,11 +25,11 @@ PHASE_OF = {"batch": "forward", "reduction_start": "reduction", "evaluation_star
 
 
 class Kill(NamedTuple):
-    """A kill: worker `rank` gets SIGKILL in `phase` of the first step that has this phase, from `step` on.
+    """A planned SIGKILL of worker `rank`, in `phase` of the first step from `step` on that has this phase.
 
-    `rank` is taken modulo the number of workers; in a save it is rank 0, which writes. In a start-up
-    `step` means nothing. After the kill the job goes on with `next_workers` workers and
-    `next_strategy`.
+    `rank` is taken modulo the number of workers; in the phase save it is rank 0, which writes. `step` is
+    ignored in the phase start-up. After the kill the job goes on with `next_workers` workers and
+    `next_strategy`, a key of verify.STRATEGIES.
     """
 
     phase: str
@@ -40,12 +40,12 @@ class Kill(NamedTuple):
 
 
 def marker(folder: Path, number: int) -> Path:
-    """Return the path of the file that exists once kill `number` of the plan was done."""
+    """Return the path of a file that exists once kill `number` of the plan has been done."""
     return folder / f"killed-{number}"
 
 
 class FaultInjector:
-    """Kills this worker at events, as FOLDER/kills.json says. Construct it before Worker."""
+    """Kills this worker at the moments that `folder`/kills.json plans. Construct it before Worker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,9 +57,9 @@ class FaultInjector:
             events.subscribe(name, functools.partial(self.kill_if_due, phase))
 
     def kill_if_due(self, phase: str, **_: Any) -> None:
-        """Create the next kill's marker and kill this process, if that kill is for this phase, rank and step.
+        """Kill this process if the next kill of the plan is for `phase`, this rank, and this step or earlier.
 
-        A kill for an earlier step is due, too.
+        Before that, create the file that marks the kill as done.
         """
         for number, kill in enumerate(self.kills):
             if marker(self.folder, number).exists():
@@ -81,13 +81,16 @@ class FaultInjector:
         self.step = step
 
     def on_file_progress(self, name: str, written: int, size: int) -> None:
-        """Do a kill that is due in a save, once half of a tensor file's `size` bytes are written."""
+        """Do a kill that is due in a save, once half of the `size` bytes of a tensor file are written."""
         if name.endswith(".safetensors") and 2 * written >= size:
             self.kill_if_due("save")
 
 
 def run_worker(folder: Path, argv: list[str]) -> None:
-    """Train as a worker of train.py does, with faults injected, and exit this process."""
+    """Train as a worker of train.py does, with the kills in `folder`/kills.json, and exit this process.
+
+    `argv` has settings, section.key=value.
+    """
     FaultInjector(folder)
     with Worker() as worker:
         config = build(dict(word.split("=", 1) for word in argv))

@@ -1,4 +1,4 @@
-"""Builds torchrun commands and environments for verify, tests and benchmarks."""
+"""The torchrun commands and environments with which verify, tests and benchmarks start jobs."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def clean_environment(**more: str) -> dict[str, str]:
 def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ()) -> list[str]:
     """Return a torchrun command that starts `workers` ranks per node; the caller appends the program.
 
-    `options` are by default those of `--standalone`, for which this host's name need not be resolved.
+    `options` are torchrun's; by default they do what `--standalone` does, without resolving this host's name.
     """
     address = loopback_address()
     one_node = (

@@ -4,9 +4,9 @@
 
 Nothing is trained. The bytes of weights, optimizer, gradients and snapshots are exact; those of activations
 follow equation 2 of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
-The total is right to a third. With --gpu_memory, which trainer.device=cuda needs, each worker has a GPU; else
-all share this machine's memory. data.vocab_size=N plans without the data. Exit code 0, also if nothing fits;
-2 for a mistake.
+The total is right to within a third. With --gpu_memory, which trainer.device=cuda requires, each worker has a
+GPU; else all workers share this machine's memory. data.vocab_size=N plans without the data. The exit code is
+0, also if no strategy fits, and 2 for a mistake.
 """
 
 import math
@@ -51,10 +51,10 @@ def nbytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, element: int) -> dict[str, float]:
-    """Return {what for: bytes} of worker 0 at its peak, and their total.
+    """Return the bytes of memory that worker 0 needs at its peak, by purpose, and their total.
 
-    Worker 0 needs most, since it writes snapshots; if it has a GPU, they are in the host's memory, which the
-    total leaves out. `element` is the bytes of a number in matrix products.
+    Worker 0 needs the most, because it writes snapshots; if it has a GPU, the snapshots' copies are in the
+    host's memory, which the total leaves out. `element` is the bytes per number in matrix products.
     """
     trainer = config.trainer
     shapes = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
@@ -92,7 +92,8 @@ def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, elemen
 def activations(config: Config, vocab_size: int, on_cpu: bool, element: int) -> float:
     """Return the bytes that a micro-batch's forward pass keeps, with the logits and their gradients.
 
-    The model tells what attention keeps, in place of the equation's 5 a s / h.
+    The source is equation 2 of Korthikanti et al. 2022, but with `attention_bytes`, which knows the kernels
+    used here, in place of its term for attention, 5 a s / h.
     """
     model, length = config.model, config.data.block_size
     tokens = config.trainer.micro_batch_size * length
@@ -107,7 +108,7 @@ def activations(config: Config, vocab_size: int, on_cpu: bool, element: int) -> 
 
 
 def render(config: Config, vocab_size: int, workers: int, limit: float, on_cpu: bool) -> list[str]:
-    """Return the lines to print: the bytes by strategy, and the first strategy that fits `limit` bytes."""
+    """Return the lines to print: bytes of memory by strategy, and the first strategy that fits `limit`."""
     element = 2  # of bfloat16 or float16
     if on_cpu or config.trainer.dtype != "auto":
         element = resolve_dtype(config.trainer.dtype, torch.device("cpu")).itemsize
@@ -122,7 +123,7 @@ def render(config: Config, vocab_size: int, workers: int, limit: float, on_cpu: 
         columns.append(settings | {name: spelled(size) for name, size in needs.items() if size})
         fitting += [f"{words} fits"] if needs["total"] <= limit else []
     return [
-        f"memory of worker 0 of {workers:,}, right to a third; it has {spelled(limit)}",
+        f"memory of worker 0 of {workers:,}, right to within a third; it has {spelled(limit)}",
         "",
         *align([[name, *(column[name] for column in columns)] for name in columns[0]]),
         "",
@@ -131,7 +132,7 @@ def render(config: Config, vocab_size: int, workers: int, limit: float, on_cpu: 
 
 
 def spelled(size: float) -> str:
-    """Return bytes in two digits, with the unit that suits them, as "1.5 GB"."""
+    """Return a number of bytes as text with two digits and a suitable unit, such as "1.5 GB"."""
     return ByteSize(float(f"{size:.2g}")).human_readable(decimal=True, separator=" ").replace(".0 ", " ")
 
 
@@ -142,7 +143,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def find_vocab_size(config: Config) -> int:
-    """Return the number of rows of the embedding, by the data and its tokenizer. Raises UserError."""
+    """Return the vocabulary size of the data's tokenizer. Raises UserError if it cannot be found."""
     if config.snapshot.init_from and config.data.tokenizer == "auto":
         raise UserError("with snapshot.init_from a plan needs the weights' vocabulary: set data.vocab_size=N")
     data, name = open_data(config.data), config.data.tokenizer
@@ -159,7 +160,7 @@ def size(text: str) -> int:
 def main(arguments: Sequence[str]) -> int:
     usage = "%(prog)s [CONFIG.yaml] [section.key=value ...] [options]"
     parser = CommandParser("python -m mingpt plan", __doc__, usage)
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="of the job (default 1)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="workers of the job (default 1)")
     parser.add_argument("--gpu_memory", type=size, metavar="SIZE", help="of each worker's GPU, such as 80GB")
     options, words = parser.parse_known_args(arguments)
     config, workers, gpu = parse(words), options.workers, options.gpu_memory

@@ -3,16 +3,17 @@
     python -m mingpt prepare TEXT_OR_URL... --out DIR [--tokenizer char|bpe|gpt2|PATH] [...]
 
 A file is text (UTF-8, one document), .jsonl (a document per line, under "text") or .parquet (a document per
-row of the column "text"; needs pyarrow), by path, pattern ('data/*.jsonl') or URL; compressed if named so
-(.gz). Memory grows with the longest document: a text file is read whole.
+row of the column "text"; needs pyarrow). It is given by path, pattern ('data/*.jsonl') or URL, and may be
+compressed, with a name that ends with .gz, for example. Memory grows with the longest document: a text file
+is read whole.
 
 DIR, which is new or empty, gets train_00000.bin, ..., val_00000.bin, ... in llm.c's format, tokenizer.json
 and, last, meta.json. The validation part is the last documents, by count of bytes, or the last characters of
-a single document. An end-of-text, if the tokenizer has one, follows each document; its name in a text is
-plain text. After a command that was killed, remove DIR and start the command again.
+a single document. If the tokenizer has an end-of-text token, one follows each document; a text that contains
+the name of this token is encoded as plain text. If the command was killed, remove DIR and start it again.
 
-bpe trains a byte-level BPE as GPT-2's on the training part: its first 200 MB, or less if these have more than
-4 MB of distinct words.
+`--tokenizer bpe` trains a byte-level BPE, like GPT-2's, on the first 200 MB of the training part, or on less
+if these have more than 4 MB of distinct words.
 """
 
 import hashlib
@@ -62,7 +63,10 @@ UNFINISHED = '{"format": 1, "complete": false}\n'  # in meta.json until all othe
 
 
 def find_files(names: Sequence[str]) -> list[Any]:
-    """Return fsspec's OpenFile for each file, path or URL, a pattern's sorted. UserError if there is none."""
+    """Return an fsspec OpenFile for each path or URL, and, sorted, for each file that a pattern matches.
+
+    Raises UserError if a name matches no file.
+    """
     found = list[Any]()
     for name in names:
         refuse_pipe(name, "the text")
@@ -78,7 +82,7 @@ def find_files(names: Sequence[str]) -> list[Any]:
 
 
 def read(file: Any) -> Iterator[str]:
-    """Yield the documents of a file. Raises UserError with the place of one that has no text in UTF-8."""
+    """Yield the documents of a file. A document that is not UTF-8 text raises UserError, with its place."""
     path = file.path if isinstance(file.fs, LocalFileSystem) else file.full_name
     kind = KINDS.get(suffix_of(path))
     with readable(path), file as raw:
@@ -104,10 +108,10 @@ def read_parquet(stream: io.BufferedReader) -> Iterator[dict[str, Any]]:
 def split(
     files: Sequence[Any], sizes: np.ndarray, val_fraction: float
 ) -> tuple[Iterator[str], Iterator[str]]:
-    """Return the documents for training, then those for validation, to be read in this order.
+    """Return iterators over the documents for training and for validation, to be read in this order.
 
-    They have `sizes` bytes. Those that begin in the last `val_fraction` of the bytes, and the last one, are
-    for validation; the first one is not. A single document is cut by its characters.
+    The documents have `sizes` bytes. Those that begin in the last `val_fraction` of all bytes, and the last
+    one, are for validation; the first one never is. A single document is cut by its characters.
     """
     texts = chain.from_iterable(map(read, files))
     if len(sizes) == 1:
@@ -120,9 +124,9 @@ def split(
 
 
 def progress(what: str, total: int | None = None) -> "tqdm[Never]":
-    """Return a progress bar on stderr that counts bytes of text; it is rarely written to a file.
+    """Return a progress bar on stderr that counts bytes of text. In a file it writes a line every 30 s.
 
-    TQDM_DISABLE does not disable it: its count becomes `val_bytes`.
+    TQDM_DISABLE does not disable it, because its count is used for `val_bytes`.
     """
     pause_s = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(
@@ -139,7 +143,10 @@ def progress(what: str, total: int | None = None) -> "tqdm[Never]":
 
 
 def measure(files: Sequence[Any], wants_alphabet: bool) -> tuple[np.ndarray, set[str]]:
-    """Return the bytes of each document, (documents,) int64, and the distinct characters, if wanted."""
+    """Return the bytes of each document, (documents,) int64, and the set of characters, if wanted.
+
+    Raises UserError if there is no text.
+    """
     sizes, alphabet = array("q"), set[str]()
     with progress("counting") as bar:
         for text in chain.from_iterable(map(read, files)):
@@ -153,11 +160,11 @@ def measure(files: Sequence[Any], wants_alphabet: bool) -> tuple[np.ndarray, set
 
 
 def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
-    """Return a tokenizer.json of a byte-level BPE as GPT-2's, trained on the first part of the texts.
+    """Return the tokenizer.json of a byte-level BPE, like GPT-2's, trained on the first part of the texts.
 
     It has `vocab_size` tokens: the bytes, the merges, and end-of-text as the last one; fewer if the text has
-    too few pairs to merge. The same text gives the same content, whatever the number of cores. Words longer
-    than those of WORD are cut for training.
+    too few pairs to merge. The same text gives the same content, whatever the number of cores. For training,
+    words of more than 256 characters are cut.
     """
     library = import_tokenizers("--tokenizer bpe")
     package = byte_level_bpe(library.models.BPE())
@@ -174,12 +181,12 @@ def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
 
 
 def pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Yield parts of the texts, of at least PIECE_CHARACTERS unless a text is shorter."""
+    """Yield the texts in pieces of at least PIECE_CHARACTERS, unless a text is shorter."""
     return chain.from_iterable(split_text(text, PIECE_CHARACTERS) for text in texts)
 
 
 def sample(texts: Iterable[str]) -> Iterator[str]:
-    """Yield pieces of the texts, until SAMPLE_BYTES, or SAMPLE_WORD_BYTES of distinct words."""
+    """Yield pieces of the texts until SAMPLE_BYTES are read, or SAMPLE_WORD_BYTES of distinct words."""
     words = set[str]()
     size = word_bytes = 0
     for piece in pieces(texts):
@@ -193,7 +200,7 @@ def sample(texts: Iterable[str]) -> Iterator[str]:
 
 
 def read_batches(texts: Iterable[str], tokenizer: Tokenizer, bar: "tqdm[Never]") -> Iterator[list[str]]:
-    """Yield lists of pieces of the texts, of about BATCH_CHARACTERS; "" stands for the end of a text."""
+    """Yield lists of pieces of the texts, about BATCH_CHARACTERS long; "" stands for the end of a text."""
     batch, size = list[str](), 0
     for text in texts:
         for piece in (*filter(None, tokenizer.split(text)), ""):
@@ -210,9 +217,10 @@ def read_batches(texts: Iterable[str], tokenizer: Tokenizer, bar: "tqdm[Never]")
 def encode_all(
     batches: Iterable[list[str]], tokenizer: Tokenizer, end: list[int], dtype: np.dtype[Any]
 ) -> Iterator[np.ndarray]:
-    """Yield the tokens of each batch, with `end` for each "".
+    """Yield the tokens of each batch, (tokens,). For each piece "", which ends a text, they have `end`.
 
-    The package encodes on all cores; of two threads, one copies tokens out of it meanwhile.
+    The package `tokenizers` encodes on all cores. Two threads call it, so that one batch is encoded while the
+    tokens of another are copied.
     """
 
     def encode(batch: list[str]) -> np.ndarray:
@@ -230,7 +238,7 @@ def encode_all(
 
 
 def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_tokens: int) -> int:
-    """Write tokens to shards as they come; return their number. UserError if there are none."""
+    """Write tokens to shards as they come; return the number of tokens. Raises UserError if it is 0."""
     done = 0
     for tokens in arrays:
         while len(tokens):
@@ -245,7 +253,7 @@ def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_token
 
 
 def finish_shard(path: Path, dtype: np.dtype[Any]) -> dict[str, Any]:
-    """Write a shard's header, make the shard durable, and return its entry in meta.json."""
+    """Write a shard's header, flush the shard to disk, and return its entry for meta.json."""
     size = path.stat().st_size
     tokens = (size - HEADER_BYTES) // dtype.itemsize
     magic, version = next(numbers for numbers, of_tokens in FORMATS.items() if of_tokens == dtype)
@@ -260,7 +268,7 @@ def finish_shard(path: Path, dtype: np.dtype[Any]) -> dict[str, Any]:
 def make_tokenizer(
     files: Sequence[Any], sizes: np.ndarray, alphabet: set[str], options: Namespace
 ) -> Tokenizer:
-    """Return the tokenizer that --tokenizer names, or that is made of the text. Raises UserError."""
+    """Return the tokenizer that --tokenizer names; char and bpe are made from the text. Raises UserError."""
     if options.tokenizer == "char":
         return CharTokenizer("".join(sorted(alphabet)))
     if options.tokenizer != "bpe":
@@ -270,7 +278,10 @@ def make_tokenizer(
 
 
 def prepare(options: Namespace, out: Path) -> str:
-    """Do what the command's options say; return a summary. Raises UserError, or OSError for --out."""
+    """Encode the texts as the command's options say; return a summary.
+
+    Raises UserError for a mistake, and OSError if `out` cannot be written.
+    """
     files, tokens = find_files(options.texts), 0
     out.mkdir(parents=True, exist_ok=True)
     if os.listdir(out):

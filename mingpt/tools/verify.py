@@ -1,11 +1,12 @@
 """Prove that kills change no bit: python -m mingpt verify [--kills 10] [--workers 1,2,3,4] [--seed 1]
 
-Trains a small model undisturbed, then again while its workers are killed at seeded moments (start-up,
-forward, inside the reduction, evaluation, in the middle of a save) and their number and the strategy
-change, all under torchrun. Then compares the final tensors, bit for bit, and the loss curves, and checks that
-the hash of the tokens that the workers trained on is the one that follows from configuration and text alone.
-Exit code 0 if all is identical and each kill was done; else 1, and the last line names the seed. Ten kills
-take one to three minutes on two CPU cores. Settings such as model.arch=gpt2 change the model.
+It trains a small model undisturbed, then again while its workers are killed at random but seeded moments (at
+start-up, in the forward pass, inside the reduction, in an evaluation, in the middle of a save) and while
+their number and the strategy change, all under torchrun. Then it compares the final tensors, bit for bit, and
+the loss curves, and checks that the hash of the tokens that the workers trained on is the one that follows
+from configuration and text. The exit code is 0 if all is identical and each kill was done; else it is 1, and
+the last line names the seed. Ten kills take one to three minutes on two CPU cores. Settings such as
+model.arch=gpt2 change the model.
 """
 
 import json
@@ -48,10 +49,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
-    """Return `kills` kills, drawn from `seed`, by step: one in each of `kills` equal parts of the run.
+    """Draw `kills` kills by `seed`, one in each of `kills` equal parts of a run; return them by step.
 
     After each kill the job has a number of workers drawn from `workers` and a strategy drawn from STRATEGIES.
-    No two of kills 0 to 4, of kills 5 to 9, and so on, have the same phase.
+    Kills 0 to 4 have five different phases, and so have kills 5 to 9, and so on.
     """
     rng = random.Random(seed)
     steps = sorted(int((number + rng.random()) * (STEPS - 2) / kills) for number in range(kills))
@@ -65,12 +66,12 @@ def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
 
 
 def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any]) -> None:
-    """Train a whole run in `folder`/run, killed as `kills` say, with `workers` workers under ddp at first.
+    """Train a whole run in `folder`/run while `kills` are done; begin with `workers` workers under ddp.
 
-    `folder` must not exist. torchrun restarts the workers after kills that change neither their number nor
-    the strategy. It ends at the first other kill, and is started again. Writes a line to stderr for each kill
-    that comes next; one that hits no worker leaves no `marker` file. Raises RuntimeError, with the end of
-    torchrun's stderr, if torchrun fails.
+    `folder` must not exist. torchrun restarts the workers after a kill that changes neither their number nor
+    the strategy; at any other kill it ends and is started again. Writes a line to stderr before each kill. A
+    kill that hits no worker leaves no `marker` file. Raises RuntimeError, with the end of torchrun's stderr,
+    if torchrun fails.
     """
     folder.mkdir(parents=True)
     (folder / "kills.json").write_text(json.dumps(kills))
@@ -103,10 +104,10 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
 def find_problems(
     seed: int, kills: list[Kill], workers: int, work: Path, settings: dict[str, Any]
 ) -> tuple[list[str], str | None]:
-    """Train the disturbed run, compare it with the undisturbed one; return (problems, its SHA-256).
+    """Train a run that `kills` disturb, and compare it with the undisturbed one, both in the folder `work`.
 
-    `work` is the folder of both runs. `workers` is the number of workers to begin with. A disturbed run that
-    fails is a problem, too.
+    Returns the problems found, and the SHA-256 of the disturbed run's last snapshot, None if the run fails,
+    which is also a problem. `workers` is the number of workers to begin with.
     """
     config, folder = build(settings), work / f"seed-{seed}"
     try:
@@ -127,15 +128,18 @@ def find_problems(
 
 
 def last_manifest(folder: Path) -> Manifest:
-    """Return the manifest of step STEPS of `folder`/run. Raises CorruptSnapshot or UnreadableSnapshot."""
+    """Return the manifest of the last snapshot of `folder`/run, at step STEPS.
+
+    Raises CorruptSnapshot or UnreadableSnapshot.
+    """
     return SnapshotStore(str(folder / "run" / "snapshots")).read_manifest(STEPS)
 
 
 def train_undisturbed(work: Path, words: Sequence[str] = ()) -> dict[str, Any]:
     """Train the undisturbed run, of one worker, on 5000 bytes of data/input.txt; return its settings.
 
-    `words` are settings, section.key=value, beside SETTINGS. Raises UserError for a wrong one, for one that
-    verify sets itself, and if no run can be trained with them.
+    `words` are settings, section.key=value, which are added to SETTINGS. Raises UserError for a wrong
+    setting, for one that verify sets itself, and if no run can be trained with the settings.
     """
     text = work / "text.txt"
     text.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:5000])

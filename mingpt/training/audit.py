@@ -1,8 +1,9 @@
-"""The audit: a hash chain over the tokens that the workers trained on. `recompute` gives what it must be.
+"""The audit: a hash chain over the tokens that a run has trained on; `recompute` derives it from the data.
 
 Each worker hashes the tokens of every micro-batch that it computes. Whenever a snapshot is due, the hashes of
 all ranks since the last snapshot are gathered and chained, step by step in the order of the micro-batches,
-into one digest, which the snapshot's manifest carries. Until then a micro-batch takes some 200 bytes.
+into one digest, which is written to the snapshot's manifest. Until then a micro-batch takes some 200 bytes of
+memory.
 """
 
 import functools
@@ -27,14 +28,18 @@ def digest(inputs: Tensor, targets: Tensor) -> bytes:
 
 
 def extend(chain: str, step: bytes) -> str:
-    """Return the chain, in hex, after one more step; `step` joins its micro-batches' digests in order."""
+    """Return the hash chain, in hex, after one more step.
+
+    `step` has the digests of the step's micro-batches, joined in their order.
+    """
     return hashlib.sha256(bytes.fromhex(chain) + step).hexdigest()
 
 
 class Audit:
     """This rank's digests since the last `gather_chain`, and the chain of all ranks up to then.
 
-    At first `chain` is that of the snapshot, or START. `micro_batches` counts those of a step, on all ranks.
+    `chain` is at first the chain in the snapshot that the run goes on from, or START. `micro_batches` is the
+    number of micro-batches in a step, on all ranks together.
     """
 
     def __init__(self, chain: str, micro_batches: int) -> None:
@@ -51,9 +56,10 @@ class Audit:
         self.current = {}
 
     def gather_chain(self, context: DistributedContext) -> Callable[[], str]:
-        """Begin to chain all ranks' digests up to the last step that has ended. Collective.
+        """Begin to chain all ranks' digests up to the last completed step. Collective.
 
-        Returns a function that waits for the other ranks and returns the chain; any thread may call it.
+        Returns a function that waits for the other ranks and returns the chain, in hex; any thread may call
+        it.
         """
         self.chain = self.pending()  # the last chain, which is complete by now
         before, steps = self.chain, len(self.steps)
@@ -63,7 +69,7 @@ class Audit:
         self.steps = []
         if not digests:
             return self.pending
-        # A sum gathers the digests, since every entry is zero on all ranks but one.
+        # A sum gathers the digests, because every entry is zero on all ranks but one.
         summed = context.transport.all_reduce_async(torch.frombuffer(bytearray(digests), dtype=torch.uint8))
 
         @functools.cache
@@ -80,7 +86,11 @@ class Audit:
 def make_sampler(
     config: Config, dataset: CharDataset, num_replicas: int = 1, rank: int = 0, takes_turns: bool = False
 ) -> ElasticSampler:
-    """Return the sampler of the windows that rank `rank` of `num_replicas` trains on, from step 0 on."""
+    """Return the sampler of the windows (token sequences) that one rank trains on, at step 0.
+
+    `num_replicas` is the number of ranks. With `takes_turns`, the rank gets every num_replicas-th micro-batch
+    of a step instead of neighbouring ones.
+    """
     return ElasticSampler(
         dataset,
         batch_size=config.trainer.batch_size,
@@ -93,7 +103,7 @@ def make_sampler(
 
 
 def recompute(config: Config, dataset: CharDataset, steps: int) -> str:
-    """Return the chain that a run must have after `steps` steps on the training windows of `dataset`."""
+    """Return the hash chain that a run must have after `steps` steps on the training windows of `dataset`."""
     size, batch_size = config.trainer.micro_batch_size, config.trainer.batch_size
     sampler = make_sampler(config, dataset)
     chain = START

@@ -23,12 +23,12 @@ MIN_BATCH_TOKENS = 4096  # without a backward pass there is memory for so many; 
 
 
 def eval_batch_size(config: Config) -> int:
-    """Return the number of windows that an evaluation computes at once."""
+    """Return the number of windows (token sequences) that an evaluation computes in one forward pass."""
     return max(config.trainer.micro_batch_size, MIN_BATCH_TOKENS // config.data.block_size)
 
 
 class Evaluator:
-    """Evaluates the model of `state`. Ranks take batches in turn; the number of ranks changes no result."""
+    """Evaluates the model of a run. Ranks take batches in turn; their number changes no result."""
 
     def __init__(self, run: Run) -> None:
         self.config, self.context, self.corpus = run.config, run.context, run.corpus
@@ -38,9 +38,10 @@ class Evaluator:
     def evaluate(self, step: int) -> dict[str, float] | None:
         """Return {"val/loss": mean nats per token of the validation split}, on all ranks. Collective.
 
-        Computed without dropout, over `trainer.eval_windows` windows if that is set. "val/bits_per_byte" is
-        there, too, if it is known how many bytes of text the tokens stand for. None on all ranks if a stop
-        was requested meanwhile. Raises UserError on all ranks for unusable data. Events report `step`.
+        The loss is computed without dropout, over `trainer.eval_windows` windows if that is set. If it is
+        known how many bytes of text the tokens stand for, the result also has "val/bits_per_byte". Returns
+        None on all ranks if a stop was requested meanwhile. Raises UserError on all ranks if the data cannot
+        be used. `step` is for events.
         """
         events.emit("evaluation_start", step=step)
         by_rank = self.context.gather_on_all(self.local_sums)
@@ -57,10 +58,10 @@ class Evaluator:
         return values
 
     def local_sums(self) -> Tensor:
-        """Return the sums of `evaluate_batch` by batch, (3, batches); zero for batches of other ranks.
+        """Return the sums of `evaluate_batch` for each batch, (3, batches); zeros for batches of other ranks.
 
-        A request to stop ends it early. Raises UserError for data that cannot be used, on this rank alone.
-        Collective if weights are sharded.
+        A request to stop ends the loop early. Raises UserError, only on this rank, if its data cannot be
+        used. Collective if weights are sharded.
         """
         batches = self.corpus.val.eval_batches(eval_batch_size(self.config), self.config.trainer.eval_windows)
         sums = torch.zeros(3, len(batches), dtype=torch.float64)
@@ -86,7 +87,10 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate_batch(self, windows: Tensor) -> Tensor:
-        """Return sums over (B, T + 1) windows, (3,) on the CPU: nats, bytes of text (0: unknown), targets."""
+        """Return sums over windows, (B, T + 1): loss in nats, bytes of text (0: unknown), number of targets.
+
+        The result is a tensor of three float64 on the CPU.
+        """
         device, inputs, targets = self.context.device, windows[:, :-1], windows[:, 1:]
         with autocast(device, self.context.dtype):
             _, loss = self.model(*to_device((inputs, targets), device))
@@ -96,8 +100,9 @@ class Evaluator:
     def sample(self, is_wanted: bool) -> str:
         """Return the text of `trainer.sample_tokens` tokens that the model writes after the default prompt.
 
-        Devices of one kind give the same text. A request to stop cuts it short. "" without a tokenizer, or
-        unless `is_wanted`; but if weights are sharded, all ranks must call this, and all return the text.
+        The text is the same on all devices of one kind. A request to stop cuts it short. Returns "" if there
+        is no tokenizer, or if not `is_wanted`. But if weights are sharded, all ranks must call this method,
+        and all return the text.
         """
         tokenizer = self.corpus.tokenizer
         if tokenizer is None or not (is_wanted or self.strategy.weights_are_sharded):

@@ -1,8 +1,8 @@
-"""Weights to start a run with: of another run, or of a model in Hugging Face's format.
+"""Weights to start a run with: those of another run, or of a model in Hugging Face's format.
 
-In a folder of Hugging Face's format, transformers reads the config; the safetensors are read here, and never
-a pickle. Only models that an architecture of mingpt/model/ computes are read (model/hf.py), and no tensor may
-be missing, left over or of another shape.
+In a folder of Hugging Face's format, transformers reads the configuration. The weights are read here, from
+safetensors and never from a pickle. Only models that an architecture of mingpt/model/ computes are read
+(model/hf.py); no tensor may be missing, unknown or of a different shape.
 """
 
 import logging
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """A model's weights on the CPU, under this project's names, with its tokenizer and its settings."""
+    """A model's weights on the CPU, by the names of mingpt/model/, with its tokenizer and settings."""
 
     tensors: dict[str, Tensor]
     tokenizer: Tokenizer | None  # None: not known
@@ -56,10 +56,11 @@ class InitialWeights:
 
 
 def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_from=") -> InitialWeights:
-    """Return the weights at a path or URL; or download one of GPT2_NAMES. Raises UserError.
+    """Return the weights that `where` names: a path or URL, or one of GPT2_NAMES, which is downloaded.
 
-    `where` may be a run folder, whose newest snapshot is read (with `best`, or as RUN@best, the one of the
-    lowest validation loss); a snapshot; or a folder in Hugging Face's format. Messages on the last begin with
+    `where` may be a run folder: its newest snapshot is read or, with `best` or if `where` is RUN@best, the
+    snapshot with the lowest validation loss. It may also be a snapshot, or a folder in Hugging Face's format.
+    Raises UserError if the weights cannot be used; about Hugging Face's format its message begins with
     `asked` and `where`.
     """
     asks_best = where.endswith("@best") and not os.path.exists(where)
@@ -81,9 +82,9 @@ def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_fro
 
 
 def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
-    """Return float32 weights of a folder in Hugging Face's format, or of a GPT-2 on its hub.
+    """Return the weights, as float32, of a folder in Hugging Face's format, or of a GPT-2 from its hub.
 
-    May raise any error, since many packages take part.
+    May raise any error, because many packages take part.
     """
     transformers = import_transformers()
     folder = Path(download(where) if is_on_hub else where)
@@ -117,8 +118,8 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
 def download(name: str) -> str:
     """Download a GPT-2 from Hugging Face's hub; return its folder in the cache of huggingface_hub.
 
-    transformers requires that package. Without a network, an earlier download is used; if there is none,
-    raises an error of that package.
+    That package is installed together with transformers. Without a network, an earlier download is used; if
+    there is none, an error of huggingface_hub is raised.
     """
     from huggingface_hub import snapshot_download
 
@@ -126,9 +127,10 @@ def download(name: str) -> str:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a folder's safetensors, but not BUFFERS, by the names that transformers uses.
+    """Return the tensors in a folder's safetensors files, except BUFFERS, by their names in transformers.
 
-    Raises UserError for a file outside of the folder, for numbers that are no FLOATS, or for a pickle alone.
+    Raises UserError if the index names a file outside of the folder, if a tensor's type is not one of FLOATS,
+    or if the folder has no safetensors but a pickle.
     """
     files = {WEIGHTS}
     if not (folder / WEIGHTS).exists():
@@ -136,7 +138,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             files = set(read_json(folder / INDEX)["weight_map"].values())
         elif any(folder.glob(f"{PICKLE}*")):
             raise UserError(
-                f"it has {PICKLE} alone, a pickle, which can run any code when it is loaded; if you trust "
+                f"it has only {PICKLE}, a pickle, which can run any code when it is loaded; if you trust "
                 f"it, convert it by {CONVERT.format(folder)}"
             )
     found = {}
@@ -156,7 +158,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer in a folder in Hugging Face's format, or None. Raises UserError if unusable."""
+    """Return the tokenizer of a folder in Hugging Face's format; None if it has none.
+
+    Raises UserError if the tokenizer cannot be used.
+    """
     if (folder / TOKENIZER).exists():
         return parse_tokenizer_json((folder / TOKENIZER).read_bytes())
     if any((folder / name).exists() for name in VOCABULARIES):
@@ -174,9 +179,9 @@ def match_weights(
 ) -> dict[str, Tensor]:
     """Return the weights, by name, to start a model of these shapes with; `tokenizer` is the new run's.
 
-    Embedding rows follow their tokens: a token that both tokenizers have takes over its row, a new one keeps
-    its row of `draw(name, shape)`. Learned positions are cut to block_size. Raises UserError if anything else
-    differs.
+    Embedding rows follow their tokens: a token that both tokenizers have gets its row of `initial`, a new
+    token its row of `draw(name, shape)`. Learned positions are cut to block_size. Raises UserError if
+    anything else differs.
     """
     origin = f"snapshot.init_from={initial.where}"
     there, here = vars(initial.model), vars(config)
@@ -196,10 +201,11 @@ def match_weights(
 def match_rows(
     name: str, here: Tensor, there: Tensor, tokenizer: Tokenizer | None, other: Tokenizer | None
 ) -> Tensor:
-    """Return an embedding, (V, C), for `tokenizer`: rows of `there` for tokens of `other`, else of `here`.
+    """Return an embedding, (V, C), for the tokens of `tokenizer`, made of the rows of two embeddings.
 
-    `other` is the tokenizer of `there`. Returns `there` itself if it has the shape of `here` and the
-    tokenizers are equal, or one of them is None.
+    A token that `other`, the tokenizer of `there`, has as well gets its row of `there`; any other token keeps
+    its row of `here`. Returns `there` itself if it has the shape of `here` and the tokenizers are equal, or
+    one of them is None.
     """
     is_same = tokenizer is None or other is None or tokenizer.fingerprint() == other.fingerprint()
     if is_same and there.shape == here.shape:

@@ -1,10 +1,10 @@
 """Replay: checks that all workers compute alike, by comparing copies and by computing micro-batches again.
 
 Workers with processors of one kind compute the same bits. So if two results differ, one of them is wrong: a
-core, memory or GPU has failed without an error. If the processors differ, nothing is compared. A replay comes
-before a step: the workers compare the weights and the optimizer's state, where all hold a copy. Then each
-computes its first micro-batch and the next worker's, outside the reduction, and they compare digests of the
-gradients.
+core, a memory or a GPU has failed without an error. If the processors differ, nothing is compared. A replay
+comes before a step: the workers compare the weights and the optimizer's state, unless these are sharded. Then
+each worker computes its own first micro-batch and the next worker's, outside of the reduction, and they
+compare digests of the gradients.
 """
 
 import logging
@@ -27,7 +27,10 @@ log = logging.getLogger(__name__)
 
 
 def minority(values: Sequence[object]) -> list[int]:
-    """Return the ranks that lack the most common value; all ranks if two values tie. `values` are by rank."""
+    """Return the ranks whose value is not the most common one; all ranks if two values are equally common.
+
+    `values` are sorted by rank. Returns an empty list if all are equal.
+    """
     counts = Counter(values).most_common()
     if len(counts) == 1:
         return []
@@ -36,18 +39,21 @@ def minority(values: Sequence[object]) -> list[int]:
 
 
 def first_difference(digests: Sequence[Digests]) -> str:
-    """Return the name of the first tensor that has different digests; there must be one."""
+    """Return the name of the first tensor whose digests differ between ranks; there must be one."""
     return next(name for name in digests[0] if len({one[name] for one in digests}) > 1)
 
 
 def fetch(*found: Mapping[str, torch.Tensor]) -> list[Digests]:
-    """Return the values of the scalars in each of `found`; waits for their device once."""
+    """Return the values of the scalar tensors in each of `found`; wait for their device only once."""
     values = iter(torch.stack([scalar for one in found for scalar in one.values()]).tolist())
     return [{name: next(values) for name in one} for one in found]
 
 
 class Replay:
-    """The replays of one generation. Construct it on all ranks, then call `check` on all before each step."""
+    """The replays of one generation (the workers between two restarts).
+
+    Construct it on all ranks, then call `check` on all ranks before each step.
+    """
 
     def __init__(self, run: Run, saving: Saving, run_logger: RunLogger | None) -> None:
         self.config, self.context, self.state, self.saving = run.config, run.context, run.state, saving
@@ -60,7 +66,7 @@ class Replay:
         self.every = every if every and self.are_alike() else 0
 
     def are_alike(self) -> bool:
-        """Whether all workers have processors of one kind. If not, rank 0 logs a warning. Collective."""
+        """Return whether all workers' processors are of one kind; if not, rank 0 logs it. Collective."""
         has = torch.cpu.get_capabilities()
         flags = {name: value for name, value in has.items() if isinstance(value, (bool, str))}
         kinds = self.context.all_gather_object((self.environment.device, flags))
@@ -69,11 +75,11 @@ class Replay:
         return kinds.count(kinds[0]) == len(kinds)
 
     def is_due(self) -> bool:
-        """Whether a replay is due before the coming step.
+        """Return whether a replay is due before the coming step.
 
-        One is due before a generation's first step and the run's last, and whenever a multiple of
-        trainer.replay_every steps is done. If that setting is 0, or the workers' processors differ, no replay
-        is ever due.
+        A replay is due before a generation's first step and the run's last step, and whenever the number of
+        completed steps is a multiple of trainer.replay_every. If that setting is 0, or the workers'
+        processors differ, none is ever due.
         """
         every, step = self.every, self.state.step
         is_end = step in (self.first_step, self.config.trainer.max_steps - 1)
@@ -82,9 +88,10 @@ class Replay:
     def check(self) -> None:
         """If a replay is due before this step, compare the workers' copies and gradients. Collective.
 
-        If they differ, snapshots after the last replay in which all agreed are renamed, and no longer used.
-        The nodes of the workers that may be wrong raise NodeRefused, and the others PeersMissing, to go on in
-        the next generation. If workers of every node may be wrong, all ranks raise NonRetryableError.
+        If they differ, all snapshots since the last replay in which all agreed are renamed, and no longer
+        used. The nodes of the workers that may be wrong raise NodeRefused, and the other nodes raise
+        PeersMissing, to go on in the next generation. If workers of every node may be wrong, all ranks raise
+        NonRetryableError.
         """
         if not self.is_due():
             return
@@ -94,9 +101,10 @@ class Replay:
         self.saving.replayed_step = self.state.step
 
     def compare_copies(self) -> tuple[list[int], str] | None:
-        """Compare the weights and optimizer state of which all ranks hold a copy. Collective.
+        """Compare the weights and the optimizer's state, as far as all ranks hold a copy. Collective.
 
-        Returns (ranks that may be wrong, end of a message); None if all agree, or if there are no copies.
+        Returns (ranks that may be wrong, end of a message about them); None if all agree, or if there are no
+        copies.
         """
         shared = [] if self.strategy.weights_are_sharded else ["model."]
         shared += [] if self.strategy.updates_are_sharded else ["optimizer."]
@@ -106,13 +114,13 @@ class Replay:
         (own,) = fetch({name: digest(part) for name, part in parts if name.startswith(tuple(shared))})
         digests = self.context.all_gather_object(own)
         named = minority([tuple(one.values()) for one in digests])
-        return (named, f"holds another copy of {first_difference(digests)}") if named else None
+        return (named, f"holds a different copy of {first_difference(digests)}") if named else None
 
     def compare_gradients(self) -> tuple[list[int], str] | None:
         """Compute each rank's first micro-batch on two ranks, and compare the gradients. Collective.
 
-        Returns (ranks that may be wrong, end of a message); None if all agree, or if a rank cannot read its
-        data, which the step itself reports.
+        Returns (ranks that may be wrong, end of a message about them); None if all agree, or if a rank cannot
+        read its data, which the step itself reports.
         """
         rank, workers = self.context.rank, self.context.world_size
         mine, others = self.numbers[rank], self.numbers[(rank + 1) % workers]
@@ -129,11 +137,11 @@ class Replay:
             named |= {*minority([tuple(one.values()) for one in again])}
             named |= {rank for rank, first in ((owner, owned), (checker, checked)) if again[rank] != first}
             where = first_difference([owned, checked])
-            ends.append(f"computed another gradient of micro-batch {number}, first in {where}")
+            ends.append(f"computed a different gradient of micro-batch {number}, first in {where}")
         return (sorted(named), ends[0]) if named else None
 
     def can_read(self, *numbers: int) -> bool:
-        """Read these micro-batches of the coming step; return whether this rank can use their data."""
+        """Read these micro-batches of the coming step; return whether that raises no UserError."""
         try:
             for number in numbers:
                 self.read(number)
@@ -152,14 +160,17 @@ class Replay:
         return inputs, targets
 
     def digests(self, number: int) -> dict[str, torch.Tensor]:
-        """Compute a micro-batch's gradients here; return their digests before any reduction. Collective."""
+        """Compute a micro-batch's gradients on this rank; return their digests before any reduction.
+
+        Collective if weights are sharded.
+        """
         inputs, targets = self.read(number)
         if self.config.model.dropout:
             torch.manual_seed(mix(self.config.seed, self.state.step, number))
         return self.strategy.digests(inputs, targets)
 
     def end_generation(self, ranks: list[int], what: str) -> NoReturn:
-        """Discard snapshots past the last replay in which all agreed; raise as `check` does. Collective.
+        """Discard the snapshots since the last replay in which all agreed; raise as `check` does. Collective.
 
         `ranks` are those that may be wrong; `what` says why, after their names in the message.
         """

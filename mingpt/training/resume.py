@@ -1,7 +1,7 @@
-"""Whether a run may go on from what the search for snapshots has found, and what becomes of the others.
+"""The decision whether a run may go on from what the search for snapshots has found.
 
-Bad snapshots on disk are renamed ("quarantined"), so that they are not used again. A job that has completed a
-snapshot past step 0 never starts again at 0 by itself.
+Corrupt snapshots on disk are renamed, so that they are not used again. A job that has completed a snapshot
+past step 0 never starts again at step 0 by itself.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 def make_check(config: Config, data: Data, job_start: int | None, discarded_after: list[int]) -> Check:
     """Return a check that raises CorruptSnapshot or UnreadableSnapshot for a snapshot that must not be used.
 
-    Corrupt are snapshots with wrong tensors (`check_shard`) or past their own max_steps, and those that
-    workers which computed wrongly may have written: `is_discarded` tells by `discarded_after`. Snapshots
-    past `job_start`, the step from which this job began, are unreadable if their settings or data are not
-    this job's: a node that joins may bring them, and their files must not be touched. If `job_start` is None
-    (in a job's first generation, or not known), settings and data are not compared.
+    It raises CorruptSnapshot if a snapshot has wrong tensors (`check_shard`), is past its own max_steps, or
+    may hold wrong results of a worker (`is_discarded`). It raises UnreadableSnapshot for a snapshot past
+    `job_start`, the step from which this job began, if its settings or data are not this job's: a node that
+    joins may bring such files, which must not be touched. If `job_start` is None (in a job's first
+    generation, or not known), settings and data are not compared.
     """
 
     def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
@@ -48,7 +48,7 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
         if manifest.data.sha256 != data.fingerprint:
             changes.append("data")
         if changes:
-            raise UnreadableSnapshot(f"it is none of this job ({'; '.join(changes)})")
+            raise UnreadableSnapshot(f"it is not of this job ({'; '.join(changes)})")
 
     return check
 
@@ -56,7 +56,7 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
 def changed_settings(manifest: Manifest, config: Config) -> list[str]:
     """Return the settings that affect the result and differ from the manifest's, as "key: old -> new".
 
-    trainer.compile=auto never counts as different: the run goes on compiled, or not, as the snapshot was.
+    trainer.compile=auto never counts as a difference: the run goes on as the snapshot was, compiled or not.
     """
     changes = differences(manifest.config, to_dict(config))
     if config.trainer.compile != "auto":
@@ -67,11 +67,12 @@ def changed_settings(manifest: Manifest, config: Config) -> list[str]:
 def check_snapshot(
     snapshot: StoredState | None, config: Config, url: str, data: Data, is_restart: bool, run_id: str | None
 ) -> list[str]:
-    """Raise UserError unless a generation may start from this snapshot, or without one (None).
+    """Raise UserError unless a generation may start from this snapshot or, if it is None, without a snapshot.
 
-    In a restart, only the data must be those of the snapshot. Else it must not be of another run than
-    `run_id`, that of the run folders; None: they are new. Returns the settings that were changed on
-    purpose, with snapshot.resume=changed, as "key: old -> new". Messages call the snapshots' place `url`.
+    A restart requires only that the data are those of the snapshot. A job's first generation (before any
+    restart) also requires that the snapshot is of run `run_id`, that of the run folders (None: they are new),
+    and that the settings have not changed. With snapshot.resume=changed they may, and the changes are
+    returned as "key: old -> new". Messages call the snapshot's place `url`.
     """
     resume = config.snapshot.resume
     if snapshot is None:
@@ -86,7 +87,7 @@ def check_snapshot(
     step = manifest.step
     if resume == "never" and not is_restart:
         raise UserError(
-            f"{url} holds a snapshot of step {step}, and snapshot.resume=never refuses one: "
+            f"{url} holds a snapshot of step {step}, and snapshot.resume=never does not go on from it: "
             "choose another run_dir"
         )
     if manifest.data.sha256 != data.fingerprint:
@@ -118,7 +119,7 @@ def check_snapshot(
 
 
 def check_model_fits(snapshot: StoredState, config: Config, refusal: str) -> None:
-    """Raise UserError, which begins with `refusal`, unless the snapshot's weights fit `config`'s model."""
+    """Raise UserError, beginning with `refusal`, unless the snapshot's weights fit `config`'s model."""
     shapes = tensor_shapes(config, config.data.vocab_size or snapshot.manifest.tokenizer.vocab_size)
     here = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
     there = {name: shape for name, shape in snapshot.shapes.items() if name.startswith("model.")}
@@ -144,10 +145,11 @@ def describe_other_data(path: str, data: Data, url: str, then: DataFields) -> st
 
 
 def check_nothing_is_lost(found: Found, config: Config, is_restart: bool, recorded_step: int = 0) -> None:
-    """Raise UserError if the run has, or may have, written a snapshot past step 0. Called if none is valid.
+    """Raise UserError if the run has, or may have, written a snapshot past step 0.
 
-    A job that begins anew (snapshot.resume=never, in its first generation) or only evaluates passes, unless a
-    snapshot cannot be read. `recorded_step` is the newest step on disk that any run.json records; 0 for none.
+    This is called if no valid snapshot was found. It raises nothing if a job begins anew
+    (snapshot.resume=never, in its first generation) or only evaluates, unless a snapshot cannot be read.
+    `recorded_step` is the step of the newest snapshot that any run.json records; 0 for none.
     """
     errors = [str(fault) for fault in found.unreadable()]
     if errors:
@@ -176,7 +178,7 @@ def shorten(reasons: list[str]) -> str:
 
 
 def report_skipped(found: Found, url: str, config: Config) -> None:
-    """Log a line for each snapshot that is not used and not renamed, and each folder that cannot be read."""
+    """Log each snapshot that is neither used nor renamed, and each folder that cannot be read."""
     skipped = set(found.unreadable())
     if config.trainer.eval_only:  # a run that trains sets corrupt ones aside
         skipped.update(*(view.faults for view in found.views))
@@ -192,11 +194,12 @@ def prepare_store(
     found: Found,
     folder: RunFolder,
 ) -> None:
-    """Rename corrupt snapshots on disk, prepare their folder, and remove useless ones in memory. Collective.
+    """Rename corrupt snapshots on disk, and remove useless snapshots from memory. Collective.
 
-    Only the rank that keeps a folder of snapshots renames and prepares there. Useless are those that other
-    runs left behind, and all but the newest one up to the step that the generation starts from. Where a
-    folder cannot be written to, raises the errors of `refuse_where_it_fails`.
+    Also prepares the folder on disk for saving. Only the rank that writes a folder's snapshots renames and
+    prepares there. The useless snapshots are those that other runs left behind, and all but the newest up to
+    the step from which the generation starts. Raises the errors of `refuse_where_it_fails` if a folder cannot
+    be written to.
     """
 
     def prepare() -> None:

@@ -1,4 +1,4 @@
-"""The Run that a generation trains with: a state from snapshot, file or seed, sampler and environment."""
+"""A Run is what a generation trains with: state (from snapshot, file or seed), sampler and environment."""
 
 import contextlib
 import functools
@@ -41,7 +41,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """What a generation trains with: everything is read and built. `build_run` makes it on each rank."""
+    """Everything that a generation (the workers between two restarts) trains with, read and built.
+
+    `build_run` makes it on each rank.
+    """
 
     config: Config
     context: DistributedContext
@@ -62,7 +65,7 @@ class Run:
 
 @contextlib.contextmanager
 def out_of_memory_explained() -> Iterator[None]:
-    """Raise ExpectedError in place of an error in this block that means too little memory, of CPU or GPU."""
+    """Replace an error in this block that means too little memory, of CPU or GPU, by an ExpectedError."""
     try:
         yield
     except RuntimeError as error:
@@ -76,7 +79,10 @@ def out_of_memory_explained() -> Iterator[None]:
 
 
 def gpu_memory(message: str) -> str:
-    """Return the memory of the GPU that torch's `message` finds too little, as a phrase; "" for another."""
+    """Return a phrase on how much GPU memory was in use and asked for, given torch's error `message`.
+
+    Returns "" if `message` is not about a GPU's memory.
+    """
     asked = re.search(r"Tried to allocate (\S+ \w+)", message)
     if not asked or not torch.cuda.is_initialized():
         return ""
@@ -87,10 +93,10 @@ def gpu_memory(message: str) -> str:
 
 @out_of_memory_explained()
 def build_run(config: Config, context: DistributedContext, start: StartPoint) -> Run:
-    """Build the state to train, from the start's snapshot, else snapshot.init_from's weights, else the seed.
+    """Build the run. Its weights come from the snapshot in `start`, else snapshot.init_from, else the seed.
 
     Raises UserError on all ranks if settings, weights or devices do not go together, and ExpectedError if
-    memory does not suffice. Collective.
+    there is not enough memory. Collective.
     """
     trainer = config.trainer
     if trainer.parallel == "fsdp" and context.device.type == "mps":
@@ -120,7 +126,7 @@ def build_run(config: Config, context: DistributedContext, start: StartPoint) ->
 def build_state(
     config: Config, context: DistributedContext, start: StartPoint
 ) -> tuple[TrainState, ElasticSampler]:
-    """Return the state without weights, with the counters of the start, and the sampler. Collective.
+    """Return the state, without weights yet, and the sampler, both at the step of `start`. Collective.
 
     All ranks raise UserError if no strategy is registered for trainer.parallel and trainer.reduction.
     """
@@ -171,10 +177,11 @@ def build_optimizer(config: Config, context: DistributedContext, strategy: Strat
 
 
 def init_weights(state: TrainState, config: Config, context: DistributedContext, start: StartPoint) -> None:
-    """Set the weights of `state` to snapshot.init_from's, if it is given, else to draws from seed and name.
+    """Set the weights of `state` to those of snapshot.init_from, if that is given, else draw them at random.
 
-    All ranks get the weights of rank 0, since kinds of machines may draw differently from one seed. Raises
-    UserError on all ranks if snapshot.init_from's weights do not fit. Collective.
+    What is drawn depends on the seed and the weight's name. All ranks get the weights of rank 0, because
+    machines of different kinds may draw different numbers from one seed. Raises UserError on all ranks if the
+    weights of snapshot.init_from do not fit. Collective.
     """
     initial, tokenizer = start.initial, start.corpus.tokenizer
     shapes, parts = state.strategy.shapes, state.tensors()
@@ -216,10 +223,10 @@ def prepare_forward(
 
 
 def compile_on_all_ranks(config: Config, context: DistributedContext, loss: LossModule) -> tuple[Any, bool]:
-    """Compile the loss; return (the compiled module, whether it uses CUDA graphs). Collective.
+    """Compile the loss module; return (the compiled module, whether it uses CUDA graphs). Collective.
 
-    If any rank fails, returns (None, False). With CUDA graphs, the memory of the loss and the gradients is
-    static: the next call overwrites them.
+    Returns (None, False) if compiling fails on any rank. With CUDA graphs, the memory of the loss and the
+    gradients is static: the next call overwrites them.
     """
     shape = config.trainer.micro_batch_size, config.data.block_size
     example = torch.zeros(shape, dtype=torch.long, device=context.device)
@@ -235,10 +242,10 @@ def compile_on_all_ranks(config: Config, context: DistributedContext, loss: Loss
 
 
 def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, model: GPT) -> bool:
-    """Compile each block of `model` in place, unless a rank's compiler fails; return whether. Collective.
+    """Compile each block of `model` in place, unless a rank's compiler fails. Collective.
 
-    Each rank first compiles one block that is not sharded: a compiler that fails on one rank inside a forward
-    pass of all ranks would leave the others waiting.
+    Returns whether the blocks are compiled. Each rank first compiles one block that is not sharded: a
+    compiler that fails on one rank inside a forward pass of all ranks would leave the others waiting.
     """
     trainer = config.trainer
     x = torch.zeros(
@@ -255,7 +262,7 @@ def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, mod
 
 
 def compare_environment(then: dict[str, Any], environment: Environment) -> None:
-    """Log one line if `environment` differs from `then`, the snapshot's: then the bits may differ, too."""
+    """Log one line if `environment` differs from `then`, the snapshot's: the bits may differ, too."""
     now = asdict(environment)
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]
     if changed:

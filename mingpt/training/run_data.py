@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def load_data(config: Config, context: DistributedContext) -> Data:
-    """Read the text or open the token shards, the same on all ranks. Collective.
+    """Read the text, or open the token shards; the data are the same on all ranks. Collective.
 
     All ranks raise UserError if the data cannot be used, or if token shards differ between nodes.
     """
@@ -47,7 +47,8 @@ def load_data(config: Config, context: DistributedContext) -> Data:
 def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
     """Open the token shards on each rank. Collective.
 
-    All ranks raise UserError if shards are unusable, differ between nodes, or data.sha256 is set.
+    All ranks raise UserError if shards cannot be used or differ between nodes, or if data.sha256, which is
+    only for a text, is set.
     """
     if config.sha256 is not None:
         raise UserError(
@@ -67,14 +68,18 @@ def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
 
 
 def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
-    """Return the name of the first file that is not in both, or whose fingerprints differ; or None."""
+    """Return the first name that is in only one mapping, or whose fingerprints differ; else None.
+
+    `old` and `new` have the fingerprints of files, by name.
+    """
     return next((name for name in [*old, *new] if old.get(name) != new.get(name)), None)
 
 
 def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], what: str) -> bytes:
-    """Return, on all ranks, what `read` returns on the first node where it works; `what` is for the log.
+    """Return, on all ranks, what `read` returns on the first node on which it succeeds. Collective.
 
-    Raises the first node's UserError on all ranks if it works on none. Collective.
+    If `read` raises UserError on all nodes, all ranks raise that of the first node. `what` names the content
+    in the log.
     """
     errors: list[UserError] = []
     for source in [rank for rank, place in enumerate(context.places) if place.local_rank == 0]:
@@ -97,10 +102,10 @@ def load_corpus(
     is_restart: bool,
     initial: InitialWeights | None,
 ) -> Corpus:
-    """Tokenize the data for a run that goes on from `snapshot`, or for a fresh run if None. Collective.
+    """Tokenize the data for a run that goes on from `snapshot`, or for a fresh run (None). Collective.
 
-    `initial`: the weights of snapshot.init_from on rank 0, None on others. All ranks raise UserError if no
-    tokenizer suits, or the data cannot be used.
+    `initial` has the weights of snapshot.init_from on rank 0, and is None on others. All ranks raise
+    UserError if no tokenizer suits, or if the data cannot be used.
     """
     if snapshot is None:
         has_initial = config.snapshot.init_from is not None
@@ -126,10 +131,10 @@ def load_corpus(
 def snapshot_tokenizer(
     config: DataConfig, context: DistributedContext, data: Data, snapshot: StoredState, keeps_it: bool
 ) -> Tokenizer | None:
-    """Return the tokenizer of the snapshot; None if it has none. Collective.
+    """Return the tokenizer of the snapshot; None if it has no tokenizer. Collective.
 
-    Raises UserError if it cannot be used. Unless `keeps_it`, also raises UserError if data.tokenizer names
-    another tokenizer; one that cannot be read is only logged.
+    Raises UserError if the tokenizer cannot be used. Unless `keeps_it`, also raises UserError if
+    data.tokenizer names a different tokenizer. If the named tokenizer cannot be read, that is only logged.
     """
     carried = context.on_all(lambda: make_tokenizer(snapshot.manifest, snapshot.tokenizer))
     if keeps_it:
@@ -142,7 +147,7 @@ def snapshot_tokenizer(
         return carried
     if named is None or carried is None or named.fingerprint() != carried.fingerprint():
         raise UserError(
-            f"data.tokenizer={config.tokenizer} is another tokenizer than that of the snapshots of this run: "
+            f"data.tokenizer={config.tokenizer} is not the tokenizer of this run's snapshots: "
             "leave it out, or choose another run_dir, with snapshot.init_from to keep the weights"
         )
     return carried
@@ -155,10 +160,11 @@ def choose_tokenizer(
     initial: InitialWeights | None = None,
     has_initial: bool = False,
 ) -> Tokenizer | None:
-    """Return the tokenizer that data.tokenizer names: read, or made of a text. Raises UserError. Collective.
+    """Return the tokenizer that data.tokenizer names: read from a file, or made of the text. Collective.
 
-    For auto: tokenizer.json beside the data, else the one of the weights to start with, if rank 0
-    `has_initial` weights; else characters, or None for shards.
+    For data.tokenizer=auto, this is the tokenizer.json beside the data; without that file, the tokenizer of
+    the weights to start with, if rank 0 `has_initial` weights; else a tokenizer of characters, or None for
+    token shards. Raises UserError if the tokenizer cannot be used.
     """
     name = config.tokenizer
     if name in TOKENIZERS:
@@ -175,10 +181,10 @@ def choose_tokenizer(
 
 
 def read_tokenizer(context: DistributedContext, path: Path | str | None, place: str) -> Tokenizer:
-    """Return the tokenizer that the first node with the file reads; `path` is None on nodes without it.
+    """Return, on all ranks, the tokenizer that the first node with the file reads. Collective.
 
-    Raises UserError on all ranks if no node can read it; the message names the path, or else `place`.
-    Collective.
+    `path` is None on nodes without the file. If no node can read it, all ranks raise UserError, which names
+    the path or, without a path, `place`.
     """
 
     def read() -> bytes:
@@ -195,7 +201,8 @@ def broadcast_tokenizer(
 ) -> Tokenizer | None:
     """Return the tokenizer of the weights to start with, from rank 0, on all ranks. Collective.
 
-    None without such weights, or if the data do not take it. Raises UserError if they need one.
+    Returns None without such weights, or if the data cannot use their tokenizer. Raises UserError if the data
+    need a tokenizer and the weights have none.
     """
     content = b""
 
@@ -220,9 +227,10 @@ def initial_rows(
     tokenizer: Tokenizer | None,
     initial: InitialWeights | None,
 ) -> int | None:
-    """Return the number of embedding rows of rank 0's `initial`, on all ranks. Collective.
+    """Return the number of embedding rows of rank 0's `initial` weights, on all ranks. Collective.
 
-    None without `initial`, or if data.vocab_size is set, the tokenizers differ or the rows are too few.
+    Returns None if there are no such weights, if data.vocab_size is set, if the tokenizers differ, or if
+    there are fewer rows than tokens.
     """
     rows = None
     if initial is not None and config.vocab_size is None:

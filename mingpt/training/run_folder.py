@@ -1,8 +1,8 @@
 """The run folder on each node: one that all nodes share, or one of its own for each node.
 
-Where nodes share no disk, the first worker of each node keeps the records and snapshots of the run in the
-node's own folder. When a generation starts, these nodes agree on the run's id and copy its records, so any
-node may die, and a node that joins gets the records.
+If nodes share no disk, the first worker of each node writes the records and snapshots of the run to the
+node's own folder. When a generation (the workers between two restarts) begins, these nodes agree on the run's
+id and copy its records, so that any node may die, and a node that joins gets the records.
 """
 
 import errno
@@ -50,9 +50,9 @@ class RunFolder:
 
 
 def check_same_settings(config: Config, context: DistributedContext) -> None:
-    """Raise UserError on all ranks if a setting that must be the same on all of them is not. Collective.
+    """Raise UserError on all ranks if a setting that must be the same on all is not. Collective.
 
-    Different code, or another torch, on several nodes is only logged.
+    If nodes run different code, or a different torch, that is only logged.
     """
     settings, path = to_dict(config), config.snapshot.path
     same = {name: flatten(settings)[name] for name in SAME_EVERYWHERE}
@@ -75,10 +75,10 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
 
 
 def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
-    """Make the run folder on every node (not with trainer.eval_only); find which ranks write. Collective.
+    """Make the run folder on every node, and find which ranks write to it. Collective.
 
-    Raises UserError if it cannot be written to; in later generations NodeRefused or PeersMissing, as
-    `refuse_where_it_fails` says.
+    With trainer.eval_only no folder is made. If a folder cannot be written to, raises UserError or, in later
+    generations, NodeRefused or PeersMissing, as `refuse_where_it_fails` says.
     """
     path = Path(config.run_dir)
     if config.trainer.eval_only:
@@ -105,10 +105,10 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
 
 
 def claim_run_folder(context: DistributedContext, folder: RunFolder) -> Claim:
-    """Claim the run folder until the job ends, on the rank that keeps it; others hold no claim. Collective.
+    """Claim the run folder until the job ends, on the rank that writes its records. Collective.
 
-    Waits as `Claim.acquire` does. Raises the errors of `refuse_where_it_fails` if another job holds the
-    folder, or if it cannot be written to.
+    Other ranks get a claim that they do not hold. Waits as `Claim.acquire` does. If another job holds the
+    folder, or it cannot be written to, raises the errors of `refuse_where_it_fails`.
     """
     launch = context.launch
     agents = tuple(dict.fromkeys(context.all_gather_object(this_process(launch.agent_pid))))
@@ -128,11 +128,11 @@ def claim_run_folder(context: DistributedContext, folder: RunFolder) -> Claim:
 
 
 def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object]) -> None:
-    """Call `work` on every rank, and end the generation if it raises UserError on any. Collective.
+    """Call `work` on every rank, and end the generation if it raises UserError on any rank. Collective.
 
     In a job's first generation, or if the launcher does not number its generations (rdzv_round), all ranks
-    raise that UserError. In later generations they do so only if `work` fails on all nodes: else the job goes
-    on without the nodes where it fails, which raise NodeRefused, and the others raise PeersMissing.
+    raise that UserError. In later generations they do so only if `work` fails on all nodes. Otherwise the job
+    goes on without the nodes on which it fails: these raise NodeRefused, and the others raise PeersMissing.
     """
 
     def attempt() -> str | None:
@@ -166,7 +166,7 @@ def refuse_nodes(context: DistributedContext, failed: dict[int, tuple[str, str]]
 
 
 def try_disks(config: Config) -> None:
-    """Raise UserError if a local path of the configuration lies on a disk that does not answer in time."""
+    """Raise UserError if the disk of a local path in the settings does not answer within DISK_S seconds."""
     for place in (config.run_dir, config.snapshot.path, config.data.path):
         if place is not None and "://" not in place:
             try:
@@ -180,7 +180,7 @@ def try_disks(config: Config) -> None:
 def make_run_dir(path: Path) -> None:
     """Make the run folder, with a log.txt. Raises UserError if it cannot be made or written to.
 
-    If the folder is there, a full disk or an I/O error raises nothing, and log.txt may be missing.
+    If the folder exists, a full disk or an I/O error raises nothing, and log.txt may be missing.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -199,8 +199,9 @@ def not_writable(path: Path, error: OSError) -> UserError:
 def lowest_ranks_there(path: Path, context: DistributedContext) -> list[int]:
     """Return, for each rank, the lowest rank whose node sees the same folder at `path`. Collective.
 
-    Each node writes a file with a name that no node has looked for before, since network file systems
-    remember which files were missing. A node that sees none is taken to see the folder that rank 0 sees.
+    Each node writes a file with a name that no node has looked for before, because network file systems
+    remember which files were missing. A node that sees no such file is taken to see the folder that rank 0
+    sees.
     """
     if not context.launch.has_several_nodes:
         return [0] * context.world_size
@@ -230,12 +231,12 @@ def write_probe(path: Path) -> bool:
 
 
 class NodeRecords(NamedTuple):
-    """What run.json on a rank's node tells of a run."""
+    """What run.json on a rank's node says about a run."""
 
     was_started: bool  # an earlier generation of this job has passed the checks of its start
     last_step: int  # the last step that is recorded; -1 without a run
     run_id: str | None
-    token: str  # a random word
+    token: str  # a random id, of which rank 0's counts
     job_start: int | None  # the step from which the newest job began
     durable_step: int  # of the newest snapshot on disk; 0 for none
     suspects: list[dict[str, Any]]  # each time that workers computed differently
@@ -244,10 +245,10 @@ class NodeRecords(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownRun:
-    """What the records of all nodes tell of the run; the same on all ranks."""
+    """What the records of all nodes say about the run; the same on all ranks."""
 
     run_id: str | None  # None: there is no run yet
-    token: str  # a random word, another one in each generation: the name of a run that begins with it
+    token: str  # a random id, different in each generation: the id of a run that begins in it
     is_restart: bool  # false in a job's first generation
     job_start: int | None  # the step from which this job began; None in its first generation
     durable_step: int  # of the newest snapshot on disk that any node tells of; 0 for none
@@ -260,7 +261,10 @@ class KnownRun:
 
 
 def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> KnownRun:
-    """Read run.json on all nodes; `job` is the token of the job. Raises as `choose_run` does. Collective."""
+    """Return what the run.json files of all nodes say about the run. Collective.
+
+    `job` is the random id of the present job. Raises the errors of `choose_run`.
+    """
     own = read_node_records(folder.path, job)
     # The store may have been lost with its host: then run.json tells of an earlier generation.
     told = context.all_gather_object((own, own.was_started or context.was_started()))
@@ -278,7 +282,7 @@ def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> 
 
 
 def read_node_records(path: Path, job: str) -> NodeRecords:
-    """Return what this rank's run.json tells; `job` is the token of the job."""
+    """Return what this node's run.json says about a run; `job` is the random id of the present job."""
     history = load_history(path) or {"generations": []}
     generations = history["generations"]
     return NodeRecords(
@@ -294,11 +298,11 @@ def read_node_records(path: Path, job: str) -> NodeRecords:
 
 
 def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRecords]) -> str | None:
-    """Return the id of the run in the run folders `path`; None if there is no run yet.
+    """Return the id of the run in the run folders at `path`; None if there is no run yet.
 
-    `records` are those of all ranks. If the folders hold different runs, all ranks raise UserError. But if a
-    run is of a node that had a part in an earlier generation of the job, the job goes on with it: nodes with
-    another run raise NodeRefused, and the others PeersMissing.
+    `records` are those of all ranks. If the folders hold different runs, all ranks raise UserError. But if
+    one of these runs belongs to a node that took part in an earlier generation of this job, the job goes on
+    with that run: nodes with a different run raise NodeRefused, and the others raise PeersMissing.
     """
     found = [(node, place) for node, place in zip(records, context.places, strict=True) if node.run_id]
     # If two parts of a job began without each other, the part that has come further goes on.
@@ -309,7 +313,7 @@ def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRe
     listed = "; ".join(dict.fromkeys(f"run {str(node.run_id)[:8]} on {place.host}" for node, place in found))
     sentence = (
         f"the nodes hold different runs in {path} ({listed}): give the job another run_dir, or remove {path} "
-        "where it is another run's"
+        "from the nodes of the other run"
     )
     if not kept.was_started:
         raise UserError(sentence)
@@ -317,11 +321,11 @@ def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRe
 
 
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
-    """Copy metrics.jsonl and run.json from one run folder to all those of other nodes. Collective.
+    """Copy metrics.jsonl and run.json from one node's run folder to those of all other nodes. Collective.
 
-    The source is the folder whose run.json tells most often of workers that computed differently; among
-    equals the one with most records up to `step`, then with most generations. A folder that cannot be written
-    to is left as it is, and logged.
+    They are copied from the folder whose run.json records the most times that workers computed differently;
+    among equals, the folder with most records up to `step`, then with most generations. If a folder cannot be
+    written to, that is logged, and the folder stays as it is.
     """
     extents = context.gather_on_all(lambda: measure_history(folder.path, step) if folder.is_kept else None)
     ranked = [(*entry, -rank) for rank, entry in enumerate(extents) if entry is not None]
@@ -341,10 +345,10 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
-    """Return what `share_history` ranks folders by; the first number that differs decides.
+    """Return the numbers by which `share_history` ranks folders; the first that differs decides.
 
-    They are the numbers of (times that workers computed differently, records up to `step`, generations);
-    None without a valid run.json, or if metrics.jsonl cannot be read.
+    They are (times that workers computed differently, records up to `step`, generations). Returns None
+    without a valid run.json, or if metrics.jsonl cannot be read.
     """
     history = load_history(path)
     if history is None:
@@ -364,9 +368,9 @@ def read_if_there(path: Path) -> bytes:
 
 
 def read_on(source: int, context: DistributedContext, read: Callable[[], bytes]) -> bytes:
-    """Call `read` on rank `source` alone, and return its bytes, not pickled, on all ranks. Collective.
+    """Call `read` only on rank `source`; return its bytes, not pickled, on all ranks. Collective.
 
-    All ranks raise a UserError of `read`.
+    If `read` raises UserError, all ranks raise it.
     """
     content = b""
 

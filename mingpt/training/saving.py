@@ -1,4 +1,4 @@
-"""Saves the state of a run: which ranks write it, to disk and memory, and what its manifest (JSON) says."""
+"""How the state of a run is saved: which ranks write it to disk and memory, and what its manifest says."""
 
 import logging
 import math
@@ -33,9 +33,9 @@ MAX_FILES = 10_000  # a manifest lists at most so many token shards, else none: 
 class Saving:
     """Saves the snapshots of this generation (the workers between two restarts). Constructing is collective.
 
-    The ranks with `folder.keeps_snapshots` write to disk, and the first worker of each node writes to the
-    node's memory. All ranks take part in saving a sharded state. A snapshot counts as durable once the main
-    rank, `folder.snapshots_rank`, has written it to disk.
+    One rank writes to each folder of snapshots on disk (`RunFolder.keeps_snapshots`), and the first worker of
+    each node writes to the node's memory. If the state is sharded, all ranks take part in both. A snapshot
+    counts as durable once the main rank, the lowest of the ranks that write to disk, has written it there.
     """
 
     def __init__(self, run: Run, audit: Audit, run_logger: RunLogger | None) -> None:
@@ -53,7 +53,7 @@ class Saving:
         # All ranks take part in writing a sharded state.
         self.writes_to_disk = start.folder.keeps_snapshots or self.is_sharded
         local_every = config.snapshot.local_every
-        # If nodes share no disk, a sharded state is on one node's disk alone. If that node is lost, the job
+        # If nodes share no disk, a sharded state is only on one node's disk. If that node is lost, the job
         # goes on from memory: all parts must be there, each on two nodes, also between two generations.
         self.is_on_one_disk = self.is_sharded and not start.folder.snapshots_are_shared
         self.local_every = config.snapshot.every if local_every is None else local_every
@@ -84,12 +84,15 @@ class Saving:
 
     @property
     def writes_to_memory(self) -> bool:
-        """Whether this rank writes to memory: all ranks if the state is sharded, else each node's first."""
+        """Whether this rank writes to memory: if the state is sharded, all do, else each node's first."""
         return self.is_sharded or self.context.launch.local_rank == 0
 
     @property
     def newest_written(self) -> int:
-        """The step of the main rank's last snapshot on disk in this generation; 0 for none, or elsewhere."""
+        """The step of the last snapshot that this generation has written to disk, as the main rank knows it.
+
+        It is 0 if there is none, and on all other ranks.
+        """
         return self.saver.newest_written if self.is_main else 0
 
     def allocate(self) -> None:
@@ -100,9 +103,9 @@ class Saving:
             self.memory.allocate(self.tensors(self.context.launch.local_rank == 0))
 
     def note_written(self, step: int) -> None:
-        """Note that the snapshot of `step` is durable, as all ranks know; ignore a step that is not newer.
+        """Record that the snapshot of `step` is durable, also in run.json if this rank writes it.
 
-        Otherwise records the step in run.json.
+        A step that is not newer than the last one is ignored.
         """
         if step > self.durable_step:
             self.durable_step = step
@@ -110,19 +113,22 @@ class Saving:
                 self.run_logger.history.note_durable(step)
 
     def is_new_best(self, loss: float) -> bool:
-        """Return whether a loss is the lowest so far, and remember it then; False without `keep_best`."""
+        """Return whether a loss is the lowest so far, and if so remember it; False without keep_best."""
         is_best = loss < self.best_loss
         if is_best:
             self.best_loss = loss
         return is_best
 
     def is_missing(self) -> bool:
-        """Whether any rank that writes to disk has not begun to save the present step. Collective."""
+        """Return whether any rank that writes to disk has not begun to save the present step. Collective."""
         is_missing_here = self.writes_to_disk and self.own_step < self.state.step
         return any(self.context.all_gather_object(is_missing_here))
 
     def is_due_here(self, is_last: bool) -> bool:
-        """Whether this rank, which writes to disk, saves the present step; `is_last` as in `save_to_disk`."""
+        """Return whether this rank, which writes to disk, must save the present step.
+
+        `is_last` means that this generation saves no later step.
+        """
         if is_last:
             return self.own_step < self.state.step
         is_local_due = bool(self.local_every) and self.state.step % self.local_every == 0
@@ -130,13 +136,13 @@ class Saving:
         return self.is_sharded or self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
 
     def save_to_disk(self, is_last: bool = False) -> None:
-        """Copy the state; on return it may change. Some ranks write the copy in the background. Collective.
+        """Copy the state; the ranks that write the copy do so in the background. Collective.
 
-        First waits for the save before this one, if that is not known to be durable or with `is_last`.
-        `is_last` tells that this generation saves no later step, so each rank that writes to disk saves this
-        one. The snapshot becomes valid only after a save to memory that was begun before. Raises ClaimLost on
-        a rank whose last write lost its claim (the right to write there). Another failed write is only
-        logged; `finish` raises an error for the last one.
+        On return the state may change. Waits for the previous save first if its snapshot is not known to be
+        durable, or if `is_last`, which means that this generation saves no later step; then each rank that
+        writes to disk saves this one. The snapshot becomes valid only after a save to memory that began
+        earlier has ended. Raises ClaimLost on a rank that lost the claim (the right to write there) in its
+        last write. Any other failed write is only logged; `finish` raises an error if the last one failed.
         """
         memory_thread = self.memory.thread
         events.emit("save_start", kind="disk", step=self.state.step)
@@ -166,16 +172,19 @@ class Saving:
         events.emit("save_end", kind="disk", step=self.state.step)
 
     def is_due_in_memory(self, is_on_disk: bool) -> bool:
-        """Whether to save the present step to memory; `is_on_disk` tells that it is saved to disk, too."""
+        """Return whether to save the present step to memory.
+
+        `is_on_disk` tells that the step is saved to disk, too.
+        """
         every, is_first = self.config.snapshot.memory_every, not self.memory.newest
         if self.is_on_one_disk and (is_on_disk or is_first):
-            return every > 0  # a generation's first step, since a node lost before it had some of the copies
+            return every > 0  # a generation's first step, as a node lost before it had some copies
         return every > 0 and self.state.step % every == 0 and not is_on_disk
 
     def save_to_memory(self) -> None:
         """Copy the state to memory that outlives this process. Collective.
 
-        Does nothing while the last such save is being written, or once the memory could not be used.
+        Does nothing while the previous save to memory is being written, or if the memory could not be used.
         """
         events.emit("save_start", kind="memory", step=self.state.step)
         chain = self.audit.gather_chain(self.context)
@@ -188,8 +197,8 @@ class Saving:
     def tensors(self, with_whole: bool) -> dict[str, Tensor]:
         """Return the tensors, by name and not copied, that this rank gives to a snapshot.
 
-        They are its rows of the sharded tensors. If the state is not sharded, or if `with_whole`, they
-        include the tensors that all ranks have.
+        These are its rows of the sharded tensors. If the state is not sharded, or if `with_whole`, the
+        tensors that all ranks have whole are returned, too.
         """
         tensors = self.state.tensors()
         if self.is_sharded and not with_whole:
@@ -197,7 +206,7 @@ class Saving:
         return tensors
 
     def manifest(self, **fields: Any) -> Manifest:
-        """Return the manifest as far as it is known now, with `fields`, without audit chain and files."""
+        """Return a manifest of the present step, with `fields`; `audit` and `files` are added later."""
         state, files = self.state, dict(self.corpus.files)
         return Manifest(
             run=self.run_id,
@@ -220,14 +229,14 @@ class Saving:
         )
 
     def wait(self) -> None:
-        """Wait until the writes to disk of all ranks have ended or failed, however long. Collective."""
+        """Wait, however long, until the writes to disk of all ranks have ended or failed. Collective."""
         done = False
         while not done:
             is_over = self.context.all_gather_object(self.saver.wait(timeout_s=1.0))
             done = all(is_over)
 
     def wait_for_previous_save(self) -> None:
-        """Wait for the save before this one; rank 0 logs, once, a wait past LONG_WAIT_S. Collective."""
+        """Wait for the previous save; rank 0 logs, once, a wait of more than LONG_WAIT_S. Collective."""
         began = time.monotonic()
         self.wait()
         waited_s = time.monotonic() - began
@@ -242,8 +251,8 @@ class Saving:
     def finish(self) -> None:
         """Wait until the last snapshot is on disk. Raises NonRetryableError on all ranks if that fails.
 
-        Only the main rank's write counts. The main rank alone raises ClaimLost, or an error that is not of
-        the disk. After a failure the snapshots in memory are kept: they may be newer than those on disk.
+        Only the main rank's write counts. ClaimLost, or an error that is not of the disk, is raised only on
+        the main rank. After a failure the snapshots in memory are kept: they may be newer than those on disk.
         Collective.
         """
         self.wait()
@@ -277,10 +286,10 @@ class Saving:
         )
 
     def discard_after(self, step: int) -> int:
-        """Rename the snapshots on disk that are newer than `step`, and remove all in memory. Collective.
+        """Rename the snapshots on disk that are newer than `step`, and remove all from memory. Collective.
 
-        One rank per folder renames, even if all ranks write there. Returns the step of the newest snapshot
-        that is left on the main rank's disk; 0 if there is none.
+        Only one rank per folder renames, even if all ranks write there. Returns the step of the newest
+        snapshot that is left on the main rank's disk; 0 if there is none.
         """
         self.wait()
         if self.folder.keeps_snapshots:
@@ -292,9 +301,10 @@ class Saving:
         return int(self.context.broadcast_object(left, self.main_rank))
 
     def release_memory(self, stopped_by: str | None) -> None:
-        """Remove this run's snapshots from memory, since the last one is on disk. All ranks call it.
+        """Remove this run's snapshots from memory, because the last snapshot is on disk. All ranks call it.
 
-        If the disk is one node's alone and a generation may follow, leave that to it, or to the agent.
+        If it is on only one node's disk and another generation may follow, nothing is removed here: that
+        generation does it, or else the agent at its end.
         """
         if self.is_on_one_disk and stopped_by not in (None, *JOB_ENDS):
             self.memory.leave_to_agent()
@@ -302,11 +312,14 @@ class Saving:
             self.remove_memory_snapshots()
 
     def remove_memory_snapshots(self) -> None:
-        """Remove this run's snapshots from memory, each rank its own. All ranks call it; not collective."""
+        """Remove this run's snapshots from memory: each rank its own. All ranks call it; not collective."""
         if self.writes_to_memory:
             self.memory.remove()
 
 
 def late_fields(chain: Callable[[], str]) -> dict[str, Any]:
-    """Return the manifest's field `audit`: the hash chain of the tokens read, for which `chain` waits."""
+    """Return {"audit": the hash chain of the tokens read}, a field of the manifest.
+
+    `chain` waits until all ranks have sent their hashes, and returns the chain.
+    """
     return {"audit": chain()}

@@ -24,14 +24,18 @@ MAX_LOSS_SCALE = 2.0**100
 class LossScale:
     """The power of two by which a run in float16 multiplies its loss (Micikevicius et al. 2018, section 3.2).
 
-    Without it, small gradients are zero in float16. The values are those of torch.amp.GradScaler.
+    Without it, small gradients become zero in float16. The scale begins, grows and falls as that of
+    torch.amp.GradScaler does by default.
     """
 
     scale: float = 65_536.0
     good_steps: int = 0  # in a row, at this scale
 
     def after_step(self, is_finite: bool) -> bool:
-        """Adapt to a step whose gradient is finite or not; return whether the scale has been halved."""
+        """Adapt to a step whose gradient is finite or not; return whether the scale has been halved.
+
+        The scale doubles after GROWTH_STEPS finite steps in a row.
+        """
         if not is_finite and self.scale > 1.0:
             self.scale, self.good_steps = self.scale / 2, 0
             return True
@@ -44,9 +48,9 @@ class LossScale:
 class TrainState:
     """The state that a snapshot holds.
 
-    `step` counts completed steps, `windows_seen` the windows (block_size + 1 tokens) that all ranks together
-    have read. `skipped` counts the updates left out as not finite: (in all, in a row up to `step`).
-    `loss_scale` is None unless the run computes in float16.
+    `step` counts completed steps, `windows_seen` the windows (sequences of block_size + 1 tokens) that all
+    ranks together have read. `skipped` counts the updates that were left out because a number was not finite:
+    (in all, in a row up to `step`). `loss_scale` is None unless the run computes in float16.
     """
 
     def __init__(
@@ -85,8 +89,8 @@ class TrainState:
 def load_state(state: TrainState, stored: StoredState, context: DistributedContext) -> None:
     """Copy the stored weights into `state`, and the optimizer's state if it is of the same kind. Collective.
 
-    Learned positions past block_size are left out. Raises UserError for the weights of another model. The
-    counters `step`, `windows_seen` and `skipped` are not set.
+    Learned positions past block_size are left out. Raises UserError if the weights are those of a different
+    model. The counters `step`, `windows_seen` and `skipped` are not set.
     """
     parts, held = state.tensors(), state.rows
     names = [name for name in stored.shapes if name.startswith("model.")]

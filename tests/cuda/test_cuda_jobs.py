@@ -259,7 +259,7 @@ events.subscribe("run_start", on_run_start)
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        (FLIP, "holds another copy of model.wte.weight"),
+        (FLIP, "holds a different copy of model.wte.weight"),
         (NOT_FINITE, "the gradient of windows 16 to 23 is not finite"),
     ],
 )

@@ -13,7 +13,7 @@ from mingpt.tools.jobs import torchrun
 RUN_FILES = {"config.yaml", "run.json", "metrics.jsonl", "log.txt", "loss.png", "timeline.png"}
 
 
-@pytest.mark.parametrize("workers", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, 3, pytest.param(4, marks=pytest.mark.weekly)])
 def test_curve_and_bits_are_the_same_for_any_number_of_workers(
     workers: int, finish: Finish, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -40,7 +40,7 @@ mingpt.training.start.check_workers = lambda *_: None
     [
         {},
         pytest.param({"trainer__parallel": "fsdp"}, marks=pytest.mark.weekly),
-        {"trainer__shard_optimizer": True},
+        pytest.param({"trainer__shard_optimizer": True}, marks=pytest.mark.weekly),
     ],
     ids=["ddp", "fsdp", "sharded optimizer"],
 )

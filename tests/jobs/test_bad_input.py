@@ -47,7 +47,7 @@ OTHER_MODEL = "model.n_layer: 2 -> 3; optimizer.learning_rate: 0.007 -> 0.5"
     ("settings", "expected"),
     [
         ({"model__n_layer": 3, "optimizer__learning_rate": 0.5}, OTHER_MODEL),
-        ({"snapshot__resume": "never"}, "snapshot.resume=never refuses one"),
+        ({"snapshot__resume": "never"}, "snapshot.resume=never does not go on from it"),
         ({"data__path": "other"}, "is not the data that the snapshots"),
     ],
 )

@@ -35,7 +35,7 @@ SHARDED_OPTIMIZER = DDP | {"trainer__shard_optimizer": True}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "victim"),
-    [(DDP, 1), (FSDP, 0), (SHARDED_OPTIMIZER, 1)],
+    [pytest.param(DDP, 1, marks=pytest.mark.weekly), (FSDP, 0), (SHARDED_OPTIMIZER, 1)],
     ids=["ddp", "fsdp", "sharded optimizer"],
 )
 def test_a_killed_worker_comes_back_from_memory_and_an_orderly_end_leaves_none(

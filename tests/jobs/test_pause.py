@@ -20,7 +20,7 @@ SLOW_STEPS = 'import time; events.subscribe("step_start", lambda step: time.slee
     ("launcher", "kills"),
     [
         ([sys.executable], False),
-        pytest.param([sys.executable], True, marks=pytest.mark.slow),
+        pytest.param([sys.executable], True, marks=pytest.mark.weekly),
         pytest.param(torchrun(2, 3), True, marks=pytest.mark.slow),
     ],
 )

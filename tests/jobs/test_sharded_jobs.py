@@ -30,7 +30,7 @@ SHARDED_OPTIMIZER: dict[str, Any] = {"trainer__shard_optimizer": True}
 @pytest.mark.parametrize(
     ("workers", "settings"),
     [
-        (2, FSDP),
+        pytest.param(2, FSDP, marks=pytest.mark.weekly),
         (3, FSDP | {"trainer__recompute": "block"}),
         pytest.param(2, FSDP | {"trainer__fsdp_reshard": False}, marks=pytest.mark.weekly),
         (3, SHARDED_OPTIMIZER),
@@ -108,7 +108,7 @@ def test_a_stop_during_an_evaluation_ends_it_on_all_workers(start: Start, text: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["train", "val"])
+@pytest.mark.parametrize("part", ["train", pytest.param("val", marks=pytest.mark.weekly)])
 def test_data_that_one_worker_cannot_use_ends_the_job_on_all(part: str, start: Start, tmp_path: Path) -> None:
     """The other workers wait for that worker's part of each block's weights."""
     data = tmp_path / "data"

@@ -24,12 +24,8 @@ from mingpt.launch.elastic.command import torchrun_command
 
 LAUNCH = ROOT / "launch"
 SHELL = [path for path in sorted(LAUNCH.rglob("*")) if path.suffix in (".sh", ".sbatch")]
-MANIFESTS = [
-    "kubernetes/indexed_job.yaml",
-    "kubernetes/jobset.yaml",
-    "kubernetes/trainjob.yaml",
-    "skypilot.yaml",
-]
+MANIFESTS = ["kubernetes/jobset.yaml", "skypilot.yaml"]
+OTHER_MANIFESTS = ["kubernetes/indexed_job.yaml", "kubernetes/trainjob.yaml"]  # run once a week
 
 
 def script_of(name: str) -> tuple[str, dict[str, str]]:
@@ -67,7 +63,7 @@ def launches(script: str) -> list[list[str]]:
 
 def scripts() -> dict[str, str]:
     found = {str(path.relative_to(LAUNCH)): path.read_text() for path in SHELL}
-    return found | {name: script_of(name)[0] for name in MANIFESTS}
+    return found | {name: script_of(name)[0] for name in MANIFESTS + OTHER_MANIFESTS}
 
 
 VALUES = {"--nnodes": "1:2", "--nproc": "2", "--rdzv": "127.0.0.1:29400", "--local_addr": "127.0.0.1"}
@@ -131,7 +127,9 @@ def write_stubs(folder: Path, hosts: Mapping[str, str]) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MANIFESTS)
+@pytest.mark.parametrize(
+    "name", [*MANIFESTS, *(pytest.param(name, marks=pytest.mark.weekly) for name in OTHER_MANIFESTS)]
+)
 def test_the_script_of_a_manifest_trains_on_two_nodes(
     name: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -52,5 +52,5 @@ def test_a_snapshot_of_other_tensors_is_refused_here_and_by_train_py(store: Snap
     for other in ({"model.weight": torch.zeros(5, 3)}, make_state(0.0) | {"model.weight": torch.zeros(3, 5)}):
         with pytest.raises(UserError, match="holds a snapshot of other tensors"):
             load_latest(store, other, SingleProcess())
-    with pytest.raises(UserError, match="written by a loop of one's own and not by a run"):
+    with pytest.raises(UserError, match="written by a training loop of your own, not by a run"):
         store.read(2, check_model)

@@ -132,7 +132,7 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda at: change_config(at, n_positions=10**9), r"\(24, 24\), and config.json asks for \(10{9}, 24\)"),
     (lambda at: change_config(at, n_embd=3 * 10**8), r"asks for \(31, 300000000\)"),
     (lambda at: (at / WEIGHTS).unlink(), f"No such file or directory: .*{WEIGHTS}"),
-    (lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), "bin alone, a pickle"),
+    (lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), "only pytorch_model.bin, a pickle"),
     (lambda at: (at / WEIGHTS).write_bytes(b"\x80\x04" + bytes(50)), "invalid header"),
     (lambda at: change_tensors(at, lambda one: one.pop(WTE)), f"the tensor '{WTE}' is missing"),
     (lambda at: change_type(at, torch.int8), "it holds torch.int8, as quantized models do"),
@@ -171,7 +171,7 @@ def test_the_command_that_the_refusal_of_a_pickle_names_converts_it(tmp_path: Pa
     expected = save("gpt2", tmp_path)
     torch.save(their_model(CONFIG["gpt2"]).state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / WEIGHTS).unlink()
-    with pytest.raises(UserError, match="alone, a pickle") as caught:
+    with pytest.raises(UserError, match=r"only pytorch_model\.bin, a pickle") as caught:
         open_weights(str(tmp_path))
     python, *words = shlex.split(str(caught.value).partition("convert it by ")[2])
     assert python == "python"

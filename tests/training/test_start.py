@@ -186,7 +186,7 @@ def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
     manifest = make_manifest(step, config=settings, data={"path": "x", "sha256": sha256})
     check = make_check(config, data, job_start=100, discarded_after=[])
     if is_refused:
-        with pytest.raises(UnreadableSnapshot, match="it is none of this job"):
+        with pytest.raises(UnreadableSnapshot, match="it is not of this job"):
             check(manifest, {}, None)
     else:
         check(manifest, {}, None)

@@ -1,4 +1,4 @@
-"""python -m mingpt.launch.elastic --serve HOST:PORT: serve a board, on which torchrun's agents meet.
+"""python -m mingpt.launch.elastic --serve HOST:PORT: serve a board, where torchrun's agents find each other.
 
 Run it on a host that outlives the nodes. Needs no torch.
 """

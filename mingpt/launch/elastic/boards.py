@@ -1,9 +1,8 @@
-"""Boards, on which torchrun's agents see each other: a shared folder, or the memory of hosts they reach.
+"""Boards, on which torchrun's agents find each other: a shared folder, or the memory of a host.
 
-A board holds each agent's latest entry, the facts about itself, and nothing else. A lost entry is harmless:
-its agent posts it again.
-A host answers one request per TCP connection, a line of JSON each way, every step with a time limit. Nothing
-that is received is ever executed or unpickled.
+A board holds the latest entry of each agent, which has the agent's facts about itself, and nothing else. A
+lost entry is harmless, because its agent posts it again. A host answers one request per TCP connection, a
+line of JSON each way, every step with a time limit. Nothing that is received is ever executed or unpickled.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ BIND_S = 3.0  # between attempts to listen on a port that is taken
 
 
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
-    """Return a server's answer. OSError if it is out of reach, no agent, or silent for `timeout_s`."""
+    """Send a message to a Server; return its answer. Raises OSError if none comes within `timeout_s`."""
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
             connection.sendall(json.dumps(message).encode() + b"\n")
@@ -49,10 +48,10 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """Answers each request on (address, port), in a thread of its own, by the operation that its `op` names.
+    """A TCP server that answers each request by the operation that its `op` names, in a new thread.
 
-    Call `serve_forever`. For `port` 0 the system chooses a free port; the attribute `port` has its number.
-    Constructing a Server raises OSError if the port is taken.
+    Requests are answered while `serve_forever` runs. For `port` 0 the system chooses a free port; the
+    attribute `port` has its number. Constructing a Server raises OSError if the port is taken.
     """
 
     allow_reuse_address = True
@@ -84,9 +83,9 @@ def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
 
 
 class FolderBoard:
-    """The board of job `rdzv_id` in a folder, with a file for each agent, replaced by rename.
+    """A shared folder in which the agents of job `rdzv_id` find each other: each posts its entry in a file.
 
-    It needs no locks, does not grow, and works on NFS.
+    A file is replaced by rename. So the board needs no locks, does not grow, and works on NFS.
     """
 
     def __init__(self, path: Path, rdzv_id: str) -> None:
@@ -113,7 +112,7 @@ class FolderBoard:
 
 
 class HostBoard:
-    """The board of a job in a server's memory: an agent's, or `python -m mingpt.launch.elastic --serve`'s."""
+    """The memory of the Server at (host, port), in which the agents of job `rdzv_id` find each other."""
 
     def __init__(self, host: str, port: int, rdzv_id: str) -> None:
         self.name = f"{host}:{port}"
@@ -129,7 +128,7 @@ class HostBoard:
 
 
 def parse_entries(contents: Iterable[Any]) -> list[Entry]:
-    """Return the valid entries in JSON, as bytes or parsed; leave out others, such as a later version's."""
+    """Return the valid entries among `contents`, which are JSON, as bytes or parsed; skip all others."""
     found = []
     for content in contents:
         try:
@@ -143,7 +142,7 @@ Board = FolderBoard | HostBoard  # `name` is its name in messages
 
 
 class BoardMemory:
-    """The entries that a host board's server remembers."""
+    """The entries of agents, of all jobs, that a Server keeps in memory for HostBoards."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -151,7 +150,10 @@ class BoardMemory:
         self._entries: dict[tuple[str, str], tuple[str, float]] = {}
 
     def post(self, message: Message) -> str:
-        """Keep a message's entry; return the job's entries as JSON. KeyError or TypeError if it has none."""
+        """Keep the message's entry; return all entries of its job, as JSON.
+
+        Raises KeyError or TypeError if the message has no entry.
+        """
         now, rdzv_id, entry = time.monotonic(), str(message["rdzv_id"]), message["entry"]
         forget_s = FORGET_FINISHED_S if entry["state"] == FINISHED else FORGET_S
         # Each entry is encoded once: with many agents, encoding is most of the work.
@@ -164,7 +166,7 @@ class BoardMemory:
 
 
 def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -> None:
-    """Wait until a port is free, which an earlier agent may still have, and serve on it for ever."""
+    """Wait until a port is free, which an earlier agent may still use; then answer requests on it forever."""
     while True:
         try:
             Server(address, port, operations).serve_forever()
@@ -185,7 +187,7 @@ def parse_endpoints(text: str) -> list[Endpoint]:
 
 
 def parse_rdzv(text: str) -> Path | list[Endpoint]:
-    """Return the endpoints of HOST:PORT[,...], or any other text as a path. UserError if it has no slash."""
+    """Return the endpoints of HOST:PORT[,...], or a text with a slash as a path; else raise UserError."""
     endpoints = parse_endpoints(text)
     if endpoints:
         return endpoints

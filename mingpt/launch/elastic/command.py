@@ -37,7 +37,10 @@ def check_nproc(text: str) -> str:
 
 
 def check_local_addr(text: str) -> tuple[str, str]:
-    """Return the IP address of `text` and its interface. UserError unless this host has the address."""
+    """Return the IP address of `text`, a host name or address, and the network interface that has it.
+
+    Raises UserError if no interface of this host has the address.
+    """
     interfaces = {str(address.ip): name for name, address in ipv4_addresses()}  # only interfaces that are up
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
@@ -57,7 +60,10 @@ def check_local_addr(text: str) -> tuple[str, str]:
 
 
 def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the environment variables to add, and the command. Creates --rdzv's folder. Raises UserError."""
+    """Return environment variables to add, and the torchrun command, for the options in `words`.
+
+    Creates the folder of --rdzv, if it is one. Raises UserError for a mistake in the options.
+    """
     parser = CommandParser("launch/elastic.sh", __doc__, usage=USAGE)
     parser.add_argument(
         "--nnodes", required=True, metavar="MIN:MAX", help="a majority, or 1 to survive anything"

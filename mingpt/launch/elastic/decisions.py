@@ -1,7 +1,8 @@
-"""Decisions on who is in the group and who has to restart, from the entries that agents post.
+"""Decide which of torchrun's agents start workers together, and which have to restart theirs.
 
-They use no clock, no network and no torch. A group is the agents that may start workers together; a round is
-their agreement to do so, and the generation of workers that follows.
+A group is the agents that may start workers together; a round is their agreement to do so, and the workers
+that follow until the next restart. Decisions are made from the entries that agents post, without clock,
+network or torch.
 """
 
 import ipaddress
@@ -14,13 +15,13 @@ from pydantic import StrictInt
 
 WAITING, RUNNING, FINISHED, LEFT = "waiting", "running", "finished", "left"
 FIRST_CALL_S, LAST_CALL_S = 5.0, 1.5  # how long the first round, and later ones, wait for other agents
-JOIN_HOLD_S = 1.0  # a node must wait so long, or a larger group be seen so long, before a round ends for it
+JOIN_HOLD_S = 1.0  # a round ends for a waiting node, or a larger group, once that has been seen for so long
 LAG_HOLD_S = 4.0  # a member of a new round may briefly be seen in its old round
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One agent's facts about itself. `counter` grows with each post, so that no clocks are compared."""
+    """The facts that an agent posts about itself. `counter` grows with each post, as a heartbeat."""
 
     __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
     id: str
@@ -38,7 +39,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[int, int, str, str]:
-        """The sort key of the ranks' order: the address, as a number if it is an IP address, then the id."""
+        """The key that sorts agents by rank: the address, as a number if it is an IP address, then the id."""
         try:
             return (0, int(ipaddress.ip_address(self.address)), "", self.id)
         except ValueError:
@@ -50,7 +51,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Round:
-    """A round as its leader proposes it. `members` are in the order of their ranks, the leader first."""
+    """An agreement of agents to start workers together, as its leader proposes it.
+
+    `members` are in the order of their ranks; the first one is the leader.
+    """
 
     id: str
     number: StrictInt  # in the job, from 1
@@ -61,10 +65,10 @@ class Round:
 
 @dataclass
 class Pulse:
-    """One agent's heartbeat on one board: the agent is alive if its counter changed lately.
+    """One agent's heartbeat on one board: the agent is alive if the counter in its entry changed lately.
 
-    Times are by the reader's clock. The first counter seen is no change, so a file that an earlier job left
-    never counts.
+    Times are in seconds by the reader's clock. The first counter that is seen is not a change, so an entry
+    that an earlier job left in a folder never counts as alive.
     """
 
     counter: int
@@ -88,7 +92,7 @@ def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
     """Return agents that all reach each other, at most `max_nodes`, in the order of their ranks.
 
     Until all reach each other, the agent that reaches the fewest is left out; of several such agents, the one
-    with the largest key. Of more than `max_nodes`, members of the latest round are taken before others.
+    with the largest `key`. If more than `max_nodes` remain, members of the latest round are taken first.
     """
     group = sorted(entries, key=lambda entry: entry.key)
     reach = {entry.id: {entry.id, *entry.reach} for entry in group}
@@ -108,18 +112,18 @@ def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
 
 
 def last_members(group: Sequence[Entry]) -> set[str]:
-    """Return the ids of the members of the latest round that any agent of the group was in."""
+    """Return the ids of the members of the latest rendezvous round that any agent of `group` was in."""
     number = max((entry.number for entry in group), default=0)
     return {id for entry in group if entry.number == number for id in entry.members}
 
 
 def job_of(group: Sequence[Entry]) -> tuple[int, str]:
-    """Return the number of the job's latest round and the job's token, by the group; (0, "") in a new job."""
+    """Return (number of the latest round, token of the job) as `group` knows them; (0, "") in a new job."""
     return max((entry.number, entry.job) for entry in group)
 
 
 def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Return {id of a round: its members in the state RUNNING}."""
+    """Return {id of a rendezvous round: its members whose workers run}."""
     found: dict[str, list[Entry]] = {}
     for entry in alive:
         if entry.state == RUNNING:
@@ -128,10 +132,10 @@ def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """Return the running agents of rounds that go on, and those of rounds that a member has left to wait.
+    """Return the running agents of rendezvous rounds that go on, and of rounds that a member has left.
 
-    While a round goes on, no other round starts; it ends by itself if it can take in a waiting agent. Agents
-    of a round that a member has left will soon wait, too; waiting agents give them some time.
+    While a round goes on, no other round starts; it ends by itself if it can take in a waiting agent. If a
+    member has left a round and waits for a new one, the others will soon do so, too, and are given time.
     """
     left = {entry.round for entry in alive if entry.state == WAITING and entry.round}
     going_on: list[Entry] = []
@@ -146,8 +150,8 @@ def is_complete(
 ) -> bool:
     """Return whether the group may start: it is full, or has `min_nodes` and has waited enough for others.
 
-    After the first round, it waits for no others if each member of the last round is here or in `gone`.
-    `unchanged_s`: how long the group has been the same. `gone`: ids of agents that ended or are silent.
+    After the job's first round, it does not wait if each member of the last round is in the group or `gone`,
+    the ids of agents that ended or are silent. The group has been the same for `unchanged_s` seconds.
     """
     if len(group) < min_nodes:
         return False
@@ -162,18 +166,18 @@ def is_complete(
 
 @dataclass(frozen=True)
 class Restart:
-    """Why an agent has to end its round; it does so once the reason has lasted for `hold_s`."""
+    """Why an agent must restart its workers in a new round, if the reason lasts for `hold_s` seconds."""
 
     reason: str
     hold_s: float = 0.0
 
 
 def must_restart(me: Entry, alive: Collection[Entry], max_nodes: int) -> Restart | None:
-    """Return a Restart if the round of agent `me` has to end and its workers cannot know it, else None.
+    """Return a Restart if the round of agent `me` has to end for a reason that its workers cannot see.
 
-    The reasons: a member is not in the round; an agent waits that all running members reach, while the round
-    has fewer than `max_nodes`; another round has more running members, or as many and a smaller id. A waiting
-    agent that only some members reach is no reason.
+    The reasons: a member is in another round, or in none; an agent waits that all running members reach, and
+    the round has fewer than `max_nodes`; another round has more running members, or as many and a smaller id.
+    Returns None otherwise, also if a waiting agent is reached by only some members.
     """
     mates = [entry for entry in alive if entry.id in me.members and entry.id != me.id]
     for mate in mates:
@@ -199,7 +203,7 @@ def list_nodes(entries: Iterable[Entry]) -> str:
 
 
 def describe_wait(me: Entry, alive: Collection[Entry], min_nodes: int, troubles: Sequence[str]) -> str:
-    """Return a line: what this node waits for, which waiting nodes are here, and what does not answer."""
+    """Return a log line: what this node waits for, which others wait, and which places do not answer."""
     linked = [entry for entry in alive if entry.state == WAITING and is_linked(me, entry)]
     going_on, leaving = busy(alive)
     if going_on:

@@ -1,9 +1,9 @@
-"""torchrun's rendezvous handler: agents agree on a round, and learn when it has to end for another round.
+"""torchrun's rendezvous handler: agents agree on a round, and learn when it has to end for a new one.
 
-A round is an agreement to start workers together, and the generation of workers that follows. The leader, the
-agent with the smallest address, proposes it to agents that all reach each other. It starts if all accept. The
-members' ranks are in the order of their addresses. Workers find the job's token in MINGPT_JOB and the number
-of the round in MINGPT_ROUND.
+A round is an agreement to start workers together, and the workers that follow until the next restart. The
+leader, the agent with the smallest address, proposes a round to agents that all reach each other. It starts
+if all accept. The members' ranks are in the order of their addresses. Workers find the job's token in
+MINGPT_JOB and the number of the round in MINGPT_ROUND.
 
 Workers share a torch TCPStore, which the leader's agent hosts. The agents themselves share no store, which
 would be lost with its host: every agent knows all ranks, and none waits for the others at the job's end.
@@ -61,13 +61,13 @@ LINGER_S = 2.0  # time for others to read that the job is finished
 NOTICE_S = 0.3  # time for others to read that this agent has left
 EXIT_S = 1.0  # the longest wait for a board to take the last post
 POLL_S = 0.05
-RETRY_S = (0.1, 0.3)  # wait after a failed proposal; random, since two leaders may be in each other's way
+RETRY_S = (0.1, 0.3)  # wait after a failed proposal; random, because two leaders may be in each other's way
 
 
 def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
     """Return the keys and values by which torchrun's agents would tell each other their workers' ranks.
 
-    `nprocs` is how many workers each node has, in the order of the nodes' ranks. All have the same role.
+    `nprocs` has the number of workers of each node, by the nodes' ranks. All workers have the same role.
     """
     found, total = {}, sum(nprocs)
     for rank, nproc in enumerate(nprocs):
@@ -79,10 +79,11 @@ def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
 
 
 class RoundStore(HashStore):
-    """The store of one torchrun's agent, in its own memory, so that it cannot be lost or cut off.
+    """A store for one agent of torchrun, in that agent's memory, so that it cannot be lost or cut off.
 
-    It has the workers' ranks, `known`, from the start. No agent waits for the others in it: a worker exits
-    with 0 only when all have ended the job, and an agent whose workers fail then learns that it is finished.
+    It has the workers' ranks, `known`, from the start. At the job's end no agent waits for the others: a
+    worker exits with 0 only when all workers have ended the job, and an agent whose workers fail after that
+    learns from the other agents that the job is finished.
     """
 
     def __init__(self, known: Mapping[str, str]) -> None:
@@ -91,7 +92,7 @@ class RoundStore(HashStore):
             self.set(key, value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Do nothing: the agent of rank 0 computes the workers' ranks, which are known."""
+        """Do nothing: torchrun's agent of rank 0 writes the workers' ranks, which are already here."""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return at once. torchrun's agent calls this when its workers have finished."""
@@ -158,7 +159,10 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for a round, or lead one, without a time limit. Raise SystemExit(0) if the job is finished."""
+        """Wait until a round starts, without a time limit. Raises SystemExit(0) if the job is finished.
+
+        The agent that leads proposes the round.
+        """
         self._node.wait_for_round()
         self._restart = None
         meeting, said = Meeting(self._min, self._max, began=time.monotonic()), ""
@@ -186,7 +190,7 @@ class ElasticRendezvous(RendezvousHandler):
             time.sleep(POLL_S)
 
     def _propose(self, group: Sequence[Entry]) -> str:
-        """Propose a round to `group`, and start it if all accept. Return "" or why it did not start."""
+        """Propose a round to `group`, and start it if all accept; return "", or why it did not start."""
         number, job = decisions.job_of(group)
         members = tuple(replace(entry, members=(), reach=()) for entry in group)  # without the long lists
         round = Round(uuid.uuid4().hex, number + 1, job or uuid.uuid4().hex, members, self._host_store())
@@ -260,7 +264,10 @@ class ElasticRendezvous(RendezvousHandler):
         self._node.end(FINISHED, EXIT_S)
 
     def shutdown(self) -> bool:
-        """Post that the job is FINISHED and let others read it, unless an exception is being handled."""
+        """Post that the job is FINISHED, and give others LINGER_S seconds to read it; return True.
+
+        If an exception is being handled, do neither: the job goes on without this agent.
+        """
         if sys.exc_info()[0] is None:
             atexit.unregister(self._leave)  # the entry stays for agents that are frozen or cut off
             self._node.end(FINISHED, EXIT_S)
@@ -272,9 +279,9 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def _free_memory(self, only_left: bool = False) -> None:
-        """Remove the snapshots that this agent's workers have in memory, since no generation follows here.
+        """Remove the snapshots that this agent's workers keep in memory, because no workers follow here.
 
-        With `only_left`, only those that the last generation left to a next one on purpose.
+        With `only_left`, remove only those that the last workers left on purpose for workers after a restart.
         """
         if self._memory_file.exists():
             root = Path(self._memory_file.read_text())
@@ -288,7 +295,7 @@ class ElasticRendezvous(RendezvousHandler):
 
 
 def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
-    """Return the port that the list of endpoints gives this node, or 0."""
+    """Return the port of the endpoint whose host has `address`, this node's address; 0 if there is none."""
     for host, port in endpoints:
         try:
             found = {info[4][0] for info in socket.getaddrinfo(host, port)}

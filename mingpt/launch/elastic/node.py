@@ -1,8 +1,8 @@
-"""An agent's Node: in background threads it posts its entry, reads the entries of others, and pings them.
+"""A Node posts the entry of one of torchrun's agents, reads those of others, and pings them, in threads.
 
 No public method of `Node` waits for the network or for storage, except `end` for a limited time, so an agent
-whose storage hangs still obeys a signal. `Meeting` chooses, from what an agent sees while it waits, the group
-that the agent proposes if it is the leader. For "round" and "group" see decisions.py.
+whose storage hangs still obeys a signal. While an agent waits, `Meeting` chooses the group that the agent
+proposes if it is the leader. decisions.py says what a round and a group are.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ PROMISE_S = 10.0  # how long a promise to take part in a round holds
 POLL_S = {WAITING: 0.1, RUNNING: 0.5, FINISHED: 0.1, LEFT: 0.1}  # between posts
 POLL_PER_AGENT_S, MAX_POLL_S = 0.01, 1.0  # each agent reads all posts; MAX_POLL_S is less than FRESH_S
 PING_S, PING_TIMEOUT_S = 0.5, 1.5
-ID_LENGTH = 12  # short, since an entry lists the ids of all others twice
+ID_LENGTH = 12  # short, because an entry lists the ids of all others twice
 STRAGGLERS_S = 10.0  # the longest wait for members of a round that others have left
 SAY_AFTER_S, SAY_EVERY_S = 1.0, 30.0
 
 
 @dataclass(frozen=True)
 class View:
-    """An agent's view of the others at a moment.
+    """What an agent sees of the others at a moment.
 
     If no board (a place where agents post entries) has answered lately, `is_fresh` is false and `alive` has
-    `me` alone: do not decide by such a view.
+    only `me`: such a view must not be used for decisions.
     """
 
     me: Entry
@@ -48,7 +48,7 @@ class View:
 
 @dataclass
 class Peer:
-    """Another agent, as this one sees it."""
+    """Another agent, as this agent sees it."""
 
     entry: Entry
     # By a board's name: entries of different ages on two boards are no sign of life.
@@ -58,7 +58,7 @@ class Peer:
 
 
 class Node:
-    """This agent's entry, its view of the others, and its side of the agreement on a round."""
+    """One agent: the entry that it posts, what it sees of the others, and the round that it agreed to."""
 
     def __init__(self, host: str, address: str, nproc: int) -> None:
         self._changed = threading.Condition()  # guards all fields below, and wakes the posting threads
@@ -194,7 +194,10 @@ class Node:
             self._set_state(WAITING)
 
     def end(self, state: str, within_s: float) -> None:
-        """Post that the job is FINISHED or this agent LEFT; wait until a board has it, at most `within_s`."""
+        """Post `state`: the job is FINISHED, or this agent has LEFT the job.
+
+        Waits until a board has it, at most `within_s` seconds.
+        """
         with self._changed:
             self._set_state(state)
         deadline = time.monotonic() + within_s
@@ -212,7 +215,10 @@ class Node:
         return {"ok": self.promise(check_json(message["round"], Round))}
 
     def promise(self, round: Round) -> bool:
-        """Promise a round's leader to take part. Return False if not waiting, or promised to another."""
+        """Promise a round's leader to take part in the round, for PROMISE_S seconds.
+
+        Returns False if this agent is not waiting for a round, or has promised another leader.
+        """
         leader = round.members[0].id
         with self._changed:
             promised_to, _, until = self._promise
@@ -232,7 +238,10 @@ class Node:
         return {"ok": self.enter(check_json(message["round"], Round))}
 
     def enter(self, round: Round) -> bool:
-        """Enter a round: set `entered`, post RUNNING. Return False without a valid promise to this round."""
+        """Enter a round: set `entered`, and post the state RUNNING.
+
+        Returns False if this agent has not promised to take part in the round, or the promise has expired.
+        """
         with self._changed:
             _, promised, until = self._promise
             if self._entry.state != WAITING or promised != round.id or time.monotonic() > until:
@@ -248,7 +257,7 @@ class Node:
 
 @dataclass
 class Meeting:
-    """One agent's wait for a round. Times are by a monotonic clock, in seconds."""
+    """One agent's wait for a round. Times are in seconds, by a monotonic clock."""
 
     min_nodes: int
     max_nodes: int
@@ -260,9 +269,10 @@ class Meeting:
     _said_at: float = 0.0
 
     def group_to_propose(self, view: View, now: float) -> list[Entry] | None:
-        """Return the group, by rank, if it is complete, this agent leads it and no round goes on, else None.
+        """Return the group of agents, by rank, if this agent should propose a round to them, else None.
 
-        Call it with each new view, since it notes for how long the group has been unchanged.
+        This is so if the group is complete, this agent leads it, and no round goes on. Call this with each
+        new view, because it notes for how long the group has been unchanged.
         """
         if not view.is_fresh:
             self._group = ()
@@ -285,7 +295,7 @@ class Meeting:
         return group if is_complete else None
 
     def line_to_say(self, view: View, now: float) -> str | None:
-        """Return the line to log now, or None: it is logged when it changes, and again every SAY_EVERY_S."""
+        """Return the line to log now, or None: in the first second, or if it was logged a short time ago."""
         if now - self.began < SAY_AFTER_S:
             return None
         line = decisions.describe_wait(view.me, view.alive, self.min_nodes, view.troubles)
