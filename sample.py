@@ -1,8 +1,8 @@
 """Generate text with a trained model: python sample.py out/default --prompt "..." --tokens 300.
 
-Prints the prompt, then the text, and nothing else; between several samples a line of dashes. A sample ends
-early at an end-of-text token. In a terminal, if no prompt is given, the program asks for prompts again and
-again: Ctrl-C stops a text, Ctrl-D ends the program.
+Prints the prompt, then the text, and nothing else; several samples are separated by a line of dashes. A
+sample ends early at an end-of-text token. In a terminal, if no prompt is given, the program asks for one
+prompt after another: Ctrl-C stops a text, Ctrl-D ends the program.
 """
 
 import argparse
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from mingpt.model import GPT
 
 
-BATCH = 16  # samples at once; each has a key/value cache
-TERMINAL_LINE = 4096  # characters of a prompt that is typed
+BATCH = 16  # samples that are generated at once; each has a key/value cache
+TERMINAL_LINE = 4096  # characters that a prompt typed in a terminal may have
 SEPARATOR = "---------------\n"
 NANOGPT_OPTIONS = {
     "--out_dir": "the first argument, as in python sample.py out/default",
@@ -47,7 +47,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         type=typed_path,
         default="out/default",
         help="run folder or snapshot folder, whose newest snapshot is used, or step_*.safetensors; a path or "
-        "URL; or a model of Hugging Face's: its folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl "
+        "URL; or a Hugging Face model: its folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -80,7 +80,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="float32",
-        help="of weights and products; auto: bfloat16 where it is fast, which pays for several samples "
+        help="type of weights and products; auto: bfloat16 if it is fast, worth it for several samples "
         "(default: %(default)s)",
     )
     parser.add_argument("--stop", metavar="TEXT", help="end a sample before this text")
@@ -130,7 +130,7 @@ def sample(arguments: argparse.Namespace) -> None:
     vocab_size = weights.vocab_size
     tokenizer = None if arguments.prompt_tokens is not None else weights.tokenizer
     has_prompt = arguments.prompt is not None or arguments.prompt_file is not None
-    # Not sys.stdin, which is None where it is closed.
+    # Not sys.stdin, which is None if it is closed.
     is_interactive = not has_prompt and os.isatty(0) and sys.stdout.isatty()
     text, prompt = "", list[int]()
     if tokenizer is None:
@@ -162,9 +162,9 @@ def find_device(wanted: str) -> "torch.device":
 
 
 def answer_prompts(model: "GPT", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
-    """Ask for a prompt and write its samples, again and again until Ctrl-D; Ctrl-C stops a text."""
+    """Ask for prompts until Ctrl-D, and write the samples for each; Ctrl-C stops a text early."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 (it gives input() a history, where Python has been built with it)
+        import readline  # noqa: F401 (if Python has it, it gives input() a history)
     while True:
         try:
             text, prompt = encode_prompt(input("prompt (Ctrl-D ends): ") or None, tokenizer)
@@ -181,7 +181,10 @@ def answer_prompts(model: "GPT", tokenizer: "Tokenizer", arguments: argparse.Nam
 def write_samples(
     model: "GPT", tokenizer: "Tokenizer | None", text: str, prompt: list[int], arguments: argparse.Namespace
 ) -> None:
-    """Write the samples, each after `text`, whose tokens are `prompt`; without a tokenizer, write tokens."""
+    """Write the samples to stdout, each after `text`, the prompt, whose tokens are `prompt`.
+
+    Without a tokenizer, write the numbers of the tokens, separated by commas.
+    """
     for number, tokens in enumerate(samples(model, tokenizer, prompt, arguments)):
         if number:
             write_stdout(SEPARATOR)
@@ -193,7 +196,7 @@ def write_samples(
 def samples(
     model: "GPT", tokenizer: "Tokenizer | None", prompt: list[int], arguments: argparse.Namespace
 ) -> Iterator[Iterable[int]]:
-    """Yield each sample's tokens after the prompt; those of a single sample come as they are generated."""
+    """Yield the tokens of each sample, without the prompt; a single sample's tokens as they are generated."""
     from mingpt.model import generate_batch
 
     for first in range(0, arguments.num_samples, BATCH):
@@ -236,7 +239,10 @@ def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[
 
 
 def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
-    """Return the text, or for None the default prompt, and its tokens. UserError if empty or unencodable."""
+    """Return a prompt and its tokens. If `text` is None, it is the tokenizer's default prompt.
+
+    Raises UserError if the text is empty or cannot be encoded.
+    """
     if text is None:
         tokens = tokenizer.default_prompt()
         return tokenizer.decode(tokens), tokens
@@ -247,7 +253,7 @@ def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[i
 
 
 def read_prompt_tokens(arguments: argparse.Namespace, vocab_size: int) -> list[int]:
-    """Return the tokens of --prompt_tokens. UserError if there are none, or not all below `vocab_size`."""
+    """Return the tokens of --prompt_tokens. Raises UserError without any, or if one is invalid."""
     text = arguments.prompt_tokens
     if text is None:
         raise UserError("the run has no tokenizer: give tokens to continue, as in --prompt_tokens 464,3290")
@@ -259,9 +265,9 @@ def read_prompt_tokens(arguments: argparse.Namespace, vocab_size: int) -> list[i
 
 
 def write_pieces(pieces: Iterator[str], stop: str | None) -> None:
-    """Write text to stdout as it comes, up to `stop` if that occurs, and a newline at the end.
+    """Write pieces of text to stdout as they arrive, until the text `stop` occurs, and then a newline.
 
-    The last characters, which may begin `stop`, wait for the next piece.
+    The last characters of a piece may be the beginning of `stop`, so they are written with the next piece.
     """
     held, waiting = "", len(stop) - 1 if stop else 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Train a GPT: python train.py [CONFIG.yaml] [section.key=value ...], alone or under torchrun. See README.md.
+"""Train a GPT: python train.py [CONFIG.yaml] [section.key=value ...]; torchrun may start it. See README.md.
 
 Exit codes: 0 finished, or stopped; 2 a mistake that only the user can correct; 1 anything else; under
 torchrun 128 + signal when told to stop by a signal other than SIGUSR1.
@@ -17,7 +17,7 @@ def main() -> None:
 
         from mingpt.launch.agent import start_workers
 
-        # Plain `python`, several workers: this process becomes their agent and exits here, as they do.
+        # Under plain `python`, for several workers, this process becomes their agent and exits here.
         start_workers(worker, config, sys.argv)
 
         from mingpt.training.run import build_run

@@ -2,9 +2,9 @@
 
     python .ci/house.py
 
-An import counts wherever it stands, also in a function or under TYPE_CHECKING. A statement is an `ast.stmt`, and a node is one that `ast.walk` finds, without
-`ast.expr_context`: both figures are the same on every Python. The share of comments and docstrings is that
-of lines that are not blank.
+An import counts wherever it stands, also in a function or under TYPE_CHECKING. A statement
+is an `ast.stmt`, and a node is one that `ast.walk` finds, without `ast.expr_context`: both figures are the
+same on every Python. The share of comments and docstrings is that of lines that are not blank.
 """
 
 import ast

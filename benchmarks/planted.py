@@ -5,9 +5,10 @@
 
 A fault is two pieces of text: `old`, which stands once in a file of mingpt/, and `new`, which takes its place
 in a copy of the working tree. The fast tests of the file's package run first, then tests with jobs that go
-through the package, its slow tests, and the jobs that run weekly, until a test fails. Prints a row per fault, as JSON, with that test or null; exit code 1 if a fault cannot be planted or no test has found
-it. If you delete tests or move code, run this before and after; a fault whose code has changed gets a new
-text that breaks the same promise.
+through the package, its slow tests, and the jobs that run weekly, until a test fails. Prints a row per fault,
+as JSON, with that test or null; exit code 1 if a fault cannot be planted or no test has found it. If you
+delete tests or move code, run this before and after; a fault whose code has changed gets a new text that
+breaks the same promise.
 """
 
 import argparse

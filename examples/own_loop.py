@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc_per_node=2 --max-restarts=3 examples/own_loop.py
 
-This project must be on PYTHONPATH, or installed. The last line, a hash of the weights, does not depend on the
-number of workers and of kills, on one kind of device. Snapshots go to own_loop/: the same command goes on.
+This project must be on PYTHONPATH, or installed. The last line, a hash of the weights, is the same for any
+number of workers and of kills, on one kind of device. Snapshots are saved in the folder own_loop/; started
+again, the same command goes on from the newest.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ def make_images(count: int) -> TensorDataset:
 
 
 def make_model() -> nn.Module:
-    """Return the network. BatchNorm has no place in it: its statistics depend on the micro-batches."""
+    """Return the network. It must not contain BatchNorm, whose statistics depend on the micro-batches."""
     first, second = nn.Conv2d(1, 16, 5, stride=2), nn.Conv2d(16, 32, 3, stride=2)  # (B, 32, 4, 4) at the end
     return nn.Sequential(
         first, nn.GroupNorm(4, 16), nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(512, CLASSES)
@@ -43,7 +44,7 @@ def make_model() -> nn.Module:
 
 
 def train(context: DistributedContext) -> str | None:
-    """Train up to STEPS, or up to a request to stop, and return that request."""
+    """Train until step STEPS or until a request to stop; return the request, if any."""
     enable_determinism()
     torch.manual_seed(SEED)  # all workers draw the same weights: nothing broadcasts them
     model, data = make_model().to(context.device), make_images(6000)
@@ -96,5 +97,5 @@ def train(context: DistributedContext) -> str | None:
 
 
 if __name__ == "__main__":
-    with Worker() as worker:  # exits at once if another one is killed, and torchrun restarts all
+    with Worker() as worker:  # exits at once if another worker is killed; torchrun restarts all
         worker.stopped_by = train(worker.connect())

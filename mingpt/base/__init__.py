@@ -1,6 +1,5 @@
-"""Code that any package of mingpt/ may use: errors that decide a job's fate, events, files, URLs.
+"""Code that every package of mingpt may import: exceptions, events, and work with files, URLs and processes.
 
-The parser and exit codes of commands, and threads with a time limit, are here, too.
-
-Imports no other package of mingpt/.
+The parser and the exit codes of commands, and threads with a time limit, are here, too. This package imports
+no other package of mingpt.
 """

@@ -20,7 +20,7 @@ from mingpt.base.urls import RedactingFormatter, redact
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that raises UserError for a mistake, and takes no abbreviated options."""
+    """An argument parser that raises UserError for a mistake, and accepts no abbreviated options."""
 
     def __init__(self, prog: str, description: str | None, usage: str | None = None) -> None:
         super().__init__(
@@ -45,7 +45,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class StandardStream(io.FileIO):
-    """The raw file of stdout or stderr. It drops what cannot be written, and keeps the last `error`."""
+    """The raw file of stdout or stderr. A failed write sets `error`, drops its content and never raises."""
 
     error: OSError | None = None
 
@@ -58,15 +58,16 @@ class StandardStream(io.FileIO):
 
 
 def open_streams() -> None:
-    """Make sure that no write to stdout or stderr raises an error, whatever they are; see `write_stdout`.
+    """Replace stdout and stderr by streams whose writes never raise; `write_stdout` raises their errors.
 
-    Characters that their encoding lacks are written as escapes, such as \\u6d77. An absent stdin is empty.
+    Characters that the encoding lacks are written as escapes, such as \\u6d77. A stdin that is closed is
+    replaced by an empty one. A stdout or stderr that a notebook or a test has replaced stays as it is.
     """
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - open as long as the process
     for name, stream in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
         if getattr(sys, name) is not stream:
             continue  # a notebook has replaced it, or a test
-        # Where the stream is closed, its number is the lowest free one: no data file may get it.
+        # A closed stream's descriptor is free, and the next file to be opened would get it.
         descriptor = stream.fileno() if stream else os.open(os.devnull, os.O_RDONLY)
         os.set_blocking(descriptor, True)
         buffer = io.BufferedWriter(StandardStream(descriptor, "w", closefd=False))
@@ -75,10 +76,10 @@ def open_streams() -> None:
 
 
 def write_stdout(text: str) -> None:
-    """Write text to stdout at once.
+    """Write text to stdout, and flush it.
 
-    Raises UserError if stdout is closed or cannot be written, and SystemExit if its reader is gone, as `head`
-    is after some lines.
+    Raises UserError if stdout is closed or the write fails, and SystemExit if the process that reads it has
+    exited, as `head` does after some lines.
     """
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -91,7 +92,7 @@ def write_stdout(text: str) -> None:
 
 
 def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run a command, with logs on stderr; return its exit code, or print a UserError and return 2."""
+    """Run a command with logs on stderr; return its exit code, or print its UserError and return 2."""
     open_streams()
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(message)s"))
@@ -105,5 +106,5 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
 
 
 def write_lines(lines: Iterable[str]) -> None:
-    """Write lines to stdout, without the credentials of URLs. Raises what `write_stdout` does."""
+    """Write lines to stdout, with credentials in URLs hidden. Raises the exceptions of `write_stdout`."""
     write_stdout(redact("".join(f"{line}\n" for line in lines)))

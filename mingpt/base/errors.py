@@ -1,29 +1,30 @@
-"""Exceptions, by what a failure means for the job. `distributed.worker.Worker` turns them into exit codes."""
+"""Exceptions, named by what a failure means for the job. `distributed.Worker` turns them into exit codes."""
 
 from collections.abc import Sequence
 
 
 class UserError(ValueError):
-    """A mistake that only the user can correct, in one sentence. Ends the job with exit code 2.
+    """A mistake that only the user can correct; the message is one sentence.
 
-    All ranks raise it, except the subclass NodeRefused.
+    The process exits with code 2, and a job ends without restarts. In a job all ranks raise it, except for
+    the subclass NodeRefused.
     """
 
 
 class ExpectedError(RuntimeError):
-    """An error that one sentence explains, without a traceback. Exit code 1; the agent may restart."""
+    """An error reported in one sentence, without a traceback. The exit code is 1; a restart may follow."""
 
 
 class PeersMissing(ExpectedError):
-    """Workers did not reach the rendezvous, or other nodes' ranks raise NodeRefused. A restart may follow."""
+    """Other workers did not reach the rendezvous, or raised NodeRefused. A restart may go on without them."""
 
     def __init__(self, sentence: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(sentence)
-        self.ranks = ranks  # those missing at the rendezvous
+        self.ranks = ranks  # that are missing at the rendezvous
 
 
 class StopRequested(Exception):
-    """All ranks agreed to stop before this generation's first step, so that there is nothing to save."""
+    """All ranks agreed to stop before the first step after a start or restart. There is nothing to save."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"stopped by {reason}")
@@ -31,9 +32,9 @@ class StopRequested(Exception):
 
 
 class NonRetryableError(ExpectedError):
-    """A failure that a restart would repeat. Ends the job with exit code 1, without restarts.
+    """A failure that a restart would repeat. It ends the job with exit code 1, without restarts.
 
-    In training all ranks raise it, except the subclass SupersededError.
+    In training all ranks raise it, but the subclass SupersededError is raised only on ranks that write.
     """
 
 
@@ -42,19 +43,19 @@ class ClaimLost(ExpectedError):
 
 
 class SupersededError(ClaimLost, NonRetryableError):
-    """Another job has taken over the folder, or the claim was removed. Raised only where a rank writes."""
+    """Another job has taken over the run folder, or the claim was removed. Only ranks that write raise it."""
 
 
 class LaterGeneration(ClaimLost):
-    """A later generation of this job has taken over the folder: this worker was frozen, or cut off."""
+    """Restarted workers of this job took over the run folder while this worker was frozen or cut off."""
 
 
 class NodeRefused(UserError):
-    """This node cannot take part in the job, which continues without it. Raised on this node's ranks only."""
+    """This node cannot take part in the job, which continues without it. Only this node's ranks raise it."""
 
 
 class NonFiniteError(NonRetryableError):
-    """A loss or a gradient is NaN or infinite; no snapshot holds the update."""
+    """A loss or a gradient is NaN or infinite. No snapshot contains the update that it led to."""
 
 
 class CorruptSnapshot(Exception):
@@ -62,4 +63,4 @@ class CorruptSnapshot(Exception):
 
 
 class UnreadableSnapshot(Exception):
-    """A snapshot, or folder of snapshots, that cannot be read now or is not this job's, and may be valid."""
+    """A snapshot, or folder of snapshots, that cannot be read now or is another job's, but may be valid."""

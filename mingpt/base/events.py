@@ -36,13 +36,13 @@ _subscribers: dict[str, list[Callback]] = {}
 
 
 def subscribe(name: str, callback: Callback) -> None:
-    """Have `callback(**details)` called at each event `name`. Raises ValueError if EVENTS lacks the name."""
+    """Call `callback(**details)` at each event `name` from now on. Raises ValueError for an unknown name."""
     if name not in EVENTS:
         raise ValueError(f"there is no event {name!r}; there are {', '.join(EVENTS)}")
     _subscribers.setdefault(name, []).append(callback)
 
 
 def emit(event: str, /, **details: Any) -> None:
-    """Run the callbacks of an event in the order of their subscription, in this thread."""
+    """Call the callbacks that are subscribed to `event`, in the order of subscription, in this thread."""
     for callback in _subscribers.get(event, ()):
         callback(**details)

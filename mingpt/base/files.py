@@ -1,7 +1,6 @@
 """File operations for the whole program: atomic writes, retries, and reading JSON that may be damaged.
 
-A worker must not import pydantic before it listens for signals. Code that runs until then must therefore not
-import this file.
+This file imports pydantic, which takes time. A worker must listen for signals before it imports this file.
 """
 
 import codecs
@@ -25,10 +24,10 @@ from mingpt.base.errors import UserError
 # Each driver of fsspec raises exceptions of its own, from aiohttp, botocore or paramiko for example.
 DriverError = Exception
 RETRIES_S = (0.5, 2.0)  # pauses between attempts, for the short failures of object stores
-PIECE_BYTES = 16 << 20  # of a large file per request; drivers end a request to a URL after a few minutes
-LIMITS = {errno.EFBIG: "ulimit -f", errno.EMFILE: "ulimit -n"}  # which limit an error's number tells of
-MAX_JSON_BYTES = 64 << 20  # per file; a JSON file of a run or a data set has a few thousand
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's contain them, and NULs
+PIECE_BYTES = 16 << 20  # per request for a large file; drivers end a request to a URL after a few minutes
+LIMITS = {errno.EFBIG: "ulimit -f", errno.EMFILE: "ulimit -n"}  # by errno: the limit that was reached
+MAX_JSON_BYTES = 64 << 20  # per file; a run's or data set's JSON file has a few thousand bytes
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # the marks of UTF-32 contain these, and NULs
 # Types of values in JSON, for several packages.
 Count = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**63)]
 Seconds = Annotated[float, pydantic.Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
@@ -50,12 +49,13 @@ def atomic_file(
     """Open a file for writing, under the name `partial`, and rename it to `path` when the block ends.
 
     The file is unbuffered: use `write_all`. `partial` is by default `<name>.partial` beside `path`. An error
-    before or in the rename removes the partial file, and an earlier file at `path` stays. `sync` tells what
-    is made durable: nothing, the file before the rename, or also its folder afterwards. If that last sync
-    fails, OSError is raised although the new file is at `path`.
+    before or during the rename removes the partial file, and an earlier file at `path` stays. `sync` says
+    what is made durable by fsync: nothing, the file before the rename, or the file and then its folder after
+    the rename. If the folder's fsync fails, OSError is raised although the new file is at `path`.
 
-    `before_rename` is called right before the rename: during a long write another job may have taken over the
-    folder. It prevents the rename if it raises an error or returns False. After False the partial file stays.
+    `before_rename` is called right before the rename, for example to check that no other job has taken over
+    the folder during a long write. It prevents the rename by raising an error or returning False. After False
+    the partial file stays.
     """
     partial = partial or Path(path).with_name(f"{Path(path).name}.partial")
     try:
@@ -81,14 +81,14 @@ def write_atomic(
     sync: Sync = "folder",
     before_rename: Callable[[], bool | None] = lambda: None,
 ) -> None:
-    """Write a whole file, text as UTF-8, by `atomic_file`. Raises OSError or an error of `before_rename`."""
+    """Write a whole file by `atomic_file`; a str as UTF-8. Raises OSError, or an error of `before_rename`."""
     with atomic_file(path, partial, sync, before_rename) as file:
         write = functools.partial(os.write, file.fileno())
         write_all(write, content.encode() if isinstance(content, str) else content)
 
 
 def write_all(write: Callable[[memoryview], int | None], content: bytes | memoryview) -> None:
-    """Call `write`, which returns how many bytes it took, until it has taken all. Passes on its errors."""
+    """Write all of `content` by calls of `write`, each of which may write a part and returns its length."""
     remaining = memoryview(content)
     while remaining:
         written = write(remaining) or 0
@@ -96,7 +96,7 @@ def write_all(write: Callable[[memoryview], int | None], content: bytes | memory
 
 
 def fsync_path(path: str | Path) -> None:
-    """Make a file durable, or the renames in a folder and removals from it. Raises OSError."""
+    """Make a file's content durable, or the renames and removals in a folder, by fsync. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -105,7 +105,7 @@ def fsync_path(path: str | Path) -> None:
 
 
 def remove_quietly(path: str | Path) -> None:
-    """Remove a file, if it exists. If that fails, nothing is raised: the file that stays only takes space."""
+    """Remove a file, if it exists. A failure is logged, not raised: a file that stays only takes space."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def remove_quietly(path: str | Path) -> None:
 
 
 def temporary_folder(prefix: str = "mingpt-") -> "tempfile.TemporaryDirectory[str]":
-    """Return a new folder that the end of a `with` block removes. Raises UserError if none can be made."""
+    """Make a temporary folder, which the end of a `with` block removes. Raises UserError if that fails."""
     try:
         return tempfile.TemporaryDirectory(prefix=prefix)
     except OSError as error:
@@ -125,10 +125,10 @@ def temporary_folder(prefix: str = "mingpt-") -> "tempfile.TemporaryDirectory[st
 
 
 def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable[[Exception], None]) -> T:
-    """Return the result of `work`; if it raises, call it again after each of `pauses_s` (seconds).
+    """Return the result of `work()`. If it raises, call it again after each pause of `pauses_s`, in seconds.
 
-    Before a pause, `on_failure` is called with the error, to log it, or to raise if another attempt is of no
-    use. The error of the last attempt is raised.
+    Before a pause, `on_failure` is called with the error. It may log the error, or raise it to prevent
+    another attempt. The error of the last attempt is raised.
     """
     for pause_s in pauses_s:
         try:
@@ -142,7 +142,7 @@ def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable
 def reason_of(error: BaseException) -> str:
     """Return what an error says in one line: its `strerror`, if any, else its type and its first line.
 
-    If the process has met a limit that the shell sets, its command is named.
+    If the error means that a limit of the shell was reached, the `ulimit` command is added.
     """
     lines = str(error).splitlines() or [""]
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {lines[0][:300]}"
@@ -151,9 +151,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def decode_text(content: bytes, offset: int = 0) -> str:
-    """Return UTF-8 as text, without a byte order mark at its start. `offset` is its place in a file.
+    """Decode UTF-8, and drop a byte order mark at the start. `offset` is the place of `content` in its file.
 
-    Raises ValueError, which begins with "not UTF-8".
+    Raises ValueError, whose message begins with "not UTF-8" and names the place of a wrong byte in the file.
     """
     # UTF-16 without a mark may be valid UTF-8, with a NUL beside each letter.
     if content.startswith(UTF16_MARKS) or 3 * content.count(0) > len(content):
@@ -166,7 +166,7 @@ def decode_text(content: bytes, offset: int = 0) -> str:
 
 
 class BadJson(ValueError):
-    """Content that is no JSON, or not of the expected form. `place` has the keys to the wrong value."""
+    """Content that is not JSON or has another form than expected; `place` is the path to the wrong value."""
 
     def __init__(self, reason: str, place: tuple[str | int, ...] = ()) -> None:
         self.place = place
@@ -175,9 +175,9 @@ class BadJson(ValueError):
 
 
 def read_json(path: Path, form: Any = Any) -> Any:
-    """Return the content of a JSON file as `json.loads` gives it, checked by `check_json` against `form`.
+    """Return the content of a JSON file as `json.loads` returns it, after `check_json` against `form`.
 
-    Raises OSError, or BadJson, also for a file of more than MAX_JSON_BYTES.
+    Raises OSError if the file cannot be read, and BadJson if it is longer than MAX_JSON_BYTES or wrong.
     """
     with open(path, "rb") as file:
         content = file.read(MAX_JSON_BYTES + 1)
@@ -189,7 +189,7 @@ def read_json(path: Path, form: Any = Any) -> Any:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return what `json.loads` makes of text, or of UTF-8 by `decode_text`. BadJson also for deep nesting."""
+    """Parse JSON, a str or UTF-8 bytes. Raises BadJson if it is not JSON, or is nested too deeply."""
     try:
         return json.loads(decode_text(content) if isinstance(content, bytes) else content)
     except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError, too
@@ -197,9 +197,10 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def check_json(value: Any, form: type[T]) -> T:
-    """Convert a value that `json.loads` gave to `form`, any type that pydantic knows. Raises BadJson.
+    """Check a value from `json.loads` against `form`, any type that pydantic knows; return it converted.
 
-    Numbers and truth values in `form` are to be strict: otherwise pydantic takes "1" for 1, and 1 for true.
+    Raises BadJson if it does not fit. Declare numbers and booleans in `form` as strict: otherwise pydantic
+    accepts "1" for 1, and 1 for true.
     """
     try:
         return make_adapter(form).validate_python(value)  # type: ignore[arg-type]
@@ -208,6 +209,6 @@ def check_json(value: Any, form: type[T]) -> T:
 
 
 def bad_json(error: pydantic.ValidationError) -> BadJson:
-    """Return the BadJson for the first value that pydantic found wrong."""
+    """Return a BadJson that describes the first wrong value in `error`."""
     first = error.errors(include_url=False, include_input=False)[0]
     return BadJson(first["msg"], first["loc"])

@@ -9,9 +9,9 @@ from mingpt.base.errors import UserError
 from mingpt.base.files import reason_of
 from mingpt.base.urls import redact
 
-# What cannot be meant as a path, in the order in which it is looked for, and what to write instead.
+# Patterns of what cannot be meant as a path, in the order in which they are tried; what to write instead.
 REFUSED = {
-    r"(?i)\A(none|null|)\Z": "is no path: leave it out, or write ./NAME for a file of that name",
+    r"(?i)\A(none|null|)\Z": "is not a path: leave it out, or write ./NAME for a file of that name",
     r"[\x00-\x1f\x7f-\x9f]": "has a line end or another control character in it: leave that out",
     r"\$[A-Za-z_{]": "has a variable in it, which is not replaced here: write its value",
     r"\A~": "begins with a home folder that is not known: write its path, or ./~NAME for a file of that name",
@@ -21,13 +21,13 @@ REFUSED = {
 
 
 class WrongPath(UserError, argparse.ArgumentTypeError):
-    """A text that is no path; `argparse` shows its sentence if `typed_path` is the type of an argument."""
+    """A text that cannot be a path. argparse shows the message if an argument's type is `typed_path`."""
 
 
 def typed_path(text: str, what: str = "the path") -> str:
     """Return a path or URL with the home folder in place of ~ or ~user at its beginning.
 
-    Raises WrongPath, which begins with `what`, for a text that cannot be meant as a path.
+    Raises WrongPath for a text that cannot be meant as a path; its message begins with `what`.
     """
     path = os.path.expanduser(text)
     shown = redact(path)  # a password or a query may have a $ in it
@@ -38,16 +38,19 @@ def typed_path(text: str, what: str = "the path") -> str:
 
 
 def refuse_pipe(path: str, what: str) -> None:
-    """Raise UserError for a named pipe, since reading it could wait forever for a writer."""
-    real = os.path.realpath(path.removeprefix("file://"))  # a shell's <(command) has no such name
+    """Raise UserError if `path` is a named pipe, because reading it could wait forever for a writer.
+
+    The message begins with `what`.
+    """
+    real = os.path.realpath(path.removeprefix("file://"))  # of a shell's <(command) it does not exist
     if Path(real).is_fifo():
         raise UserError(f"{what} {path} is a named pipe: write its content to a file")
 
 
 def describe_obstacle(path: str | Path, error: BaseException) -> str:
-    """Return why a folder could not be made at `path`: what else is there, or what the error says."""
+    """Return why no folder could be made at `path`: the file that is in its place, or the error's reason."""
     for place in (Path(path), *Path(path).parents):
         if os.path.lexists(place) and not os.path.isdir(place):
             link = f"a link to {os.readlink(place)}, which is " if os.path.islink(place) else ""
-            return f"{place} is {link}no folder"
+            return f"{place} is {link}not a folder"
     return reason_of(error)

@@ -1,6 +1,7 @@
-"""Tell a process from a later one with the same id, and from one on another machine; watch siblings.
+"""Identify processes across machines and across reuse of their ids; watch and kill sibling processes.
 
-A sibling is another child of the same parent. It is watched and killed by its pidfd, on Linux only.
+Siblings are the other children of this process's parent. They are watched and killed by their pidfds, which
+only Linux has.
 """
 
 import contextlib
@@ -28,10 +29,10 @@ class Process:
 
     def __post_init__(self) -> None:
         if not 0 < self.pid < MAX_PID:
-            raise ValueError("this is no process id")
+            raise ValueError("this is not a process id")
 
     def is_alive(self) -> bool | None:
-        """Return whether the process is alive; None if it is on another machine, or hidden by /proc."""
+        """Return whether the process is alive; None if it is on another machine, or if /proc hides it."""
         if self.machine != this_machine():
             return None
         try:
@@ -47,13 +48,13 @@ class Process:
 
 
 def this_process(pid: int | None = None) -> Process:
-    """Return the process with this id on this machine, by default the calling one."""
+    """Return the Process with id `pid` on this machine, by default the calling process."""
     pid = os.getpid() if pid is None else pid
     return Process(socket.gethostname(), this_machine(), pid, read_stat(pid)[2])
 
 
 def this_machine() -> str:
-    """Return a name that two processes share if and only if they see each other's ids."""
+    """Return a name that is equal in two processes if and only if each can see the other's process id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -62,7 +63,7 @@ def this_machine() -> str:
 
 
 def read_stat(pid: int) -> tuple[str, str, str] | tuple[None, None, None]:
-    """Return a process's state, its parent's id and its start time from /proc; None if it has no entry."""
+    """Return the state, parent id and start time in /proc/PID/stat; three None if there is no such file."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -71,7 +72,10 @@ def read_stat(pid: int) -> tuple[str, str, str] | tuple[None, None, None]:
 
 
 def open_siblings(parent: int | None) -> dict[int, int]:
-    """Return {rank: new pidfd} of the other children of `parent` with a rank; {} without /proc or pidfds."""
+    """Open a pidfd of each other child of `parent` that has a rank; return {rank: pidfd}.
+
+    The result is empty if the system has no /proc or no pidfds.
+    """
     found: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*"):
         pid = int(path.name)
@@ -85,7 +89,7 @@ def open_siblings(parent: int | None) -> dict[int, int]:
 
 
 def rank_of(pid: int) -> int | None:
-    """Return RANK in a process's environment; None if there is none or the environment cannot be read."""
+    """Return the RANK in a process's environment; None if it is not set, or cannot be read."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -95,9 +99,9 @@ def rank_of(pid: int) -> int | None:
 
 
 def wait_readable(fds: Mapping[int, int], timeout_s: float) -> list[int]:
-    """Wait at most `timeout_s` until one of {key: file descriptor} is readable; return the keys that are.
+    """Wait up to `timeout_s` seconds for a readable file descriptor; return the keys of those readable.
 
-    A pidfd is readable once its process has exited.
+    `fds` is {key: file descriptor}. A pidfd is readable once its process has exited.
     """
     poller = select.poll()
     keys = {fd: key for key, fd in fds.items()}

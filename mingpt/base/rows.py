@@ -1,4 +1,4 @@
-"""Rows by rank: which rank holds which rows of which tensor, for all that save, load, sum or update them."""
+"""A map that says which rank holds which rows of a tensor, for saving, loading, summing and updating."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ T = TypeVar("T")
 def split_rows(rows: int, workers: int) -> list[range]:
     """Return each rank's rows: chunks of ceil(rows / workers), of which the last may be shorter or empty.
 
-    FSDP2 shards dimension 0 of a parameter into the same chunks, by torch.chunk.
+    FSDP2 shards dimension 0 of a parameter in the same way, by torch.chunk.
     """
     size = -(-rows // workers)
     return [range(min(rank * size, rows), min((rank + 1) * size, rows)) for rank in range(workers)]
@@ -20,10 +20,11 @@ def split_rows(rows: int, workers: int) -> list[range]:
 
 @dataclass(frozen=True)
 class RowMap:
-    """The rows that each of `workers` ranks holds of the tensors with these whole `shapes`, by name.
+    """A map from a tensor's name to the rows of it that each of `workers` ranks holds.
 
-    Of a tensor whose name begins with one of `sharded`, each rank holds some rows, as `split_rows` says. Each
-    rank holds all rows of the other tensors, and all scalars. A scalar is one row.
+    `shapes` has the shapes of the unsharded tensors, by name. Tensors whose names begin with one of the
+    prefixes `sharded` are split along dimension 0 by `split_rows`. Each rank holds all rows of the other
+    tensors, and all scalars. A scalar counts as one row.
     """
 
     shapes: Mapping[str, Shape]
@@ -31,12 +32,12 @@ class RowMap:
     sharded: tuple[str, ...] = ()
 
     def by_rank(self, name: str) -> list[range] | None:
-        """Return the rows of a tensor by rank; None if each rank holds the whole tensor."""
+        """Return each rank's rows of a tensor; None if each rank holds the whole tensor."""
         shape = self.shapes[name]
         return split_rows(shape[0], self.workers) if shape and name.startswith(self.sharded) else None
 
     def of(self, name: str, rank: int) -> range:
-        """Return the rows of a tensor that a rank holds."""
+        """Return the rows of a tensor that `rank` holds."""
         rows = self.by_rank(name)
         return rows[rank] if rows else range(self.shapes[name][0] if self.shapes[name] else 1)
 
@@ -47,7 +48,10 @@ class RowMap:
 
 
 def in_batches(items: Iterable[T], size_of: Callable[[T], int], largest: int) -> Iterator[list[T]]:
-    """Yield the items in order, in lists of at most `largest` in all, or of one item."""
+    """Yield the items in order, in lists whose sizes, by `size_of`, add up to at most `largest`.
+
+    A larger item has a list of its own.
+    """
     batch, size = list[T](), 0
     for item in items:
         size += size_of(item)

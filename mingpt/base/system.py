@@ -37,7 +37,7 @@ class OutOfTime(Exception):
 
 
 def check_working_directory() -> None:
-    """Raise UserError if the working directory was removed. MKL, which torch loads, ends a process there."""
+    """Raise UserError if the working directory was removed: MKL, which torch loads, would end the process."""
     try:
         os.getcwd()
     except OSError as error:
@@ -47,7 +47,10 @@ def check_working_directory() -> None:
 
 
 def run_within(limit_s: float, work: Callable[[], T]) -> T:
-    """Run `work` in a thread; return its result or raise its exception. Raises OutOfTime after `limit_s`."""
+    """Run `work` in a thread, and return its result or raise its exception.
+
+    Raises OutOfTime if it does not end within `limit_s` seconds.
+    """
     outcome = start(work)
     if wait([outcome], limit_s).not_done:
         raise OutOfTime(f"not done within {limit_s:g} s")
@@ -81,7 +84,7 @@ def complete(outcome: Future[T], work: Callable[[], T]) -> None:
 
 
 def loopback_address() -> str:
-    """Return 127.0.0.1, or ::1 on a host without IPv4: addresses for which no name has to be resolved."""
+    """Return 127.0.0.1, or ::1 on a host without IPv4. With them, no host name has to be resolved."""
     try:
         with socket.socket(socket.AF_INET) as probe:
             probe.bind(("127.0.0.1", 0))
@@ -91,7 +94,10 @@ def loopback_address() -> str:
 
 
 def ipv4_addresses() -> list[tuple[str, ipaddress.IPv4Interface]]:
-    """Return (interface, address with its network), an interface's first address first. Raises OSError."""
+    """Return (interface's name, IPv4 address and network) for each IPv4 address of this host.
+
+    The first address of an interface comes before its others. Raises OSError.
+    """
     buffer = bytearray(IFREQ_BYTES * MAX_ADDRESSES)
     place = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     found = []
@@ -108,27 +114,27 @@ def ipv4_addresses() -> list[tuple[str, ipaddress.IPv4Interface]]:
 
 
 def use_one_arena() -> None:
-    """Have all threads of this process share glibc's freed memory. Call it before there is another thread."""
+    """Make all threads share one malloc arena of glibc. Call this before a second thread is started."""
     # Each thread would have an arena of its own, and could not use memory that another thread has freed.
     set_malloc_option(M_ARENA_MAX, 1)
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory: blocks given back to the kernel would cost page faults in every step."""
+    """Make glibc keep freed memory: returned to the kernel, it would cost page faults in every step."""
     set_malloc_option(M_MMAP_MAX, 0)
     set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1)
     set_malloc_option(M_TOP_PAD, 64 << 20)
 
 
 def set_malloc_option(option: int, value: int) -> None:
-    """Set one of malloc's options by glibc's `mallopt`; do nothing if the C library has no `mallopt`."""
+    """Set an option of malloc by glibc's `mallopt`; do nothing if the C library has no `mallopt`."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(option, value)
 
 
 def usable_cores() -> int:
-    """Return how many CPU cores affinity and cgroup quota, rounded down, allow this process, at least 1."""
+    """Return how many CPU cores this process may use, by its affinity and its cgroup quota; at least 1."""
     try:
         cores = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # no Linux, or a sandbox refuses the call
@@ -138,9 +144,9 @@ def usable_cores() -> int:
 
 
 def allow_open_files(workers: int) -> None:
-    """Raise the soft limit of open files to what so many workers on one node need, if it is lower.
+    """Raise the soft limit on open files, if it is too low for this number of workers on one node.
 
-    Raises UserError if the hard limit is lower: torch would wait for connections that it cannot open.
+    Raises UserError if the hard limit is too low: torch would wait for connections that it cannot open.
     """
     least = FILES_OF_AGENT + FILES_PER_WORKER * workers
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -155,7 +161,10 @@ def allow_open_files(workers: int) -> None:
 
 
 def cgroup_quota(membership: Path, mount: Path) -> float:
-    """Return the least CPU quota, in cores, of the cgroup (v2) in `membership` and its parents, or inf."""
+    """Return the smallest CPU quota, in cores, of a process's cgroup (v2) and its parents; inf without any.
+
+    `membership` is the process's /proc/PID/cgroup, `mount` the folder where cgroups are mounted.
+    """
     quota = float("inf")
     try:
         (path,) = [line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")]

@@ -1,8 +1,8 @@
 """Open URLs by the drivers of fsspec, and hide their credentials in messages, logs and the run's files.
 
-Code that writes one of these redacts the text first. URLs are shown as `sftp://user:***@host/path` and
-`https://host/file?***`. Other secrets belong in environment variables: of these, only PYTHONPATH and some of
-the launch, such as RANK or GLOO_SOCKET_IFNAME, may be printed.
+Code that writes to one of these calls `redact` first. URLs are shown as `sftp://user:***@host/path` and
+`https://host/file?***`. Other secrets belong in environment variables, which are not printed, except for
+PYTHONPATH and variables for the launch, such as RANK or GLOO_SOCKET_IFNAME.
 """
 
 import logging
@@ -19,7 +19,7 @@ QUERY = re.compile(r"\?[^?]*=.*")  # a signed query, as of S3; a ? without = bel
 
 
 def redact(text: str) -> str:
-    """Return the text with *** in place of the passwords, tokens and queries of its URLs."""
+    """Return the text with *** in place of passwords, tokens and queries in its URLs."""
 
     def hide(match: re.Match[str]) -> str:
         url = PASSWORD.sub(rf"\1{HIDDEN}@", match[0])
@@ -29,7 +29,7 @@ def redact(text: str) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """Redact a string, or the string values of nested dictionaries; keys, lists and others stay unchanged."""
+    """Apply `redact` to a string, or to the string values in nested dictionaries. All else is unchanged."""
     if isinstance(value, dict):
         return {key: redact_all(one) for key, one in value.items()}
     return redact(value) if isinstance(value, str) else value
@@ -38,8 +38,8 @@ def redact_all(value: Any) -> Any:
 def open_url(where: str, what: str | None = None) -> tuple[Any, str]:
     """Return the fsspec file system of a path or URL, and the path in that file system.
 
-    The file system caches no listings. Raises UserError if there is no driver for the URL; the message calls
-    the URL `what`, by default `where`.
+    The file system caches no listings. Raises UserError if the URL's driver is not installed; the message
+    begins with `what`, by default `where`.
     """
     import fsspec  # takes a while, and a worker does not need it before it listens for signals
 
@@ -56,7 +56,7 @@ def missing_driver(what: str, error: Exception) -> UserError:
 
 
 class RedactingFormatter(logging.Formatter):
-    """A formatter that redacts whole log lines, arguments and tracebacks included."""
+    """A log formatter that hides credentials in URLs, also in arguments and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))

@@ -1,6 +1,6 @@
-"""Every setting of a run on one page, checked before torch is imported; the command line that sets them.
+"""The settings of a run, all on one page, and the command line and YAML files that set them.
 
-Uses pydantic and YAML, and imports no package of mingpt but base.
+Settings are checked before torch is imported. This package imports no package of mingpt but `base`.
 """
 
 from mingpt.config.settings import (

@@ -22,15 +22,15 @@ from mingpt.base.paths import refuse_pipe, typed_path
 from mingpt.config.settings import PATHS, PROJECT, Config, Setting, check, flatten, settings, to_yaml
 
 DEFAULT_FILE = "gpt2_train_cfg.yaml"
-# Tags of a YAML file, implicit ones included; None stands for all others, which its constructor refuses.
+# The YAML tags that are allowed, also implicit ones. None stands for all others, which it refuses.
 TAGS = (None, "tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """Return the configuration that a command line, without the program's name, asks for.
+    """Return the configuration that command-line arguments, without the program's name, ask for.
 
-    The form of a command line is at the top of this file. --help and --print_config print and raise
-    SystemExit(0). Raises UserError with one sentence for anything wrong.
+    Their form is `[CONFIG.yaml] [section.key=value ...]`. If --help or --print_config is among them, print
+    what it asks for and raise SystemExit(0). Raises UserError, in one sentence, if anything is wrong.
     """
     if "--help" in argv or "-h" in argv:
         write_stdout(help_text())
@@ -45,10 +45,10 @@ def parse(argv: Sequence[str]) -> Config:
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """Return the config file's path, None if none is given, and {dotted key: text} of the settings.
+    """Return the config file's path, None if none is given, and the settings as {dotted key: text}.
 
-    Raises UserError for a word of another form, a second file, or a key with two different values. Does not
-    check whether keys and values are valid.
+    Raises UserError for an argument of another form, a second file, or a key with two different values. Does
+    not check whether keys and values are valid.
     """
     for before, word in itertools.pairwise(argv):
         is_value = before.endswith("=") and "=" not in word and word[:2] != "--" and not os.path.exists(word)
@@ -77,16 +77,16 @@ def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
 
 
 class Loader(yaml.SafeLoader):
-    """A YAML loader that leaves every scalar a text, and treats a repeated key as an error."""
+    """A YAML loader that reads every scalar as a string, and raises an error for a repeated key."""
 
-    # As PyYAML declares them: no ClassVar.
+    # Declared as in PyYAML, so not ClassVar.
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
     yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in TAGS}  # noqa: RUF012
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
-            name = str(key.value)  # of a list or a mapping, which a key may not be: the base class says so
+            name = str(key.value)  # the base class refuses a key that is a list or a mapping
             if name in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{name!r} is repeated", key.start_mark)
             seen.add(name)
@@ -94,9 +94,10 @@ class Loader(yaml.SafeLoader):
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Return the settings of a config file as {dotted key: text}, unchecked. Raises UserError.
+    """Return the settings in a config file as {dotted key: text}, unchecked.
 
-    A value that is no text is a list, or an empty dictionary.
+    A value may also be a list, or {} for an empty section. Raises UserError if the file cannot be read, or is
+    not YAML for settings.
     """
     refuse_pipe(path, "the configuration file")
     try:
@@ -108,7 +109,7 @@ def read_file(path: str) -> dict[str, Any]:
         raise UserError(
             f"{path} is not valid YAML for settings: an anchor contains itself, or it is nested too deep"
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8
+    except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the configuration file {path} cannot be read: {reason}") from None
     except yaml.YAMLError as error:
@@ -116,7 +117,10 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def join_sections(content: dict[str, Any]) -> dict[str, Any]:
-    """Return `flatten(content)`. Raises YAMLError for a key in both forms, as in model: {n_layer: 2}."""
+    """Return {dotted key: value} for a file's nested or dotted keys.
+
+    Raises YAMLError if a setting is given in both forms, as model: {n_layer: 2} and as model.n_layer: 2.
+    """
     flat = dict[str, Any]()
     for key, value in content.items():
         part = flatten({key: value})
@@ -142,7 +146,7 @@ def build(flat: dict[str, Any]) -> Config:
     try:
         config = Config(**nested)
     except pydantic.ValidationError as error:
-        # There is an error for each type that a setting may have.
+        # pydantic gives an error for each type that a setting may have.
         places = [(".".join(map(str, one["loc"][:2])), one["msg"]) for one in error.errors()]
         key = places[0][0]
         wrong = [
@@ -156,9 +160,9 @@ def build(flat: dict[str, Any]) -> Config:
 
 
 def convert(text: Any, setting: Setting) -> Any:
-    """Return None for null, and an expanded path for a path's text. Raises UserError for what is no path.
+    """Convert the text of a setting: null to None, and a path by `typed_path`, which may raise UserError.
 
-    pydantic makes numbers and truth values of other texts.
+    Other texts are returned unchanged; pydantic converts them to numbers and booleans.
     """
     if setting.is_optional and text in ("null", "~"):  # both are null in YAML
         return None

@@ -2,8 +2,8 @@
 
 gpt2_train_cfg.yaml repeats the defaults; `train.py` reads it unless another file is given. Settings that can
 change the result must be the same when a run is resumed, unless snapshot.resume=changed. cli.py reads files
-and command lines. Nothing here imports torch, so a wrong setting is reported at once. Functions below the
-page list settings by their dotted keys, and convert configurations to dictionaries and YAML.
+and command lines. Nothing here imports torch, so a wrong setting is reported at once. The functions at the
+end list settings by their dotted keys, and convert configurations to dictionaries and YAML.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ PATHS = (
     "snapshot.init_from",
 )
 Arch = Literal["gpt2", "modern"]  # each is a file, mingpt/model/<arch>.py
-PROJECT = Path(__file__).resolve().parents[2]  # where train.py lies
+PROJECT = Path(__file__).resolve().parents[2]  # the folder of train.py
 if not (PROJECT / "train.py").exists():  # pip has installed mingpt into PREFIX/lib/python3.x/site-packages
     PROJECT = PROJECT.parents[2] / "share/mingpt"
 WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
@@ -40,13 +40,16 @@ DURATION = re.compile(r"(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?|(\d+(?:\.\d+)?(?
 
 
 def Field(default: Any, description: str, *, affects_result: bool = False, **limits: Any) -> Any:
-    """Declare a setting; `affects_result` tells that it can change the result. `limits` are pydantic's."""
+    """Declare a setting, within `limits` as in pydantic, such as ge=1.
+
+    `affects_result` says whether it can change the result of a run.
+    """
     extra: dict[str, Any] = {"affects_result": affects_result}
     return pydantic.Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 def to_seconds(value: Any) -> float:
-    """Return the seconds that a number, or a text such as 90 or 5h30m, stands for. Raises ValueError."""
+    """Convert a number of seconds, or a text such as 90 or 5h30m, to seconds. Raises ValueError."""
     match = DURATION.fullmatch(str(value))
     if match is None:
         raise ValueError("it should be seconds, or hours, minutes and seconds as in 5h30m")
@@ -61,7 +64,7 @@ class DataConfig:
     path: str = Field(
         "data/input.txt",
         "UTF-8 text: a path, or any fsspec URL, which is cached under ~/.cache/mingpt; or token shards: a "
-        "folder or pattern of .bin files; if left at its default, the text beside train.py will do",
+        "folder or pattern of .bin files; if the default path is absent, it is the text beside train.py",
     )
     sha256: Optional[str] = Field(
         None, "expected SHA-256 of the text in hex; null accepts any", pattern="^[0-9a-fA-F]{64}$"
@@ -180,13 +183,13 @@ class TrainerConfig:
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        "autocast type of the matrix products; auto: bfloat16 where it is fast, float16 on older CUDA GPUs",
+        "autocast type of the matrix products; auto: bfloat16 if it is fast, float16 on older CUDA GPUs",
         affects_result=True,
     )
     compile: Literal["auto"] | bool = Field(
         "auto",
-        "torch.compile the model; auto: where the planned steps pay for the first compilation twice; if it "
-        "fails, train without it",
+        "torch.compile the model; auto: if the planned steps then save twice the time of the first "
+        "compilation; if it fails, train without it",
         affects_result=True,
     )
     threads: int = Field(
@@ -214,7 +217,7 @@ class TrainerConfig:
         affects_result=True,
     )
     recompute: Literal["none", "block"] = Field(
-        "none", "block: keep each block's input alone and compute its activations again in the backward pass"
+        "none", "block: keep only each block's input and compute its activations again in the backward pass"
     )
     timeout_s: float = Field(60, "timeout of a collective in seconds; one step must fit in", gt=0)
     pause_after: Optional[Annotated[pydantic.PositiveFloat, pydantic.BeforeValidator(to_seconds)]] = Field(
@@ -236,10 +239,12 @@ class SnapshotConfig:
     memory_every: int = Field(
         5, "steps between snapshots in the node's memory, for killed workers; 0 for none", ge=0
     )
-    memory_path: str = Field("/dev/shm", "folder in memory; where it is absent or too small, there are none")
+    memory_path: str = Field(
+        "/dev/shm", "folder in memory; if it is absent or too small, no snapshots are saved in memory"
+    )
     local_every: Optional[int] = Field(
         None,
-        "like `every`, on each node's own disk where nodes share none; null: as `every`; 0: the last",
+        "like `every`, on each node's own disk if nodes share none; null: as `every`; 0: only the last",
         ge=0,
     )
     keep_last: int = Field(3, "number of newest snapshots kept", ge=1)
@@ -250,7 +255,7 @@ class SnapshotConfig:
     resume: Literal["auto", "changed", "must", "never"] = Field(
         "auto",
         "auto resumes from the newest valid snapshot if there is one; changed does so with other settings "
-        "too; must needs one; never refuses one",
+        "too; must fails if there is none; never fails if there is one",
     )
     init_from: Optional[str] = Field(
         None,
@@ -287,7 +292,7 @@ class Config:
 
 
 def check(config: Config) -> None:
-    """Raise UserError if two settings contradict each other or a setting has the wrong form."""
+    """Raise UserError if settings contradict each other, or a path that must be local is a URL or /."""
     model, trainer = config.model, config.trainer
     for key, path in (("run_dir", config.run_dir), ("snapshot.memory_path", config.snapshot.memory_path)):
         if "://" in path or not path.strip("/"):
@@ -318,7 +323,7 @@ def check(config: Config) -> None:
 
 
 def check_workers(config: Config, workers: int) -> None:
-    """Raise UserError if a step has fewer micro-batches than the number of `workers` that a job starts."""
+    """Raise UserError if a step has fewer micro-batches than the `workers` that a job starts with."""
     trainer = config.trainer
     micro_batches = trainer.batch_size // trainer.micro_batch_size
     if micro_batches < workers:
@@ -341,7 +346,7 @@ class Setting:
 
 
 def find_kinds(kind: Any) -> list[Any]:
-    """Return the types and words that the parts of an annotation name."""
+    """Return what an annotation is made of, nested parts included: types, literal values and limits."""
     parts = typing.get_args(kind)
     return [one for part in parts for one in find_kinds(part)] if parts else [kind]
 
@@ -382,9 +387,9 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {dotted key: value} of a nested configuration's settings that can change the result.
+    """Return {dotted key: value} for the settings of a nested configuration that can change the result.
 
-    A setting that the configuration lacks has its default; keys that are no settings are left out.
+    A setting that the configuration lacks has its default; keys that are not settings are left out.
     """
     given = flatten(dict(config))
     known = settings().items()
@@ -392,9 +397,9 @@ def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return "key: old -> new" for each setting that can change the result and differs.
+    """Return "key: old -> new" for each setting that differs and can change the result.
 
-    `old` and `new` are nested configurations.
+    `old` and `new` are nested configurations, as `to_dict` returns them.
     """
     was, now = result_settings(old), result_settings(new)
     return [f"{key}: {was[key]} -> {now[key]}" for key in was if was[key] != now[key]]

@@ -1,8 +1,8 @@
 """The data of a run: a text or token shards, split for training and validation, as windows of tokens.
 
 The data are split first, and the model never trains on the validation part; only a tokenizer may be made from
-all of a text. `TextData` and `ShardData` have the same methods, so that only `is_shards`, asked where
-data.path is opened, tells one from the other.
+all of a text. `TextData` and `ShardData` have the same methods, so code that uses data need not know which of
+them it has; `is_shards` decides when data.path is opened.
 """
 
 import codecs
@@ -30,7 +30,7 @@ class Corpus:
     val: WindowDataset
     tokenizer: Tokenizer | None
     vocab_size: int  # rows of the embedding; at least the tokenizer's size
-    fingerprint: str  # of the data, 64 hexadecimal digits
+    fingerprint: str  # a hash of the data, 64 hexadecimal digits
     files: Mapping[str, str] = field(default_factory=dict)  # {shard's name: fingerprint}; empty for a text
     val_bytes: int | None = None  # of the validation text in UTF-8, after its first token; None: unknown
     entropy_floor: float | None = None  # nats per token of the validation part, if known
@@ -41,7 +41,7 @@ class TextData:
 
     def __init__(self, content: bytes, config: DataConfig) -> None:
         if config.path.endswith((".jsonl", ".ndjson")):
-            raise UserError(f"data.path {config.path} is no text{hint_to_prepare(config.path)}")
+            raise UserError(f"data.path {config.path} is not a text{hint_to_prepare(config.path)}")
         try:
             self.text = decode_text(content)
         except ValueError as error:
@@ -56,17 +56,18 @@ class TextData:
         self.fingerprint = hashlib.sha256(content.removeprefix(codecs.BOM_UTF8)).hexdigest()
 
     def train_tokenizer(self, name: str) -> Tokenizer:
-        """Make a tokenizer of the text, of the kind that data.tokenizer names; auto means char.
+        """Make a tokenizer from the text. `name` is data.tokenizer: a kind in TOKENIZERS, or auto for char.
 
-        Raises KeyError if TOKENIZERS lacks the kind, UserError if its tokenizers are not made of a text.
+        Raises KeyError for an unknown kind, UserError for a kind that is not made from the run's text.
         """
         return TOKENIZERS["char" if name == "auto" else name].train(self.text)
 
     def take_tokenizer(self, tokenizer: Tokenizer | None, where: str) -> Tokenizer | None:
-        """Return the tokenizer of the weights to start with, which are from `where`.
+        """Return the tokenizer that encodes the text if the run starts with weights that use `tokenizer`.
 
-        Return None for one of characters, since a text makes its own. Raises UserError if they have none:
-        characters would take over none of their rows.
+        It is `tokenizer` itself, but None for a CharTokenizer: one is made from this text instead. Raises
+        UserError if `tokenizer` is None, because no embedding row of the weights could be taken over; the
+        message names the weights by `where`.
         """
         if tokenizer is None:
             raise UserError(
@@ -76,13 +77,13 @@ class TextData:
         return tokenizer if kind_of(tokenizer) == "json" else None
 
     def check_tokenizer(self, _tokenizer: Tokenizer | None, _name: str) -> None:
-        """Do nothing, as any tokenizer goes with a text."""
+        """Do nothing: any tokenizer may be used for a text."""
 
     def encode(self, tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray, int, int | None]:
-        """Return the tokens of the two parts, the vocabulary's size, and the bytes of the validation text.
+        """Return the training tokens, the validation tokens, the vocabulary's size, and a number of bytes.
 
-        Its first token is not counted; None if the tokenizer loses text. Raises UserError if the tokenizer
-        cannot encode the text.
+        The last is the size of the validation text in UTF-8, without its first token, or None if the
+        tokenizer loses text. Raises UserError if the tokenizer cannot encode the text.
         """
         assert tokenizer is not None, "a text needs a tokenizer"
         n_train = int(len(self.text) * (1 - self.val_fraction))
@@ -104,13 +105,13 @@ def open_data(config: DataConfig) -> Data:
 
 
 def tokenizer_file(data: Data) -> Path | None:
-    """Return the tokenizer.json in the folder of the data, if this machine has one; None for a URL."""
+    """Return the path of the tokenizer.json beside the data; None if there is none, or for data at a URL."""
     path = data.folder / "tokenizer.json" if data.folder else None
     return path if path and path.is_file() else None
 
 
 def make_corpus(content: bytes, config: DataConfig) -> Corpus:
-    """Return the Corpus of a text, `content`, encoded by the tokenizer that is made of it.
+    """Return the Corpus of a text, `content`, encoded by a tokenizer that is made from it.
 
     Raises UserError for an unusable text, KeyError if data.tokenizer is neither auto nor in TOKENIZERS.
     """
@@ -119,12 +120,12 @@ def make_corpus(content: bytes, config: DataConfig) -> Corpus:
 
 
 def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: int | None = None) -> Corpus:
-    """Return the Corpus of `data`. `tokenizer`, which a text needs, encodes it; shards are tokens already.
+    """Return the Corpus of `data`. A text is encoded by `tokenizer`; shards are tokens already.
 
-    The last `data.val_fraction` of a text is for validation. `vocab_size` is data.vocab_size, else the
-    vocabulary's size; or `rows`, the number of embedding rows of a model to continue, without a comparison
-    with the tokenizer. Raises UserError if the training or validation part is shorter than a window, if the
-    tokenizer cannot encode the text or, without `rows`, if it has more tokens than data.vocab_size.
+    The last `data.val_fraction` of a text is for validation. The `vocab_size` of the corpus is `rows`, if
+    given: the number of embedding rows of a model that is trained further. Otherwise it is data.vocab_size,
+    else the vocabulary's size. Raises UserError if the training or validation part is shorter than a window,
+    if the tokenizer cannot encode the text or, without `rows`, if it has more tokens than data.vocab_size.
     """
     train, val, size, val_bytes = data.encode(tokenizer)
     vocab_size = rows or config.vocab_size or size
@@ -151,7 +152,10 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
 
 
 def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
-    """Return the nats per character that a .json beside the text gives for this text and split, else None."""
+    """Return the lowest possible loss, in nats per character, that a .json file beside the text gives.
+
+    Return None if there is no such file, or if it is for another text or val_fraction.
+    """
     beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
     try:
         about = read_json(beside)

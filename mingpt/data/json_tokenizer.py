@@ -1,8 +1,8 @@
 """Find and run any Hugging Face tokenizer.json, by the `tokenizers` package, which is imported on first use.
 
-The file tells whether a tokenizer is byte-level, so that the bytes of each token can be counted, and whether
-it is of GPT-2's kind, so that a text can be cut in pieces and still have the same tokens. The functions that
-read a `spec`, a parsed tokenizer.json, raise KeyError, TypeError or AttributeError for an unknown form.
+`inspect_spec` reads from the file whether the bytes of each token can be counted, and whether a text can be
+cut in pieces without a change of its tokens. The functions that take a `spec`, a parsed tokenizer.json, raise
+KeyError, TypeError or AttributeError for an unknown form.
 """
 
 import codecs
@@ -26,17 +26,17 @@ from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as PackageTokenizer
 
-# Where whitespace follows another character, GPT-2's pattern always ends a word, so a text can be cut there.
-# After whitespace it cannot, since the pattern looks ahead; nor with patterns such as cl100k's, which join
+# GPT-2's pattern ends a word before each whitespace that follows another character: a text can be cut there.
+# After whitespace it cannot, because the pattern looks ahead; nor with patterns such as cl100k's, which join
 # punctuation and line breaks.
 CUT = re.compile(r"(?<=\S)\n")
 CUT_IN_A_LINE = re.compile(r"(?<=\S)[\n ]")
-KEEPS_TEXT = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")  # Split's, except Removed
+KEEPS_TEXT = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")  # all of Split's but Removed
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
 PIECE_CHARACTERS = 1 << 16
 PIECES_AT_ONCE = 16  # few: while it encodes, the package needs about 100 bytes per token
 LOSS_CHARACTERS = 1 << 18  # the beginning of a text, in which `loses` looks
-MAX_TOKENS = 1 << 24  # arrays have an element for each number up to the highest
+MAX_TOKENS = 1 << 24  # arrays have an element for each token up to the highest
 GPT2 = ("openai-community/gpt2", "tokenizer.json")
 GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"  # so that all runs have the same bytes
 PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
@@ -50,17 +50,21 @@ def byte_alphabet() -> set[str]:
 
 
 def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """Return the members of a Sequence, which are under the key `name`; [part] for others, [] for None."""
+    """Return the members of a part of a tokenizer.json: for a Sequence, the list under the key `name`.
+
+    Return [part] for any other part, and [] for None.
+    """
     if part is None:
         return []
     return part[name] if part.get("type") == "Sequence" else [part]
 
 
 def inspect_spec(spec: dict[str, Any], is_bpe: bool) -> tuple[bool, bool, bool]:
-    """Return what surely holds for any text.
+    """Return three booleans, each of which is true only if its claim surely holds for every text.
 
-    Whether decoding joins the bytes of the tokens, whether the tokens stand for exactly the text's bytes, and
-    whether the joined tokens of `split_text`'s pieces are the tokens of the whole text.
+    The claims are: decoding joins the bytes of the tokens; the tokens stand for exactly the text's bytes; the
+    tokens of the pieces that `split_text` yields, concatenated, are the tokens of the whole text. `is_bpe`
+    says whether the tokenizer's model is a BPE.
     """
     *before, last = parts_of(spec.get("pre_tokenizer"), "pretokenizers") or [{}]
     added, model = spec.get("added_tokens") or [], spec["model"]
@@ -90,17 +94,17 @@ def inspect_spec(spec: dict[str, Any], is_bpe: bool) -> tuple[bool, bool, bool]:
 
 
 def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Return whether an added token that is not special may stand for other bytes than its content's."""
+    """Return whether an added token is not special and may stand for other bytes than its `content` has."""
     is_spelled_in_bytes = token["content"] in model["vocab"] and not token["content"].isascii()
     takes_blanks = token.get("lstrip") or token.get("rstrip")
     return not token.get("special") and bool(is_spelled_in_bytes or takes_blanks)
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
-    """Yield pieces that join to `text`. Each but the last has at least `size` characters, maybe far more.
+    """Yield the pieces of `text`, in order; each but the last has at least `size` characters, maybe far more.
 
-    The next piece begins with a line break, if there is one within `size` further characters, else with the
-    next line break or space. Either counts only after a character other than whitespace.
+    After `size` characters a piece ends before the first line break in the `size` characters that follow,
+    else before the next line break or space. A line break or space after other whitespace does not count.
     """
     start = 0
     while start < len(text):
@@ -118,7 +122,10 @@ class JsonTokenizer(Tokenizer):
     """
 
     def __init__(self, content: bytes) -> None:
-        """Parse a tokenizer.json. Raises ValueError if it is unusable, UserError without `tokenizers`."""
+        """Parse a tokenizer.json.
+
+        Raises ValueError if it cannot be used, UserError if the package `tokenizers` is missing.
+        """
         self._content = content
         self._tokenizer = load_with_package(content)
         spec: dict[str, Any] = json.loads(content)
@@ -155,7 +162,7 @@ class JsonTokenizer(Tokenizer):
     to_tokenizer_json = to_bytes
 
     def __len__(self) -> int:
-        """The highest token + 1, which may be more than the vocabulary's size: some numbers may be unused."""
+        """Return the highest token + 1. Some numbers below it may be unused."""
         return self._size
 
     def encode(self, text: str) -> np.ndarray:
@@ -181,14 +188,14 @@ class JsonTokenizer(Tokenizer):
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of the tokens, without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of the tokens, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         return "".join(self.decode_pieces(tokens))
 
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
         """Yield the text in pieces as tokens arrive; an incomplete character waits for its bytes, or the end.
 
-        Tokens are decoded together with those of the piece before, as a decoder may treat the first token
-        specially. A piece that ends in U+FFFD is held back, as its last character may be incomplete.
+        Tokens are decoded together with those of the piece before, because a decoder may treat the first
+        token specially. A piece that ends in U+FFFD waits, because its last character may be incomplete.
         """
         before: list[int] = []
         pending: list[int] = []
@@ -210,7 +217,7 @@ class JsonTokenizer(Tokenizer):
     def token_bytes(self) -> np.ndarray | None:
         """Return the number of bytes per token, (len(self),) int64; 0 for special tokens and unused numbers.
 
-        Return None unless the tokens of any text surely stand for all its bytes.
+        Return None unless the tokens of any text surely stand for exactly its bytes.
         """
         special = [token for token, is_special in self._is_special.items() if is_special]
         if not self._has_bytes:
@@ -226,7 +233,10 @@ class JsonTokenizer(Tokenizer):
         return sizes
 
     def loses(self, text: str) -> bool:
-        """Return whether decoding changes more of the first LOSS_CHARACTERS than whitespace at their ends."""
+        """Return whether encoding and then decoding changes the text's first LOSS_CHARACTERS.
+
+        Changes of whitespace at their ends do not count.
+        """
         if self.token_bytes() is not None:
             return False
         beginning = text[:LOSS_CHARACTERS]
@@ -239,7 +249,10 @@ class JsonTokenizer(Tokenizer):
         return next((token for token in named if self._is_special.get(token)), None)
 
     def tokens_by_meaning(self) -> dict[Any, int]:
-        """Return {(string, is special, is byte-level): token}; equal keys mean the same in any tokenizer."""
+        """Return {(string, is special, is byte-level): token}.
+
+        Tokens of different tokenizers mean the same if they have the same key.
+        """
         return {
             (name, self._is_special.get(token, False), self.is_byte_level): token
             for name, token in self._ids.items()
@@ -247,7 +260,7 @@ class JsonTokenizer(Tokenizer):
 
 
 def import_tokenizers(what: str) -> Any:
-    """Return the package `tokenizers`. Raises UserError, which begins with `what`, if it is missing."""
+    """Import the package `tokenizers`. If it is missing, raises a UserError that begins with `what`."""
     try:
         return importlib.import_module("tokenizers")
     except ImportError as error:
@@ -257,7 +270,7 @@ def import_tokenizers(what: str) -> Any:
 
 
 def byte_level_bpe(model: Any) -> Any:
-    """Return the package's Tokenizer with the given BPE as its model, and bytes and words as GPT-2's."""
+    """Return a `tokenizers.Tokenizer` for the BPE `model`. It splits text into words and bytes like GPT-2."""
     library = import_tokenizers("a BPE")
     package = library.Tokenizer(model)
     package.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -266,7 +279,7 @@ def byte_level_bpe(model: Any) -> Any:
 
 
 def load_with_package(content: bytes) -> "PackageTokenizer":
-    """Return the package's Tokenizer for a tokenizer.json, set to encode as `JsonTokenizer` describes.
+    """Return a `tokenizers.Tokenizer` for a tokenizer.json, set to encode as `JsonTokenizer` says.
 
     Raises ValueError for other content, UserError if the package `tokenizers` is missing.
     """
@@ -274,7 +287,7 @@ def load_with_package(content: bytes) -> "PackageTokenizer":
     try:
         tokenizer = library.Tokenizer.from_str(content.decode())
     except Exception as error:  # its type depends on the package's version
-        raise ValueError(f"this is no tokenizer.json: {reason_of(error)}") from None
+        raise ValueError(f"this is not a tokenizer.json: {reason_of(error)}") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -284,7 +297,7 @@ def load_with_package(content: bytes) -> "PackageTokenizer":
 
 
 def check_unicode(text: str) -> None:
-    """Raise UserError, naming the first one, if UTF-8 cannot encode a character of the text."""
+    """Raise UserError if the text has a lone surrogate, which UTF-8 cannot encode; the message names it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -296,9 +309,10 @@ def check_unicode(text: str) -> None:
 
 
 def parse_tokenizer_json(content: bytes) -> Tokenizer:
-    """Return a CharTokenizer, which needs no package, if one has written the file; else a JsonTokenizer.
+    """Return the tokenizer in a tokenizer.json: a CharTokenizer if one wrote it, else a JsonTokenizer.
 
-    Raises ValueError for content that cannot be used, UserError if the package `tokenizers` is missing.
+    Raises ValueError for content that cannot be used, and UserError if a JsonTokenizer needs the package
+    `tokenizers` and it is missing.
     """
     content = content.removeprefix(codecs.BOM_UTF8)
     with contextlib.suppress(ValueError):
@@ -307,12 +321,12 @@ def parse_tokenizer_json(content: bytes) -> Tokenizer:
 
 
 def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenizer:
-    """Read a tokenizer by `read_named_tokenizer`, and parse it. Raises UserError if either fails."""
+    """Read by `read_named_tokenizer` the tokenizer that `name` stands for, and parse it. Raises UserError."""
     return parse_named_tokenizer(read_named_tokenizer(name, setting), name, setting)
 
 
 def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
-    """Parse a tokenizer.json. Raises UserError if it is unusable; the message gives `setting` and `name`."""
+    """Parse a tokenizer.json. Raises UserError if it is unusable; the message has `setting` and `name`."""
     try:
         return parse_tokenizer_json(content)
     except UserError:
@@ -325,7 +339,7 @@ def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
     """Return the content of a tokenizer.json. `name` is gpt2, or a path or URL of the file or its folder.
 
     A local folder may hold GPT-2's vocab.json and merges.txt, or encoder.json and vocab.bpe, instead. Raises
-    UserError, which begins with `setting`, for files that cannot be read or used.
+    UserError for files that cannot be read or used; the message begins with `setting`.
     """
     if name == "gpt2":
         return download_gpt2(setting)
@@ -348,7 +362,7 @@ def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
 
 
 def download_gpt2(setting: str) -> bytes:
-    """Return GPT-2's tokenizer.json from Hugging Face's hub, or its cache. Raises UserError."""
+    """Return GPT-2's tokenizer.json, from the Hugging Face hub or its local cache. Raises UserError."""
     try:
         from huggingface_hub import hf_hub_download  # `tokenizers` depends on it
 
@@ -361,7 +375,10 @@ def download_gpt2(setting: str) -> bytes:
 
 
 def read_vocabulary(paths: Sequence[str], source: str) -> bytes:
-    """Return the tokenizer.json of GPT-2's two files. Raises UserError, which begins with `source`."""
+    """Return a tokenizer.json made from files like GPT-2's: `paths` are the vocabulary and the merges.
+
+    Raises UserError if they cannot be used; the message begins with `source`.
+    """
     library = import_tokenizers(source)
     try:
         package = byte_level_bpe(library.models.BPE.from_file(*paths))

@@ -1,11 +1,11 @@
-"""Find and check token shards, files of tokens, and read them as one array, by windows, never whole.
+"""Find and check token shards, which are files of tokens, and read windows as if they were one array.
 
 Formats: nanoGPT's (little-endian uint16, no header, files named train.bin and val.bin) and llm.c's, which is
 modded-nanogpt's too (256 int32: magic, version, number of tokens; then uint16 or uint32). `python -m mingpt
 prepare` describes its shards in a meta.json beside them, which is checked before it is used.
 
-No file is mapped into memory: if a mapped file were cut short, or its network failed, a signal would end the
-process, and resident memory would grow with the data.
+No file is mapped into memory: if a mapped file were cut short, or its network file system failed, a signal
+would end the process, and resident memory would grow with the data.
 """
 
 import bisect
@@ -36,8 +36,8 @@ UINT32: np.dtype[Any] = np.dtype("<u4")
 FORMATS = {(20240520, 1): UINT16, (20240801, 7): UINT32}  # magic and version: type of a token
 HEADERLESS = ("train.bin", "val.bin")
 BLOCK_BYTES = 4096  # a fingerprint (a hash) covers the first block, the last and two between
-SAMPLE_BYTES = 16384  # of a file's middle; they tell the type of its tokens
-MIN_NONZERO = 128  # tokens; by chance, all of them are at even places in less than one of 2^128 files
+SAMPLE_BYTES = 16384  # from a file's middle; they show the type of its tokens
+MIN_NONZERO = 128  # tokens; only one in 2^128 files of uint16 would have all of them at even places by chance
 VALIDATION = re.compile(r"(?<![^\W\d_])val(id|idation)?(?![^\W\d_])")  # not in medieval or eval
 Positive = Annotated[int, pydantic.Field(strict=True, gt=0)]
 
@@ -79,7 +79,8 @@ class ShardFile:
 def is_shards(path: str) -> bool:
     """Return whether `path`, a data.path, names token shards: a folder, a pattern, or a name ending in .bin.
 
-    A URL is judged by its name alone, without the network; a file with *, ? or [ in its name is no pattern.
+    A URL is judged only by its name, without the network. A local path with *, ? or [ is not a pattern if a
+    file has exactly this name.
     """
     local = local_path(path)
     if local is None:
@@ -93,7 +94,7 @@ def is_shards(path: str) -> bool:
 
 
 def local_path(path: str) -> str | None:
-    """Return the path, ~ expanded, of a local path, file:// or local:// URL; None for any other URL."""
+    """Return the local path, ~ expanded, of a path or a file:// or local:// URL; None for any other URL."""
     for scheme in LOCAL:
         path = path.removeprefix(scheme)
     return None if "://" in path else os.path.expanduser(path)
@@ -102,8 +103,8 @@ def local_path(path: str) -> str | None:
 def find_files(path: str) -> list[Path]:
     """Return the files to read, sorted: a folder's .bin files, those of a pattern, or the file `path`.
 
-    The file may be missing. Raises UserError if a folder or pattern has no .bin file, or a pattern has files
-    of one name in several folders.
+    The file `path` need not exist. Raises UserError if a folder or pattern has no .bin file, or if the files
+    of a pattern are in several folders.
     """
     if os.path.isdir(path):
         pattern = f"{glob.escape(path)}/*.bin"
@@ -132,18 +133,19 @@ def has_pattern(path: str) -> bool:
 
 
 def is_validation(name: str) -> bool:
-    """Return whether the name has `val`, `valid` or `validation`, in lower case, with no letter beside it."""
+    """Return whether a name has `val`, `valid` or `validation` in lower case, with no letter beside it."""
     return VALIDATION.search(name) is not None
 
 
 def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
     """Check a file's header, type and size; return its layout and fingerprint as a ShardFile.
 
-    `entry` is the file's entry in meta.json, if any: its size must agree, its SHA-256 is not checked, but is
-    part of the fingerprint. Raises UserError, naming the file, if the file cannot be read or used.
+    `entry` is the file's entry in meta.json, if any. Its numbers of tokens and bytes must be the file's; its
+    SHA-256 is not compared, but is part of the fingerprint. Raises UserError, naming the file, if the file
+    cannot be read or used.
     """
     if not os.path.isfile(path):  # to open a pipe might wait forever
-        raise UserError(f"{path} does not exist, or is no regular file{relative_to(path)}")
+        raise UserError(f"{path} does not exist, or is not a regular file{relative_to(path)}")
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -178,9 +180,9 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
 def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]]:
     """Return a file's number of tokens, the byte offset of the first token, and the tokens' type.
 
-    `header` is the file's first HEADER_BYTES, `size` its length in bytes, which may not fit the header.
-    Without a known magic number, a file named as in HEADERLESS is all uint16 tokens. Raises UserError, naming
-    the file, for another unknown header.
+    `header` is the file's first HEADER_BYTES, `size` its length in bytes, which is not compared with the
+    header. A file named as in HEADERLESS, without a known magic number, has only uint16 tokens. Raises
+    UserError, naming the file, for any other unknown header.
     """
     magic, version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (0, 4, 8))
     known = [magic for magic, _ in FORMATS]
@@ -197,7 +199,7 @@ def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]
 
 
 def check_type(path: str, sample: bytes) -> None:
-    """Raise UserError if a file, to be read as uint16, has wider tokens; `sample` is from its middle."""
+    """Raise UserError if `sample`, bytes from the middle of a file of uint16, seems to have wider tokens."""
     low, high = np.frombuffer(sample, UINT16).reshape(-1, 2).T
     if np.count_nonzero(low) >= MIN_NONZERO and high.sum() * 4096 <= low.sum():
         raise UserError(
@@ -209,8 +211,8 @@ def check_type(path: str, sample: bytes) -> None:
 def read_meta(folder: Path) -> dict[str, Any] | None:
     """Return the checked content of the folder's meta.json; None if there is no such file.
 
-    Raises UserError if the file cannot be read, is damaged or another program's, or says that prepare has not
-    finished.
+    Raises UserError if the file cannot be read, is damaged, is another program's, or says that `prepare` did
+    not finish.
     """
     path = folder / "meta.json"
     try:
@@ -233,9 +235,9 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def open_unchanged(file: ShardFile) -> Iterator[BinaryIO]:
-    """Open a checked file. An OSError, also in the block, becomes an error with one sentence on the file.
+    """Open a checked file for reading; turn an OSError, also of the block, into an error with one sentence.
 
-    Raises UserError if the file is gone, may not be read or has another size than when it was checked, and
+    Raises UserError if the file is gone, may not be read or has changed its size since it was checked, and
     ExpectedError for any other OSError, which may be temporary.
     """
     try:
@@ -255,14 +257,14 @@ def open_unchanged(file: ShardFile) -> Iterator[BinaryIO]:
 
 
 class TokenShards:
-    """The tokens `first` to `stop` - 1 of the files, taken end to end, as one array, read by windows.
+    """The tokens `first` to `stop` - 1 of the concatenated `files`, as an array that is read in windows.
 
     A file is open only while some of it is read, so any thread or forked process may read.
     """
 
     def __init__(self, files: Sequence[ShardFile], first: int, stop: int) -> None:
         self._files, self._first, self._stop = files, first, stop
-        self._borders = [0, *itertools.accumulate(file.tokens for file in files)]  # where each file begins
+        self._borders = [0, *itertools.accumulate(file.tokens for file in files)]  # tokens before each file
 
     def __len__(self) -> int:
         return self._stop - self._first
@@ -270,8 +272,8 @@ class TokenShards:
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
         """Return `length` tokens from each of `starts` on, across files, too: (len(starts), length) int64.
 
-        Raises IndexError for a window outside of the array, UserError if a file is gone, forbidden or of
-        another size than when it was checked, ExpectedError if reading fails otherwise.
+        Raises IndexError for a window outside of the array, UserError if a file is gone, may not be read or
+        has changed its size since it was checked, ExpectedError if reading fails otherwise.
         """
         first = np.asarray(starts, dtype=np.int64) + self._first
         last = first + length
@@ -324,7 +326,7 @@ class ShardData:
     meta: dict[str, Any] | None
 
     def train_tokenizer(self, name: str) -> None:
-        """Return None for data.tokenizer=auto, as tokens need no tokenizer. Raises UserError for another."""
+        """Return None: tokens need no tokenizer. Raises UserError unless `name`, data.tokenizer, is auto."""
         if name != "auto":
             raise UserError(
                 f"data.tokenizer={name} is made from a text, and data.path {self.path} holds token shards: "
@@ -332,11 +334,14 @@ class ShardData:
             )
 
     def take_tokenizer(self, tokenizer: Tokenizer | None, _where: str) -> Tokenizer | None:
-        """Return the tokenizer, if any, of the weights to start with."""
+        """Return `tokenizer`, that of the weights with which the run starts; None if they have none."""
         return tokenizer
 
     def check_tokenizer(self, tokenizer: Tokenizer | None, name: str) -> None:
-        """Raise UserError if meta.json names another tokenizer than this one, which data.tokenizer names."""
+        """Raise UserError if meta.json says that the shards were made with another tokenizer.
+
+        `tokenizer` is the one that `name`, data.tokenizer, stands for.
+        """
         content = tokenizer.to_tokenizer_json() if tokenizer else None
         made_with = self.meta["tokenizer"]["sha256"] if self.meta else None
         if content and made_with and hashlib.sha256(content).hexdigest() != made_with:
@@ -346,9 +351,10 @@ class ShardData:
             )
 
     def encode(self, tokenizer: Tokenizer | None) -> tuple[TokenShards, TokenShards, int, int | None]:
-        """Return the two parts, the size of their vocabulary, and the bytes of the validation text, if known.
+        """Return the training part, the validation part, the vocabulary's size, and a number of bytes.
 
-        Without a tokenizer the size is that in meta.json, else GPT-2's.
+        The size is the tokenizer's, else that in meta.json, else GPT-2's. The last is the size of the
+        validation text in UTF-8, without its first token, or None if it is not known.
         """
         size, val_bytes = GPT2_VOCABULARY, None
         if self.meta:
@@ -361,8 +367,8 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
 
     Files with the word val, valid or validation in their names are for validation. If there are none, the
     last `val_fraction` of all tokens is. Raises UserError for a URL, for files that are missing, unreadable
-    or no whole token shards, for an unusable meta.json, or if meta.json lists other files than the
-    folder `path` has.
+    or not complete token shards, for an unusable meta.json, or if `path` is a folder and meta.json lists
+    other files than it has.
     """
     local = local_path(path)
     if local is None:
@@ -401,7 +407,7 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
 
 
 def check_listed(folder: Path, names: Sequence[str], entries: dict[str, Any]) -> None:
-    """Raise UserError unless `names`, the shards in the folder, are the keys of meta.json's `entries`."""
+    """Raise UserError unless `names`, the shards in the folder, are exactly those in meta.json, `entries`."""
     different = sorted(entries.keys() ^ set(names))
     if different:
         raise UserError(

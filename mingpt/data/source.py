@@ -1,4 +1,4 @@
-"""Read the bytes at a path or any fsspec URL, and say in one sentence why that fails.
+"""Read the bytes at a path or any fsspec URL; if that fails, an error says why in one sentence.
 
 A remote text is cached; any text is checked against `data.sha256`, if that is set.
 """
@@ -21,7 +21,7 @@ from mingpt.config import DataConfig
 LOCAL = ("file://", "local://", "memory://")
 # Files that `python -m mingpt prepare` reads and training does not.
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-KINDS = {".jsonl": "line", ".ndjson": "line", ".parquet": "row"}  # what has a document
+KINDS = {".jsonl": "line", ".ndjson": "line", ".parquet": "row"}  # what holds one document
 log = logging.getLogger(__name__)
 
 
@@ -30,9 +30,10 @@ class AbsentFile(UserError):
 
 
 def read_bytes(config: DataConfig) -> bytes:
-    """Return the bytes at data.path, cached if remote. UserError if unreadable, or not of data.sha256.
+    """Return the bytes at data.path. A remote text comes from the cache, if it is there.
 
-    A remote text is downloaded again if the cached bytes have another SHA-256 than data.sha256.
+    It is downloaded again if the cached bytes have another SHA-256 than data.sha256. Raises UserError if the
+    text cannot be read, or has another SHA-256 even then.
     """
     path, sha256 = config.resolved_path, config.sha256
     is_remote = "://" in path and not path.startswith(LOCAL)
@@ -54,14 +55,14 @@ def write_cache(url: str, content: bytes) -> None:
     try:
         cached = cache_path(url)
         cached.parent.mkdir(parents=True, exist_ok=True)
-        # Durable, since without data.sha256 nothing tells whether the cached file is complete.
+        # Durable, because without data.sha256 nothing shows whether the cached file is complete.
         write_atomic(cached, content, cached.with_name(f"{cached.name}.{os.getpid()}"), sync="file")
     except (OSError, RuntimeError) as error:
         log.warning(f"{url} is not cached ({reason_of(error)}): the next start downloads it again")
 
 
 def cache_path(url: str) -> Path:
-    """Return the cache file of a URL. Raises RuntimeError without XDG_CACHE_HOME and a home folder."""
+    """Return the path of a URL's cache file. Raises RuntimeError without a home folder."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mingpt"
     digest = hashlib.sha256(url.encode(errors="surrogateescape")).hexdigest()
     return folder / f"{digest[:16]}-{url.partition('?')[0].rsplit('/', 1)[-1][:80]}"
@@ -72,7 +73,11 @@ def has_checksum(content: bytes, sha256: str | None) -> bool:
 
 
 def download(path: str, setting: str) -> bytes:
-    """Return the bytes at a path or URL, not cached. Raises UserError (AbsentFile if there is no file)."""
+    """Return the bytes at a path or URL, without the cache.
+
+    Raises AbsentFile if there is no such file, UserError for any other failure; the message begins with
+    `setting`.
+    """
     refuse_pipe(path, setting)
     with readable(path, f"{setting} "), fsspec.open(path, "rb") as file:
         return bytes(file.read())
@@ -80,9 +85,9 @@ def download(path: str, setting: str) -> bytes:
 
 @contextlib.contextmanager
 def readable(path: str, begin: str = "") -> Iterator[None]:
-    """Raise UserError in place of any other Exception of the block, AbsentFile if the file does not exist.
+    """Turn an Exception of the block, which reads `path`, into a UserError with one sentence.
 
-    The message begins with `begin` and `path`.
+    It is an AbsentFile if the file does not exist. The message begins with `begin` and `path`.
     """
     try:
         yield
@@ -98,14 +103,15 @@ def readable(path: str, begin: str = "") -> Iterator[None]:
 
 
 def relative_to(path: str) -> str:
-    """Return the folder where a relative path starts, in words for an error message; "" for other paths."""
+    """Return a remark for an error message on where relative paths start; "" if `path` is not relative."""
     return "" if "://" in path or os.path.isabs(path) else f" (relative paths start at {Path.cwd()})"
 
 
 def failed_request(error: Exception) -> BaseException | None:
-    """Return what fsspec's HTTP driver raised `error` for: no connection, a timeout or a refusal; else None.
+    """Return the failure of an HTTP request (no connection, a timeout or a refusal) behind `error`, or None.
 
-    For these the driver raises FileNotFoundError, too, as for 404 and 410, which really mean an absent file.
+    fsspec's HTTP driver raises FileNotFoundError for these, too. Status 404 or 410 is not such a failure:
+    it means that the file is absent.
     """
     cause = error.__cause__
     is_of_driver = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
@@ -113,7 +119,7 @@ def failed_request(error: Exception) -> BaseException | None:
 
 
 def hint_to_prepare(path: str) -> str:
-    """Return a hint to run `prepare`, for an error message, if only `prepare` can read the file; else ""."""
+    """Return a hint for an error message to run `prepare`, if only that can read the file; else ""."""
     is_for_prepare = suffix_of(path) in KINDS or name_of(path).endswith(COMPRESSED)
     return ": make token shards of it with `python -m mingpt prepare`" if is_for_prepare else ""
 
@@ -124,6 +130,6 @@ def name_of(path: str) -> str:
 
 
 def suffix_of(path: str) -> str:
-    """Return the suffix of a path or URL, before that of a compression: .jsonl for a.jsonl.gz."""
+    """Return the suffix of a path or URL without that of a compression: .jsonl for a.jsonl.gz."""
     stem, suffix = os.path.splitext(name_of(path))
     return os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix

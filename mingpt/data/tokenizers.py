@@ -1,6 +1,7 @@
-"""Define the interface of a tokenizer for trainer, resume, sample.py and export; tokenize by characters.
+"""The interface of a tokenizer, for training, snapshots, sampling and export; a tokenizer of characters.
 
-TOKENIZERS has each kind of tokenizer by name. json_tokenizer.py reads any tokenizer.json.
+TOKENIZERS has the class of each kind of tokenizer. json_tokenizer.py has the class that reads any
+tokenizer.json.
 """
 
 import contextlib
@@ -18,25 +19,28 @@ from mingpt.base.files import parse_json
 
 
 class Tokenizer(ABC):
-    """A tokenizer: encodes text, decodes tokens, and turns itself into bytes for a snapshot."""
+    """A tokenizer. It encodes text, decodes tokens, and can be stored as bytes, in a snapshot for example."""
 
     @classmethod
     @abstractmethod
     def train(cls, text: str) -> "Tokenizer":
-        """Make a tokenizer from a text. Raises UserError for a class that is not made from the run's text."""
+        """Make a tokenizer from the run's text. Raises UserError if the class makes none from a text."""
 
     @classmethod
     @abstractmethod
     def from_bytes(cls, content: bytes) -> "Tokenizer":
-        """Return the tokenizer whose `to_bytes` gave `content`. ValueError for other bytes or no package."""
+        """Return the tokenizer whose `to_bytes` returned `content`.
+
+        Raises ValueError for other bytes, or if a package that the class needs is missing.
+        """
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """Return the whole tokenizer, for a file of a snapshot."""
+        """Return all of the tokenizer as bytes, for a file in a snapshot."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """The size of the vocabulary: the highest token + 1."""
+        """Return the size of the vocabulary: the highest token + 1."""
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -50,7 +54,7 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def split(self, text: str) -> Iterable[str]:
-        """Return pieces of a text, whose tokens, joined, are those of the text."""
+        """Cut a text in pieces, so that their tokens, concatenated, are those of the whole text."""
         return [text]
 
     @abstractmethod
@@ -58,19 +62,25 @@ class Tokenizer(ABC):
         """Return the text of tokens below len(self), without special tokens; invalid UTF-8 becomes U+FFFD."""
 
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text of tokens as they arrive, in whole characters, which join to that of `decode`."""
+        """Yield the text in pieces of whole characters as tokens arrive.
+
+        Joined, the pieces are what `decode` returns.
+        """
         for token in tokens:
             yield self.decode([token])
 
     def token_bytes(self) -> np.ndarray | None:
         """Return the number of UTF-8 bytes of each token, (len(self),) int64; 0 for special tokens.
 
-        Return None if the number does not depend on the token alone.
+        Return None if the number does not depend only on the token.
         """
         return None
 
     def loses(self, text: str) -> bool:
-        """Return whether encoding loses more of `text`, or of its beginning, than whitespace at the ends."""
+        """Return whether encoding loses some of the text, other than whitespace at its ends.
+
+        Only the beginning of a long text may be tried.
+        """
         return False
 
     @property
@@ -91,10 +101,10 @@ class Tokenizer(ABC):
         return None
 
     def tokens_by_meaning(self) -> dict[Any, int]:
-        """Return {a token's meaning: token}. By default no meaning occurs in another tokenizer.
+        """Return {meaning: token}, where a meaning is any key that identifies a token across tokenizers.
 
         A run that starts with the weights of a model with another tokenizer takes over the embedding rows of
-        tokens that have the same meaning in both.
+        tokens that have the same meaning in both. By default no two different tokenizers share a meaning.
         """
         return {(self.fingerprint(), token): token for token in range(len(self))}
 
@@ -104,7 +114,7 @@ class Tokenizer(ABC):
 
 
 def bytes_of_token(tokenizer: Tokenizer, token: int) -> int:
-    """Return the number of UTF-8 bytes that a token stands for; 0 for a special one."""
+    """Return the number of UTF-8 bytes that a token stands for; 0 for a special token."""
     sizes = tokenizer.token_bytes()
     return len(tokenizer.decode([token]).encode()) if sizes is None else int(sizes[token])
 
@@ -113,12 +123,12 @@ TOKENIZERS: dict[str, type[Tokenizer]] = {}  # by kind, which `data.tokenizer` m
 
 
 def kind_of(tokenizer: Tokenizer) -> str:
-    """Return the name of the tokenizer's class in TOKENIZERS."""
+    """Return the name under which TOKENIZERS has the tokenizer's class."""
     return next(kind for kind, registered in TOKENIZERS.items() if type(tokenizer) is registered)
 
 
 def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
-    """Return the tokenizer of this kind, a name in TOKENIZERS, whose `to_bytes` gave `content`.
+    """Return the tokenizer of this kind, a name in TOKENIZERS, whose `to_bytes` returned `content`.
 
     Raises ValueError for an unknown kind, for other bytes, or if a package that the kind needs is missing.
     """
@@ -128,7 +138,7 @@ def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
 
 
 class CharTokenizer(Tokenizer):
-    """A tokenizer with one token per character: its place among a text's distinct characters, sorted."""
+    """A tokenizer with a token per character: the character's place among the sorted `characters`."""
 
     def __init__(self, characters: str) -> None:
         if not 0 < len(characters) <= sys.maxunicode + 1:
@@ -149,14 +159,14 @@ class CharTokenizer(Tokenizer):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             tokenizer = cls("".join(parse_json(content)["model"]["vocab"]))
         if tokenizer is None or tokenizer.to_bytes() != content:
-            raise ValueError("this is no tokenizer.json of characters")
+            raise ValueError("this is not a tokenizer.json of characters")
         return tokenizer
 
     def __len__(self) -> int:
         return len(self.characters)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens, (len(text),). Raises UserError for an unknown character, which it names."""
+        """Return a text's tokens, (len(text),). Raises UserError, naming it, for an unknown character."""
         codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
         dtype = np.min_scalar_type(len(self) - 1)
         table = np.zeros(int(max(codes.max(initial=0), self._codes[-1])) + 1, dtype=dtype)
@@ -182,7 +192,7 @@ class CharTokenizer(Tokenizer):
         return self.encode("\n" if "\n" in self.characters else self.characters[0]).tolist()
 
     def to_bytes(self) -> bytes:
-        """Return a tokenizer.json with one word per character: WordLevel after a split at every character."""
+        """Return a tokenizer.json whose model is a WordLevel with a word per character."""
         every_character = {"Regex": r"[\s\S]"}
         split = {"type": "Split", "pattern": every_character, "behavior": "Isolated", "invert": False}
         vocab = {character: token for token, character in enumerate(self.characters)}

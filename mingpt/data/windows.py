@@ -1,6 +1,6 @@
 """Windows of tokens: read them in batches, and choose those that each worker reads.
 
-A window is `block_size + 1` neighbouring tokens: an input, and its targets one token to the right. The order
+A window is `block_size + 1` consecutive tokens: an input, and its targets one token to the right. The order
 of windows is a seeded permutation per epoch, cut into micro-batches.
 """
 
@@ -18,10 +18,10 @@ from torch.utils.data import Dataset, DistributedSampler
 from mingpt.base.errors import UserError
 from mingpt.data.shards import TokenShards
 
-PREFETCH_BATCHES = 64  # gathered, and moved to the device, together
+PREFETCH_BATCHES = 64  # batches that are gathered, and moved to the device, together
 PREFETCH_FROM_DISK = 128  # windows of token shards that are read ahead
 FEISTEL_ROUNDS = 6
-PREFETCH_STEPS = 32  # permuted at once: a thousand windows cost about as much as ten
+PREFETCH_STEPS = 32  # steps permuted at once: a thousand windows cost about as much as ten
 MIX_1, MIX_2, GOLDEN = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
 MASK_64 = 0xFFFFFFFFFFFFFFFF
 
@@ -30,7 +30,7 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     """All windows of a token array or of token shards, by the position of their first token.
 
     `dataset[start]` is (inputs, targets), each (block_size,) int64; `__getitems__` gathers a batch at once.
-    Reading a token of shards that is `vocab_size` or more raises UserError; an array is not checked.
+    Tokens of shards are checked when they are read: UserError is raised if one is not below `vocab_size`.
     """
 
     def __init__(
@@ -76,10 +76,11 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     def batches(
         self, starts: Iterable[int], batch_size: int, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the windows that begin at `starts` in batches: (inputs, targets, then both on `device`).
+        """Yield batches of windows, each as (inputs, targets, inputs on `device`, targets on `device`).
 
-        `starts`, which may be endless, is read ahead; the last batch may be smaller. With shards, an error of
-        `read` for a batch is raised only after the batches before it are yielded.
+        Every tensor is (batch_size, block_size), but the last batch may be smaller. `starts`, the positions
+        of the windows' first tokens, may be endless and is read ahead. With shards, an error of `read` for a
+        batch is raised only after the batches before it are yielded.
         """
         remaining = iter(starts)
         if isinstance(self.tokens, Tensor):
@@ -98,7 +99,7 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     def split(
         self, on_cpu: tuple[Tensor, Tensor], batch_size: int, device: torch.device | str
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Split `on_cpu`, the (inputs, targets) of many windows, and yield batches as `batches` does."""
+        """Split the (inputs, targets) of many windows into batches, and yield them as `batches` does."""
         on_device = to_device(on_cpu, device)
         yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
 
@@ -124,7 +125,7 @@ CharDataset = WindowDataset  # its name elsewhere, from the time when tokens wer
 
 
 def to_device(batch: tuple[Tensor, Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
-    """Return inputs and targets, which have one shape, on `device`; does not wait for a GPU."""
+    """Return inputs and targets, two tensors of equal shape, on `device`, without waiting for a GPU."""
     if torch.device(device).type != "cuda":
         return tuple(part.to(device) for part in batch)
     # The allocator of pinned memory gives the pages to nobody else until the copy has ended.
@@ -143,7 +144,7 @@ def mix(*numbers: int) -> int:
 
 
 def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Return the images of `indices` under a permutation of range(size) that `key` chooses, (N,) uint64.
+    """Return the images of `indices`, (N,) uint64, under the permutation of range(size) that `key` selects.
 
     Memory does not grow with `size`: the permutation is a balanced Feistel network over the next power of
     four, repeated until the result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite
@@ -166,9 +167,10 @@ def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def micro_batch_shares(count: int, workers: int) -> list[range]:
-    """Return each rank's share of `count` micro-batches: neighbours, in numbers that differ by one at most.
+    """Return each rank's share of `count` micro-batches: consecutive numbers.
 
-    If there are more workers than micro-batches, some shares are empty.
+    The lengths of the shares differ by at most one. If there are more workers than micro-batches, some shares
+    are empty.
     """
     return [range(rank * count // workers, (rank + 1) * count // workers) for rank in range(workers)]
 
@@ -176,15 +178,18 @@ def micro_batch_shares(count: int, workers: int) -> list[range]:
 class ElasticSampler(DistributedSampler[int]):
     """Assign the samples of a shuffled epoch, called windows here, to any number of workers.
 
-    The order depends on the data, `seed` and the epoch alone: if another number of workers goes on, each
+    The order depends only on the data, `seed` and the epoch: if a different number of workers resumes, each
     window of the epoch is still read exactly once. The only state is the integer `windows_seen`, the number
     of windows that all workers together read before iteration begins. `seek` sets it, iterating does not.
 
-    `dataset` may be any with a length and samples by index. Those of a WindowDataset overlap: an epoch has
-    windows that lie end to end from a random offset. A step takes the next `batch_size` windows, across the
-    end of an epoch, too, in micro-batches of `micro_batch_size`. Iterating yields the index in `dataset` of
-    each of this worker's windows, from `windows_seen` on, in a random order and without end; nothing for a
-    worker without micro-batches. Raises ValueError without samples, or if micro-batches do not fill a step.
+    `dataset` may be any data set with a length and samples by index. The samples of a WindowDataset overlap,
+    so an epoch of it has the windows that lie end to end from a random offset. A step takes the next
+    `batch_size` windows, even across the end of an epoch, in micro-batches of `micro_batch_size`, which
+    `micro_batches_by_rank` assigns to workers.
+
+    Iterating yields the index in `dataset` of each of this worker's windows, from `windows_seen` on, in a
+    random order and without end; it yields nothing for a worker without micro-batches. Raises ValueError if
+    the data set is empty, or if `micro_batch_size` does not divide `batch_size`.
     """
 
     def __init__(
@@ -214,14 +219,14 @@ class ElasticSampler(DistributedSampler[int]):
         self.windows_seen = 0
 
     def seek(self, windows_seen: int) -> None:
-        """Let iteration begin after the first `windows_seen` windows of the run, in constant time."""
+        """Make iteration begin after the first `windows_seen` windows of the run, in constant time."""
         self.windows_seen = windows_seen
 
     def micro_batches_by_rank(self) -> list[range]:
-        """Return the micro-batches that each rank reads, out of the m micro-batches of a step.
+        """Return, by rank, the numbers of the micro-batches of a step that the rank reads.
 
-        `micro_batch_shares` gives them; with `takes_turns` rank r of n reads r, r + n, r + 2 n, ... If n > m,
-        n - m ranks read none.
+        These are the shares of `micro_batch_shares`. With `takes_turns`, rank r of n reads r, r + n, r + 2 n,
+        ... instead. If there are more ranks than micro-batches, some ranks read none.
         """
         count, workers = self.batch_size // self.micro_batch_size, self.num_replicas
         if self.takes_turns:
@@ -232,7 +237,7 @@ class ElasticSampler(DistributedSampler[int]):
         return self.micro_batches_by_rank()[self.rank]
 
     def window_starts(self, first: int, count: int) -> np.ndarray:
-        """Return the indices in the data set of `count` windows of the run, from number `first` on."""
+        """Return the indices in `dataset` of the run's windows `first`, `first` + 1, ..., (count,) int64."""
         starts = []
         while count:
             epoch, place = divmod(first, self.windows_per_epoch)
@@ -254,5 +259,5 @@ class ElasticSampler(DistributedSampler[int]):
             next_window += starts.size
 
     def __len__(self) -> int:
-        """The number of windows in an epoch, of all workers together."""
+        """Return the number of windows in an epoch, of all workers together."""
         return self.windows_per_epoch

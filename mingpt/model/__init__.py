@@ -1,8 +1,8 @@
-"""A GPT from tokens to logits and loss, with the same bits on the same kind of device.
+"""A GPT, from tokens to logits and loss. Its results have the same bits on the same kind of device.
 
-`gpt.py` has what architectures share, and a file for each value of model.arch what it does differently.
-Exports the model, the module that is trained (`LossModule`), generation and compilation. Uses no data and no
-ranks.
+`gpt.py` has what the architectures share; each value of model.arch has a file for what differs. The package
+exports the model, the module that is trained (`LossModule`), generation and compilation. It uses no data and
+no collectives.
 """
 
 from mingpt.model.compile import (

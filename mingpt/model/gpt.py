@@ -1,9 +1,9 @@
 """What every architecture is made of: layers, a skeleton from tokens to logits and loss, and generation.
 
-An architecture is a subclass of GPT in a file of its own, named as its value of model.arch: `gpt2.py`,
+An architecture is a subclass of GPT in a file of its own, named like its value of model.arch: `gpt2.py`,
 `modern.py`. Only these files tell architectures apart. docs/extending.md shows how to add one.
 
-B is the batch, T the length of the input, C = n_embd, H = n_head, D = C / H, V = vocab_size.
+In shapes, B is the batch size, T the length of the input, C = n_embd, H = n_head, D = C / H, V = vocab_size.
 """
 
 import functools
@@ -25,14 +25,14 @@ class Linear(nn.Linear):
     """nn.Linear without initial weights: `GPT.draw_weight` draws them."""
 
     def reset_parameters(self) -> None:
-        """Draw nothing: on the meta device nn.Linear would import torch._dynamo for it."""
+        """Do nothing: on the meta device nn.Linear's method would import torch._dynamo, which takes long."""
 
 
 class Embedding(nn.Embedding):
     """nn.Embedding without initial weights: `GPT.draw_weight` draws them."""
 
     def reset_parameters(self) -> None:
-        """Draw nothing, as in Linear above."""
+        """Do nothing, for the reason given in `Linear.reset_parameters`."""
 
 
 class Dropout(nn.Dropout):
@@ -41,7 +41,7 @@ class Dropout(nn.Dropout):
 
 
 class RMSNorm(nn.Module):
-    """An RMSNorm without parameters, whatever the width."""
+    """RMSNorm without parameters. `width` is ignored; norms with parameters need it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention of each position to itself and to the positions before it."""
+    """Multi-head attention of each position to itself and to the positions before it."""
 
     def __init__(self, config: ModelConfig, bias: bool) -> None:
         super().__init__()
@@ -60,14 +60,17 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=bias)
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
-        """Map (B, T, C) to (B, T, C), as TorchOps.attention says."""
+        """Map (B, T, C) features to (B, T, C); see `TorchOps.attention`, also for `cache`."""
         qkv = self.c_attn(x)  # (B, T, 3 C)
         dropout = self.dropout if self.training else 0.0
         return self.c_proj(ops_for(x).attention(qkv, self.n_head, positions, dropout, cache))
 
 
 class MLP(nn.Module):
-    """Two matrices, and between them an activation of 4 C features: the operation of that name."""
+    """Two linear layers with 4 C features and an activation between them.
+
+    `activation` is the name of a method of TorchOps.
+    """
 
     def __init__(self, config: ModelConfig, activation: str, bias: bool) -> None:
         super().__init__()
@@ -81,7 +84,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP. Each sees the norm of the residual stream, and is added to it."""
+    """A transformer block: attention, then an MLP.
+
+    The input of each is the normalised residual stream, to which its output is added after dropout.
+    """
 
     def __init__(self, config: ModelConfig, norm: type[nn.Module], attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -90,8 +96,11 @@ class Block(nn.Module):
         self.recompute = False
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
-        """Map (B, T, C) to (B, T, C); with `recompute`, the backward pass computes all activations again."""
-        if cache is not None:  # never compiled: each token would have another shape
+        """Map (B, T, C) features to (B, T, C).
+
+        With `recompute`, activations are not kept: the backward pass computes them again.
+        """
+        if cache is not None:  # never compiled: each token would have a different shape
             return type(self).compute(self, x, positions, cache)
         if not (self.recompute and self.training and torch.is_grad_enabled()):
             return self.compute(x, positions)
@@ -106,10 +115,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder-only transformer over `vocab_size` tokens and up to `block_size` positions.
 
-    GPT(config, ...) makes the subclass that `config.arch` names. A subclass overrides what differs from this
-    class: rotary positions, RMSNorm without parameters, no biases, and a head of its own. Torch's global
-    generator determines the initial weights. On the meta device nothing is drawn or computed: call
-    `to_empty`, then `init_weights` and `init_buffers`.
+    GPT(config, ...) makes an instance of the subclass that `config.arch` names. This class has rotary
+    positions, RMSNorm without parameters, no biases, and a head of its own; a subclass overrides what it does
+    differently. Torch's global generator determines the initial weights. On the meta device nothing is drawn
+    or computed: call `to_empty`, then `init_weights` and `init_buffers`.
     """
 
     norm: type[nn.Module] = RMSNorm
@@ -127,7 +136,7 @@ class GPT(nn.Module):
             self.init_weights(int(torch.randint(2**63 - 1, (), device="cpu")))
 
     def make_modules(self, config: ModelConfig) -> None:
-        """Make the modules, in the order of the parameters, on which a run's bits depend."""
+        """Make the modules. Their order is that of the parameters, on which the bits of a run depend."""
         self.wte = Embedding(self.vocab_size, config.n_embd)
         self.positions = Positions(self.block_size, config.n_embd // config.n_head)
         self.h = nn.ModuleList(self.make_block(config) for _ in range(config.n_layer))
@@ -135,21 +144,21 @@ class GPT(nn.Module):
         self.lm_head = Linear(config.n_embd, self.vocab_size, bias=False)
 
     def make_block(self, config: ModelConfig) -> Block:
-        """Return one of the blocks, without initial weights."""
+        """Return a new block, without initial weights."""
         attn, mlp = CausalSelfAttention(config, self.bias), MLP(config, self.activation, self.bias)
         return Block(config, self.norm, attn, mlp)
 
     def embed(self, tokens: Tensor, start: int) -> Tensor:
-        """Map (B, T) tokens of positions `start`, `start` + 1, ... to (B, T, C) for the first block."""
+        """Return the (B, T, C) embeddings of (B, T) tokens at positions `start`, `start` + 1, ..."""
         return self.wte(tokens)
 
     @property
     def head(self) -> nn.Linear | nn.Embedding:
-        """The module whose weight, (V, C), maps the last block's output to logits: the embedding, if tied."""
+        """The module whose weight, (V, C), maps features to logits; a tied head is the embedding."""
         return self.lm_head if hasattr(self, "lm_head") else self.wte
 
     def initial_std(self, name: str, shape: Shape) -> float:
-        """Return the standard deviation of a matrix's initial numbers; 0 for zeros."""
+        """Return the standard deviation of the initial values of the matrix `name`; 0 means zeros."""
         if name.endswith("c_proj.weight") or name == "lm_head.weight":
             return 0.0
         return 1.0 if name == "wte.weight" else shape[1] ** -0.5
@@ -157,7 +166,7 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """Return the FLOPs of a forward and backward pass per token (Chowdhery et al. 2022, appendix B).
 
-        An embedding takes none, unless it is the head.
+        An embedding counts only if it is also the head.
         """
         embeddings = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
         used = set(self.parameters()) - (embeddings - {self.head.weight})
@@ -167,9 +176,9 @@ class GPT(nn.Module):
     def draw_weight(self, name: str, shape: Shape, seed: int) -> Tensor:
         """Return a parameter's initial value, float32 on the CPU.
 
-        Matrices are normally distributed, biases are zeros and weights of norms ones. The value depends on
-        the arguments and the configuration alone, not on the device, the number of threads or other
-        parameters, so a worker can draw any one.
+        Matrices are normally distributed, biases are zeros and weights of norms are ones. The value depends
+        only on the arguments and the configuration, not on the device, the number of threads or other
+        parameters, so a worker can draw any parameter by itself.
         """
         weight = torch.zeros(shape, dtype=torch.float32, device="cpu")
         if len(shape) < 2:
@@ -183,12 +192,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every parameter to the initial value that `draw_weight` draws for it."""
+        """Set every parameter to the initial value that `draw_weight` draws for it from `seed`."""
         for name, weight in self.named_parameters():
             weight.copy_(self.draw_weight(name, tuple(weight.shape), seed))
 
     def init_buffers(self) -> None:
-        """Compute masks and rotary tables again, after Module.to_empty."""
+        """Compute the causal mask and the rotary tables, as is needed after Module.to_empty."""
         self.positions.init_buffers()
 
     def set_recompute(self, recompute: bool) -> None:
@@ -203,8 +212,8 @@ class GPT(nn.Module):
         """Map (B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
 
         With targets, logits have no gradient, and are None if `head_loss` computes them in chunks. With
-        caches, one per block, the input continues the cached positions: any number of tokens if they are
-        empty, else one. Raises ValueError past block_size.
+        caches, one per block, the tokens follow the cached positions: any number of tokens if the caches are
+        empty, else one token. Raises ValueError if there are more than block_size positions.
         """
         start = caches[0].length if caches else 0
         end = start + tokens.size(1)
@@ -217,21 +226,21 @@ class GPT(nn.Module):
         return (head_logits(x, weight), None) if targets is None else head_loss(x, weight, targets)
 
 
-# By `model.arch`; the file of an architecture registers its class.
+# By value of model.arch; the file of an architecture registers its class here.
 ARCHITECTURES: dict[str, type[GPT]] = {}
 
 
 def architecture(arch: str) -> type[GPT]:
-    """Return the class of a value of model.arch; its file, mingpt/model/<arch>.py, is imported if needed."""
+    """Return the class for a value of model.arch; its file, mingpt/model/<arch>.py, is imported if needed."""
     importlib.import_module(f"mingpt.model.{arch}")
     return ARCHITECTURES[arch]
 
 
 @functools.cache  # a dozen blocks take ten milliseconds
 def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -> dict[str, Shape]:
-    """Return the shapes of the parameters of GPT(config, ...), by name, in time in proportion to n_layer.
+    """Return the shapes of the parameters of GPT(config, ...), by name, without allocating parameters.
 
-    Nothing of their size is allocated. Raises UserError for a model that cannot be.
+    The time is proportional to n_layer. Raises UserError if torch cannot have tensors that large.
     """
     try:
         with torch.device("meta"):
@@ -242,7 +251,7 @@ def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -
 
 
 class LossModule(nn.Module):
-    """The module that is trained. It returns the loss alone, so no caller keeps logits or their gradient."""
+    """The module that is trained. It returns only the loss, so no caller keeps logits or their gradient."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -259,8 +268,8 @@ def choose(
 ) -> int:
     """Draw a token from (V,) logits; temperature 0 takes the most likely one.
 
-    It draws from the `top_k` most likely tokens (all if None or 0), and of these from the fewest whose
-    probabilities sum to at least `top_p` (Holtzman et al. 2020, section 3.1).
+    Only the `top_k` most likely tokens can be drawn (all if None or 0), and of these only the fewest most
+    likely ones whose probabilities sum to at least `top_p` (Holtzman et al. 2020, section 3.1).
     """
     if temperature < torch.finfo(torch.float32).tiny:  # float32 may treat it as 0
         return int(logits.argmax())
@@ -270,7 +279,7 @@ def choose(
     probabilities = torch.softmax(logits, dim=-1)
     if top_p < 1:
         ordered, tokens = probabilities.sort(descending=True, stable=True)
-        probabilities[tokens[ordered.cumsum(0) - ordered >= top_p]] = 0  # the tokens before suffice
+        probabilities[tokens[ordered.cumsum(0) - ordered >= top_p]] = 0  # the more likely tokens suffice
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
@@ -287,14 +296,17 @@ def generate_batch(
     vocab_size: int | None = None,
     end: int | None = None,
 ) -> Iterator[list[int | None]]:
-    """Yield, up to `count` times, the next token of each sample that continues `prompt`, a sample per seed.
+    """Generate a sample per seed, each of which continues `prompt`; yield the samples' next tokens.
 
-    The prompt must hold at least one token. The token `end` and those after it are None, and the iterator
-    ends early once all samples have ended. Until it ends or is closed, the model is in eval mode. Only tokens
-    below `vocab_size` are drawn, if the embedding has more rows. The same seeds give the same tokens on the
-    same device. Each sample has a random stream of its own, so that more samples change no more than the
-    rounding of its logits. At `block_size` positions the older half of the context is dropped. If the model
-    leaves the caches empty, the whole context is computed for each token.
+    The iterator yields up to `count` lists, with a token per sample. A sample ends with the token `end`: None
+    stands for this token and all after it. The iterator ends early once all samples have ended. Until it ends
+    or is closed, the model is in eval mode. `prompt` must have at least one token. Only tokens below
+    `vocab_size` are drawn, if the embedding has more rows.
+
+    The same seeds give the same tokens on the same device. Each sample has its own random generator, so other
+    samples change only the rounding of its logits. When the context becomes longer than `block_size`, only
+    its newer half is kept. If the model leaves the caches empty, each token costs a pass over the whole
+    context.
     """
     was_training, block_size = model.training, model.block_size
     model.eval()

@@ -20,29 +20,32 @@ BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old files o
 
 
 class Convertible(ABC):
-    """An architecture that transformers has, too: a subclass of GPT also inherits from this one."""
+    """An architecture that transformers has, too. Its class inherits from GPT and from this class."""
 
-    hf_model_type: str  # in config.json
-    hf_dropouts: tuple[str, ...]  # fields of config.json; here one number serves all
+    hf_model_type: str  # model_type in config.json
+    hf_dropouts: tuple[str, ...]  # fields of config.json that all get the one dropout probability
 
     @staticmethod
     @abstractmethod
     def hf_fixed_fields(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-        """Return {field of config.json: its allowed values}; an export writes the first."""
+        """Return {field of config.json: its allowed values}; an export writes the first of them."""
 
     @staticmethod
     @abstractmethod
     def hf_names(name: str) -> list[str]:
-        """Return the names of transformers' tensors that make up a parameter, in the order of its rows."""
+        """Return the names in transformers of the tensors that hold parameter `name`, in order of rows."""
 
     @staticmethod
     @abstractmethod
     def hf_convert(name: str, parts: Sequence[Tensor], config: ModelConfig) -> list[Tensor]:
-        """Return the matrices of a parameter as transformers has them, or the reverse, which is the same."""
+        """Convert a parameter's `parts`, one for each of `hf_names`, to the layout of transformers, or back.
+
+        Both directions are the same operation.
+        """
 
 
 def convertible(arch: str) -> type[Convertible]:
-    """Return the class of a value of model.arch. Raises UserError if it is not Convertible."""
+    """Return the class for a value of model.arch. Raises UserError if it is not Convertible."""
     kind = architecture(arch)
     if not issubclass(kind, Convertible):
         raise UserError(
@@ -53,7 +56,7 @@ def convertible(arch: str) -> type[Convertible]:
 
 
 def import_transformers() -> Any:
-    """Import transformers, which takes seconds, and let it log errors only. Raises UserError if missing."""
+    """Import transformers, which takes seconds, and make it log only errors. Raises UserError if missing."""
     try:
         import transformers
     except ImportError as error:
@@ -69,7 +72,7 @@ def import_transformers() -> Any:
 def hf_fields(
     config: ModelConfig, *, vocab_size: int, block_size: int, end_of_text: int | None = None
 ) -> dict[str, Any]:
-    """Return the arguments of transformers' configuration class, whose sampling ends at `end_of_text`."""
+    """Return arguments for the configuration class of transformers. Generation will end at `end_of_text`."""
     kind = convertible(config.arch)
     fields: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -87,7 +90,7 @@ def hf_fields(
 
 
 def config_from_hf(theirs: Any) -> ModelConfig:
-    """Return the ModelConfig that a configuration of transformers describes, with ModelConfig's dropout.
+    """Return the ModelConfig that a configuration of transformers describes, with the default dropout.
 
     Raises UserError, naming the field, for a model that no architecture here can compute.
     """
@@ -118,7 +121,7 @@ def another_kind(name: str, value: Any, allowed: tuple[Any, ...]) -> UserError:
 
 
 def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the parameters of GPT as transformers' tensors, contiguous, without gpt2's tied head."""
+    """Convert parameters of GPT to the tensors of transformers, contiguous, without the tied head of gpt2."""
     kind, found = convertible(config.arch), dict[str, Tensor]()
     for name, tensor in tensors.items():
         names = kind.hf_names(name)
@@ -130,8 +133,8 @@ def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
 def from_hf(theirs: dict[str, Tensor], config: ModelConfig, names: Iterable[str]) -> dict[str, Tensor]:
     """Return the parameters `names` of GPT from `theirs`, transformers' tensors: the inverse of `to_hf`.
 
-    The tensors that are used are removed from `theirs`, so that none is held twice. Results may not be
-    contiguous. Raises KeyError if a tensor is missing.
+    The tensors that are used are removed from `theirs`, so that none is in memory twice. The results may not
+    be contiguous. Raises KeyError if a tensor is missing.
     """
     kind, ours = convertible(config.arch), {}
     for name in names:

@@ -23,7 +23,7 @@ from mingpt.model.gpt import ARCHITECTURES, GPT
 from mingpt.model.hf import Convertible
 from mingpt.model.operations import EPSILON, ROTARY_BASE, rms_norm
 
-# Names here: names in transformers; of a block's matrices, between model.layers.N. and .weight.
+# A parameter's name here: its names in transformers; in BLOCK, what is between model.layers.N. and .weight.
 OUTSIDE = {"wte.weight": "model.embed_tokens.weight", "lm_head.weight": "lm_head.weight"}
 BLOCK = {
     "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -1,4 +1,4 @@
-"""The operations of the model in up to three versions, and which of them computes.
+"""The operations of the model, each in up to three versions, and the choice between these.
 
 `ops_for(x)` returns the object whose methods are the operations on x's device:
 
@@ -28,19 +28,19 @@ EPSILON = 1e-6
 # Up to this number of tokens plain products are faster than the CPU's flash-attention kernel, whose backward
 # pass is slow.
 MAX_MATH_ATTENTION = 512
-ROWS = 128  # queries in one product; keys later than all of them are left out
-CHUNK = 1 << 17  # elements that are looked up at a time, so that their numbers stay in a core's cache
-MAX_LOGITS = 1 << 26  # that exist at once, unless ROW_MULTIPLE rows have more
+ROWS = 128  # queries in one product, which leaves out the keys after the last of them
+CHUNK = 1 << 17  # elements looked up at a time: few enough for a core's cache
+MAX_LOGITS = 1 << 26  # logits that exist at once, unless ROW_MULTIPLE rows have more
 ROW_MULTIPLE = 128
-VOCAB_MULTIPLE = 64  # of the product with the head on a GPU, as tensor cores need it
+VOCAB_MULTIPLE = 64  # rows of the head are padded to this multiple on a GPU, for its tensor cores
 
 
 class Positions(nn.Module):
     """The causal mask and the tables of rotary positions (Su et al. 2021), which all blocks share.
 
     `mask` is (block_size, block_size), minus infinity above the diagonal, else 0. `cos` and `sin` are
-    (block_size, D / 2), where D, `rotary_size`, is the size of a head, or 0 if positions are learned. They
-    are computed on the CPU and copied, so that they have the same bits on every device. Raises UserError
+    (block_size, D / 2), where D, `rotary_size`, is the size of a head, or 0 if positions are learned. Both
+    tables are computed on the CPU and copied, so they have the same bits on every device. Raises UserError
     if D is odd.
     """
 
@@ -57,7 +57,7 @@ class Positions(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Compute the mask and tables, as is needed again after Module.to_empty; not on the meta device."""
+        """Compute the mask and the tables, again after Module.to_empty; do nothing on the meta device."""
         if self.mask.is_meta:
             return
         self.mask.fill_(float("-inf")).triu_(1)
@@ -68,7 +68,10 @@ class Positions(nn.Module):
         self.sin.copy_(angles.sin())
 
     def rotate(self, x: Tensor, start: int) -> Tensor:
-        """Rotate pairs of the (B, H, T, D) features of positions start, start + 1, ..., by their angles."""
+        """Rotate each pair of features (i, i + D / 2) by the angle of its position.
+
+        `x` has the (B, H, T, D) queries or keys of positions `start`, `start` + 1, ...
+        """
         end = start + x.size(2)
         cos, sin = (table[start:end].to(x.dtype) for table in (self.cos, self.sin))  # (T, D / 2)
         first, second = x.chunk(2, dim=-1)
@@ -76,9 +79,9 @@ class Positions(nn.Module):
 
 
 class KeyValues:
-    """A block's keys and values of all positions so far, at most `block_size`; `length` counts positions.
+    """The key/value cache of one block: keys and values of the first `length` of `block_size` positions.
 
-    The memory is allocated for the first keys, of their type.
+    Its memory is allocated when the first keys are appended, and has their dtype.
     """
 
     stored: Tensor  # (2, B, H, block_size, D)
@@ -98,15 +101,18 @@ class KeyValues:
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Return x over its root mean square along the last dimension (Zhang and Sennrich 2019), no weights."""
+    """Divide x by its root mean square along the last dimension: RMSNorm (Zhang and Sennrich 2019)."""
     return F.rms_norm(x, x.shape[-1:], eps=EPSILON)
 
 
 class TorchOps:
-    """The operations as torch has them."""
+    """The operations of the model, computed by torch's own functions."""
 
     def rms_norm(self, x: Tensor) -> Tensor:
-        """Return x over its root mean square, in autocast's type if it is on, else in x's type."""
+        """Divide x by its root mean square along the last dimension.
+
+        The result has x's type. Under autocast, it is float32 on a GPU, and in CPUOps has autocast's type.
+        """
         return rms_norm(x)
 
     def gelu(self, x: Tensor) -> Tensor:
@@ -117,17 +123,17 @@ class TorchOps:
         return F.relu(x).square()
 
     def dropout(self, x: Tensor, probability: float) -> Tensor:
-        """Drop activations; on a CPU a probability above 0 is rounded to n / 256, 0 < n < 256."""
+        """Apply F.dropout; on a CPU a probability above 0 is rounded to n / 256, 0 < n < 256."""
         return F.dropout(x, probability)
 
     def attention(
         self, qkv: Tensor, heads: int, positions: Positions, dropout: float, cache: KeyValues | None = None
     ) -> Tensor:
-        """Compute causal self-attention, softmax(q k^T / sqrt(D)) v, with dropout of the softmax.
+        """Compute causal self-attention, softmax(q k^T / sqrt(D)) v, with dropout after the softmax.
 
-        `qkv` has (B, T, 3 C) queries, keys and values; the result is (B, T, C). With rotary positions,
+        `qkv` has the queries, keys and values, (B, T, 3 C); the result is (B, T, C). With rotary positions,
         queries and keys are first divided by their root mean square and rotated. With a cache, keys and
-        values are appended to it, and the queries attend to all that it has.
+        values are appended to it, and the queries attend to all keys in it.
         """
         batch, length, width = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         start = cache.length if cache else 0
@@ -143,13 +149,13 @@ class TorchOps:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, start: int
     ) -> Tensor:
-        """Map (B, H, T, D) queries and (B, H, start + T, D) keys and values to (B, H, T, D)."""
+        """Attend from (B, H, T, D) queries to (B, H, start + T, D) keys and values; return (B, H, T, D)."""
         # After a cached start there is one token, which attends to all positions.
         return F.scaled_dot_product_attention(query, key, value, is_causal=not start, dropout_p=dropout)
 
 
 class CompiledCPUOps(TorchOps):
-    """The operations that torch.compile turns into fast code for a CPU, where it does not fuse torch's."""
+    """The operations for torch.compile on a CPU, in forms that it turns into faster code than torch's own."""
 
     def gelu(self, x: Tensor) -> Tensor:  # one exponential instead of a hyperbolic tangent
         return x * torch.sigmoid(x * (2 * math.sqrt(2 / math.pi)) * (1 + 0.044715 * x * x))
@@ -172,14 +178,14 @@ class CompiledCPUOps(TorchOps):
 
 
 class CPUOps(TorchOps):
-    """The operations with few passes over memory, by the functions with written-out gradients below."""
+    """The operations for a CPU without torch.compile: autograd functions with few passes over memory."""
 
     def rms_norm(self, x: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         return _RMSNorm.apply(x, dtype)  # type: ignore[no-any-return]
 
     def gelu(self, x: Tensor) -> Tensor:
-        """Return GELU. In bfloat16 there are 65,536 numbers, so value and slope are looked up.
+        """Return GELU with the tanh approximation. For bfloat16 it is looked up in tables of 65,536 numbers.
 
         torch's own kernel computes a hyperbolic tangent for each element in each pass, and takes three times
         as long.
@@ -216,17 +222,17 @@ TORCH, COMPILED_CPU, CPU = TorchOps(), CompiledCPUOps(), CPUOps()
 
 
 def ops_for(x: Tensor) -> TorchOps:
-    """Return the operations for x's device, and for the compiler while it traces the call."""
+    """Return the operations for x's device; on a CPU, CompiledCPUOps while torch.compile traces the call."""
     if x.device.type != "cpu":
         return TORCH
     return COMPILED_CPU if torch.compiler.is_compiling() else CPU
 
 
 def attention_bytes(heads: int, length: int, dropout: float, element: int, on_cpu: bool) -> float:
-    """Return the bytes per token that attention keeps for its backward pass, but for its input and output.
+    """Return the bytes per token that attention keeps for backward, besides its input and output.
 
-    On a CPU these are the softmax, and a mask of dropout, for earlier positions, of `element` bytes a number;
-    FlashAttention keeps neither.
+    On a CPU it keeps the softmax over earlier positions and, with dropout, a mask of that size, both with
+    `element` bytes per number. FlashAttention keeps neither.
     """
     if not on_cpu or length > MAX_MATH_ATTENTION:
         return 0.0
@@ -234,7 +240,7 @@ def attention_bytes(heads: int, length: int, dropout: float, element: int, on_cp
 
 
 def logits_bytes(rows: int, vocab_size: int) -> int:
-    """Return the bytes of the logits and their gradients, as far as they exist at once."""
+    """Return the bytes of the logits of `rows` tokens and their gradients that exist at the same time."""
     return 12 * min(rows * vocab_size, MAX_LOGITS)
 
 
@@ -260,7 +266,7 @@ def inverse_rms(x: Tensor) -> Tensor:
 
 
 def norm_backward(grad: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """Return the gradient for x, given the gradient `grad` for y = x * scale, where scale is 1 / rms(x)."""
+    """Return the gradient of x, given `grad`, the gradient of y = x * scale, where scale is 1 / rms(x)."""
     inner = (grad * y).mean(-1, keepdim=True, dtype=scale.dtype)
     return torch.addcmul(grad, y, inner, value=-1.0).mul(scale)
 
@@ -298,7 +304,7 @@ class _GELU(torch.autograd.Function):
 
 @functools.cache
 def gelu_tables() -> tuple[Tensor, Tensor]:
-    """Return GELU and its slope by the bits of a bfloat16 number: tables of (65536,) bfloat16 as int16."""
+    """Return tables of GELU and its slope by a bfloat16 number's bits: (65536,) bfloat16, viewed as int16."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).double()
     y = F.gelu(numbers, approximate="tanh")
     slope = torch.ops.aten.gelu_backward(torch.ones_like(numbers), numbers, approximate="tanh")
@@ -306,7 +312,7 @@ def gelu_tables() -> tuple[Tensor, Tensor]:
 
 
 def random_bytes(shape: torch.Size) -> Tensor:
-    """Draw uniform uint8 numbers from torch's CPU generator, in a twentieth of the time of as many floats."""
+    """Draw uniform uint8 numbers from torch's CPU generator, in a twentieth of the time that floats take."""
     size = math.prod(shape)
     drawn = torch.randint(-(2**63), 2**63 - 1, (-(-size // 8),))
     return drawn.view(torch.uint8)[:size].view(shape)
@@ -401,7 +407,7 @@ class _Attention(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D / 2) of x's last dimension D into `out`, not x itself; -sin inverts this."""
+    """Rotate pairs (i, i + D / 2) of x's last dimension; write to `out`, not x. -sin undoes the rotation."""
     half = x.size(-1) // 2
     first, second = x[..., :half], x[..., half:]
     out_first, out_second = out[..., :half], out[..., half:]
@@ -411,17 +417,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
 
 
 def row_ranges(length: int) -> list[tuple[int, int]]:
-    """Split `length` queries into blocks, of at most ROWS, for products; return each (first, last + 1)."""
+    """Split `length` queries into blocks of at most ROWS; return (first, last + 1) of each block."""
     return [(first, min(first + ROWS, length)) for first in range(0, length, ROWS)]
 
 
 def padding(weight: Tensor) -> int:
-    """Return how many rows a (V, C) head on a GPU lacks to a multiple of VOCAB_MULTIPLE; 0 elsewhere."""
+    """Return how many rows pad a (V, C) head on a GPU to a multiple of VOCAB_MULTIPLE; 0 on other devices."""
     return -weight.size(0) % VOCAB_MULTIPLE if weight.is_cuda else 0
 
 
 def head_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the (..., V) logits of (..., C) features and a (V, C) head."""
+    """Return the logits, (..., V), of features, (..., C), by a head with weight (V, C)."""
     missing = padding(weight)
     if not missing:
         return F.linear(x, weight)
@@ -431,10 +437,10 @@ def head_logits(x: Tensor, weight: Tensor) -> Tensor:
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
     """Return (logits, F.cross_entropy in nats) of (B, T, C) features, a (V, C) head and (B, T) targets.
 
-    The logits, (B, T, V), have no gradient. They are None if there are more than MAX_LOGITS of them: GPT-2's
-    50,257 logits for each of 16 x 1,024 tokens are 3.3 GB in float32, and their gradient as much again. The
-    loss is a mean, so a chunk's part of the gradient can be computed with its logits, and no product is
-    computed twice (compare Hsu et al. 2024, "Liger Kernel").
+    The logits, (B, T, V), have no gradient. More than MAX_LOGITS of them are computed in chunks, and None is
+    returned for them: GPT-2's 50,257 logits for each of 16 x 1,024 tokens are 3.3 GB in float32, and their
+    gradient as much again. The loss is a mean, so a chunk's part of the gradient can be computed with its
+    logits, and no product is computed twice (compare Hsu et al. 2024, "Liger Kernel").
     """
     if targets.numel() * weight.size(0) > MAX_LOGITS:
         return None, chunked_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
@@ -462,7 +468,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         features, head = x.to(dtype), F.pad(weight.to(dtype), (0, 0, 0, padding(weight)))
         columns = torch.arange(head.size(0), device=x.device)
         size = max(ROW_MULTIPLE, MAX_LOGITS // vocab_size // ROW_MULTIPLE * ROW_MULTIPLE)
-        # Divided by the rows, most gradients of logits would be zero in float16: `backward` divides the rest.
+        # Divided by the number of rows, most gradients would be 0 in float16: `backward` divides by the rest.
         ctx.boost = float(1 << rows.bit_length()) if dtype == torch.float16 else 1.0
         total = x.new_zeros((), dtype=torch.float32)
         d_x, d_head = [], torch.zeros_like(head, dtype=torch.float32) if needs_grad else None

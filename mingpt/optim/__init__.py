@@ -1,7 +1,7 @@
 """Turn gradients into updates: AdamW, Muon and the learning rate, the same bits for any number of workers.
 
 An optimizer updates the rows of each parameter that a worker holds. Its state is kept by parameter name, as a
-snapshot stores it. Of the model only names and shapes are used.
+snapshot stores it. It needs only the names and shapes of parameters, not the model.
 """
 
 from mingpt.optim.muon import Collectives

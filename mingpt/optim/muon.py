@@ -1,14 +1,14 @@
 """Muon (Jordan 2024): Nesterov momentum, orthogonalised by a Newton-Schulz iteration.
 
 Matrices of equal shape are orthogonalised in batched products, and the workers share the batches. One worker
-computes a whole batch, so the bits do not depend on which worker it is. Phases of communication, where each
+computes a whole batch, so the bits do not depend on which worker it is. Phases of communication, if each
 worker holds rows of all matrices:
 
-1. All-to-all: each worker sends its rows of the momentum to the worker that computes their batch, which then
-   holds its matrices whole, and orthogonalises them.
-2. All-to-all back: it returns to each worker the rows of the update that the worker holds.
+1. All-to-all: each worker sends its rows of each momentum matrix to the worker that computes the batch with
+   this matrix. That worker then holds whole matrices, and orthogonalises them.
+2. All-to-all: each worker returns the rows of its updates to the workers that hold these rows.
 
-Workers that hold whole matrices need no first phase, and in the second one each sends its updates to all.
+If workers hold whole matrices, there is no first phase, and in the second each sends its updates to all.
 """
 
 import itertools
@@ -29,22 +29,28 @@ NEWTON_SCHULZ = 5 * [(3.4445, -4.7750, 2.0315)]
 
 
 class Collectives(Protocol):
-    """What the workers exchange; mingpt.distributed has it. A vector is given in pieces, at least one."""
+    """The collectives that an optimizer needs, such as the methods of mingpt.distributed's Transport.
+
+    A vector is passed as a list of pieces, at least one, which are concatenated.
+    """
 
     rank: int
 
     def all_to_all(self, pieces: list[Tensor], send: list[int], receive: list[int]) -> Tensor:
-        """Send `send[rank]` elements of a vector to each rank; return `receive[rank]` elements of each."""
+        """Send `send[rank]` elements of a vector to each rank; return those received, by rank.
+
+        `receive[rank]` is the number of elements that each rank sends to this rank.
+        """
 
     def all_gather_parts(self, pieces: list[Tensor], sizes: list[int]) -> Iterator[Tensor]:
-        """Yield each rank's vector, with `sizes[rank]` elements. All ranks must read to the end."""
+        """Yield each rank's vector, of `sizes[rank]` elements. All ranks must iterate to the end."""
 
 
 class Muon:
     """Muon, with updates scaled to the root mean square of AdamW's updates (Liu et al. 2025).
 
-    `weights` are this worker's `rows` of at least one matrix, contiguous, updated in place. All workers
-    construct it with the same names in the same order, and call `step` together.
+    `weights` has this worker's `rows` of at least one matrix, contiguous; they are updated in place. All
+    workers construct the optimizer with the same names in the same order, and call `step` together.
     """
 
     def __init__(
@@ -71,7 +77,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """Update the weights in place from gradients of the same shapes; keep the gradients. Collective."""
+        """Update the weights in place from gradients of the same shapes, which stay unchanged. Collective."""
         assert gradients.keys() >= self.weights.keys(), "every parameter takes part in every step"
         buffers = {name: state["momentum_buffer"] for name, state in self.state.items()}
         momentum = self.config.momentum
@@ -83,7 +89,7 @@ class Muon:
     def step_on_matrices(
         self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
     ) -> None:
-        """Compute this worker's updates, receive those of the other workers, and apply all. Collective."""
+        """Compute this worker's updates, receive the other workers' updates, and apply all. Collective."""
         updates = self.orthogonal({name: self.nesterov(gradients[name], buffers[name]) for name in self.mine})
         sizes = [[self.weights[name].numel() for name in names] for names in self.names_by_rank]
         arriving = self.transport.all_gather_parts(
@@ -93,7 +99,10 @@ class Muon:
             self.apply(names, vector.split(of_rank), lr)
 
     def step_on_rows(self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Send rows to the workers that compute the updates, apply the updates' rows received. Collective."""
+        """Send rows of the momentum to the workers that compute the updates, and apply the rows returned.
+
+        Collective.
+        """
         names = [name for part in self.names_by_rank for name in part]
         sizes = [self.weights[name].numel() for name in names]
         by_owner = [sum(self.weights[name].numel() for name in part) for part in self.names_by_rank]
@@ -116,14 +125,14 @@ class Muon:
         self.apply(names, arrived.split(sizes), lr)
 
     def flat(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return bfloat16 tensors as pieces of a vector, after an empty piece: there may be none."""
+        """Return bfloat16 tensors as pieces of a vector, behind an empty piece in case there are none."""
         return [self.empty, *(tensor.flatten() for tensor in tensors)]
 
     def nesterov(self, gradient: Tensor, buffer: Tensor) -> Tensor:
         return gradient.lerp(buffer, self.config.momentum).bfloat16()
 
     def orthogonal(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return {name: whole update}, not yet scaled, of the whole `matrices` named `mine`."""
+        """Orthogonalise this worker's share of the matrices, each whole; return unscaled updates by name."""
         updates = {}
         for batch in self.batches_by_rank[self.transport.rank]:
             stacked = torch.stack([wide(matrices[name], self.shapes[name]) for name in batch])
@@ -133,16 +142,17 @@ class Muon:
         return updates
 
     def apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
-        """Subtract flat updates from the named weights, scaled by `lr` and a factor of the matrix's shape."""
+        """Subtract flat updates from the named weights, scaled by `lr` and by the shapes of the matrices."""
         for name, update in zip(names, updates, strict=True):
             weight = self.weights[name]
             weight.add_(update.view_as(weight), alpha=-lr * 0.2 * math.sqrt(max(self.shapes[name])))
 
 
 def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) -> list[list[list[str]]]:
-    """Return each worker's batches of names; each batch, the costliest first, goes to the least loaded one.
+    """Return each worker's batches of matrices, by name; a batch has matrices of one shape or its transpose.
 
-    A batch has matrices of one shape, some of them perhaps transposed. All workers get the same answer.
+    Each batch, the costliest first, goes to the worker with the least load so far. The result is the same on
+    all workers.
     """
     by_shape: dict[Shape, list[str]] = {}
     for name, shape in shapes.items():
@@ -160,7 +170,7 @@ def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) 
 
 
 def split_evenly(names: list[str], most: int) -> list[list[str]]:
-    """Split names into as few lists of at most `most` as possible, whose lengths differ by at most one."""
+    """Split names into the fewest lists of at most `most` names, with lengths that differ by at most one."""
     parts = -(-len(names) // most)
     ends = [len(names) * part // parts for part in range(parts + 1)]
     return [names[first:last] for first, last in itertools.pairwise(ends)]
@@ -174,7 +184,7 @@ def wide(matrix: Tensor, shape: Shape) -> Tensor:
 def newton_schulz(matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return (N, rows, columns) matrices in `dtype` with all singular values brought near one (Jordan 2024).
 
-    `matrices` may have no more rows than columns.
+    A matrix must not have more rows than columns.
     """
     # Small numbers are zero in float16 before they are divided by the norm.
     x = matrices.float() if dtype == torch.float16 else matrices.to(dtype)

@@ -1,6 +1,6 @@
 """The optimizer of a run: which parameter is updated by which algorithm, and at which learning rate.
 
-A learning-rate schedule is a function of progress, registered in SCHEDULES.
+A learning-rate schedule is a function of the run's progress, registered in SCHEDULES.
 
 AdamW (Loshchilov and Hutter 2019) is torch's fused kernel, called without torch.optim around it: the first
 torch.optim.Optimizer that is constructed imports torch._dynamo, which takes as long as torch itself, at every
@@ -26,8 +26,8 @@ CPU_MULTIPLE = 16  # elements
 class AdamW:
     """AdamW: weights with two or more dimensions decay, others do not.
 
-    `weights` has each whole parameter or some of its rows, contiguous, updated in place; `shapes` has the
-    whole shapes. Nothing is communicated.
+    `weights` has each parameter or some of its rows, contiguous; they are updated in place. `shapes` has the
+    shapes of the whole parameters. Nothing is communicated.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """Update every weight in place from its gradient of the same shape. Gradients are not changed."""
+        """Update every weight in place from its gradient, which has the same shape and is not changed."""
         assert gradients.keys() >= self.weights.keys(), "every parameter takes part in every step"
         for names, weight_decay in self.groups:
             if not names:
@@ -83,7 +83,7 @@ class AdamW:
 
 
 def missing(tensor: Tensor) -> int:
-    """Return how many elements a tensor lacks to a multiple of CPU_MULTIPLE; 0 if it is not on the CPU."""
+    """Return how many elements pad a tensor to a multiple of CPU_MULTIPLE; 0 if it is not on the CPU."""
     return -tensor.numel() % CPU_MULTIPLE if tensor.device.type == "cpu" else 0
 
 
@@ -116,7 +116,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {"cosine": cosine, "linear": li
 
 
 def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
-    """Return the learning rate of update `step`, counted from 1: linear warm-up, then the schedule."""
+    """Return the learning rate of update `step`, counted from 1: linear warm-up, then `config.schedule`."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / (config.warmup_steps + 1)
     progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
@@ -127,9 +127,9 @@ def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
 class Optimizer:
     """AdamW for every tensor, or Muon for the blocks' matrices and AdamW for the rest.
 
-    `weights` are this worker's `rows` of each parameter, contiguous, updated in place, by name in the same
-    order on all workers; there may be no rows. All workers call `step` together. Muon's products are in
-    `product_dtype`.
+    `weights` has this worker's `rows` of each parameter, contiguous and perhaps none, by name in the same
+    order on all workers; they are updated in place. All workers call `step` together. Muon's products are
+    computed in `product_dtype`.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class Optimizer:
             self.parts.append(Muon(hidden, config, rows, transport, product_dtype))
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """Update the weights in place from gradients of the same shapes; keep the gradients. Collective."""
+        """Update the weights in place from gradients of the same shapes, which stay unchanged. Collective."""
         for part in self.parts:
             part.step(lr, gradients)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this worker's state as {"<parameter>.<state>": tensor}; tensors are not copied."""
+        """Return this worker's state as {"<parameter>.<state>": tensor}. The tensors are not copies."""
         return {
             f"{name}.{key}": value
             for part in self.parts
@@ -164,14 +164,14 @@ class Optimizer:
 
 
 def uses_muon(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> bool:
-    """Return whether Muon updates the parameter; otherwise AdamW does."""
+    """Return whether Muon updates the parameter; if not, AdamW does."""
     return config.name == "muon" and len(shape) == 2 and name.startswith("h.")
 
 
 def state_shapes(
     parameters: Mapping[str, tuple[int, ...]], config: OptimizerConfig
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of `Optimizer.state_dict()`, unsharded, for {name: shape} of the parameters."""
+    """Return the unsharded shapes of `Optimizer.state_dict()`, given the shapes of the parameters by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameters.items():
         if uses_muon(name, shape, config):

@@ -1,8 +1,8 @@
-"""Each rank holds all weights, `trainer.parallel=ddp`: what all such strategies share, and `reduction=fast`.
+"""Strategies in which each rank holds all weights, `trainer.parallel=ddp`: their base, and `reduction=fast`.
 
-With `shard_optimizer` each rank updates its rows of each parameter, and all ranks gather them, a bucket of
-parameters at a time. The bits of DistributedDataParallel's reduction depend on the number of workers; the
-bits of exact.py's reduction do not.
+With `shard_optimizer` each rank updates its rows of each parameter, and all ranks gather the updated rows, a
+bucket of parameters at a time. The bits of a sum by DistributedDataParallel depend on the number of workers;
+the bits of exact.py's sum do not.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mingpt.base import events
 from mingpt.parallel.strategy import Forward, Strategy, StrategySetup, allocate, digest
 
-# As in DistributedDataParallel: a smaller collective takes more time to start than to move its bytes.
+# As in DistributedDataParallel. A smaller collective takes more time to start than to send its bytes.
 BUCKET_BYTES = 25 << 20
-# broadcast_buffers is the name before torch 2.13.
+# The argument's name before torch 2.13 is broadcast_buffers.
 ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "broadcast_buffers"
 
@@ -49,8 +49,8 @@ def make_buckets(weights: Mapping[str, Tensor]) -> list[list[str]]:
 class WholeWeights(Strategy):
     """The base of DDPReduction and ExactReduction, in which each rank holds all weights.
 
-    If updates are sharded, a rank holds its rows' gradients before an update. After it, each rank sends its
-    rows of the weights, a bucket at a time, and all ranks hold all rows again.
+    If updates are sharded, each rank has the gradients of its rows and updates only these rows. After the
+    update all ranks gather the rows of the weights, a bucket at a time.
     """
 
     def __init__(self, setup: StrategySetup) -> None:
@@ -110,7 +110,10 @@ class WholeWeights(Strategy):
 
 
 class DDPReduction(WholeWeights):
-    """Sums gradients by DistributedDataParallel's all-reduce; without a launcher, they only accumulate."""
+    """A strategy that sums gradients by DistributedDataParallel's all-reduce, `trainer.reduction=fast`.
+
+    Without a launcher there is one worker, whose gradients accumulate in `grad`.
+    """
 
     no_sync: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # keeps DDP from reducing
 

@@ -5,18 +5,18 @@
 
 - A worker adds two halves of a node in place as soon as it has both. That takes as many additions as plain
   accumulation, and leaves a partial sum for each node that holds only micro-batches of this worker.
-- The partial sums are exchanged one bucket of parameters after the other, as the last backward pass fills
-  them, and are forgotten then.
+- A bucket is a group of parameters. Its partial sums are exchanged, and freed, as soon as the last backward
+  pass has computed its gradients, one bucket after the other.
 
 Phases of communication, for each bucket:
 
 1. All-to-all: each rank sends chunk r of its partial sums to rank r. Rank r then holds chunk r of all ranks'
    partial sums, adds them along the tree, and has chunk r of the step's gradient.
-2. All-gather: each rank returns its chunk to all ranks, which then hold the whole gradient. If updates are
-   sharded, a rank's chunk has the rows that it updates, and nothing is returned.
+2. All-gather: each rank sends its chunk to all ranks, which then hold the whole gradient. If updates are
+   sharded, a rank's chunk has the rows that it updates, and this phase is left out.
 
-The bytes are as many as in a ring all-reduce; ranks whose micro-batches are no whole subtree send a few more
-partial sums. DistributedDataParallel with the communication hook of hook.py does the same, but imports
+The bytes are as many as in a ring all-reduce; ranks whose micro-batches do not form one subtree send a few
+more partial sums. DistributedDataParallel with the communication hook of hook.py does the same, but imports
 torch._dynamo. That takes as long as importing torch, at every start and restart.
 """
 
@@ -43,9 +43,9 @@ from mingpt.parallel.tree import PartialSums, add_lists, add_nodes, cover, push
 
 
 def naive_sum(gradients: list[Tensor], context: DistributedContext) -> Tensor:
-    """Return the sum of all micro-batches' gradients, given those of this rank's micro-batches. Collective.
+    """Return the sum of all ranks' gradients, given a gradient for each micro-batch of this rank. Collective.
 
-    It is the definition of the sum, and not used in training: each rank holds all gradients at once.
+    This is the definition of the sum. Training does not use it: each rank holds all gradients at once.
     """
     gathered = [gradient for of_rank in context.all_gather_object(gradients) for gradient in of_rank]
     leaves = [(0, number) for number in range(len(gathered))]
@@ -53,10 +53,10 @@ def naive_sum(gradients: list[Tensor], context: DistributedContext) -> Tensor:
 
 
 class Overlap:
-    """Runs exchanges beside the backward pass: on a CPU in a thread, on a GPU on a stream of their own.
+    """Runs exchanges of gradients during the backward pass: on a CPU in a thread, on a GPU on a stream.
 
-    One exchange follows the other. If a bucket's all-gather were issued whenever its all-to-all completes,
-    ranks could issue collectives in different orders, and deadlock.
+    An exchange begins only after the one before has ended. If each bucket's all-gather were issued as soon as
+    its all-to-all ends, ranks could issue collectives in different orders, and deadlock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,10 +66,10 @@ class Overlap:
             threading.Thread(target=self.serve, daemon=True).start()
 
     def run(self, exchange: Callable[[], Tensor], pieces: list[list[Tensor]]) -> Future[Tensor]:
-        """Begin an exchange, which reads `pieces`; do not change them before the future is done.
+        """Begin an exchange that reads `pieces`, and return a future of its result.
 
-        To wait for the future is, on a GPU, to have the current stream wait; on a CPU it raises the error of
-        a lost peer.
+        Do not change `pieces` before the future is done. On a GPU, its `wait` makes the current stream wait,
+        not the host. On a CPU, its `wait` raises the error of the exchange, such as that of a lost peer.
         """
         if self.stream is None:
             future = Future[Tensor]()
@@ -91,7 +91,10 @@ class Overlap:
 def make_reduction(
     micro_batches_by_rank: Sequence[range], sizes: list[int], like: Tensor, gathers: bool
 ) -> Reduction:
-    """Return the Reduction of vectors with a rank's partial sums each; its arguments are Reduction's."""
+    """Return a Reduction that adds the ranks' partial sums, as vectors, along the tree.
+
+    `sizes`, `like` and `gathers` are fields of Reduction.
+    """
     leaves = sum(map(len, micro_batches_by_rank))
     covers = [cover(numbers, leaves) for numbers in micro_batches_by_rank]
     nodes = [node for of_rank in covers for node in of_rank]
@@ -101,7 +104,7 @@ def make_reduction(
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients are exchanged at once, and what a rank has of them during a step."""
+    """Parameters whose gradients are exchanged together, and this rank's partial sums of them in a step."""
 
     names: list[str]
     reduction: Reduction
@@ -110,7 +113,10 @@ class Bucket:
 
 
 class ExactReduction(WholeWeights):
-    """Sums gradients along the tree. With several workers, the last backward pass sends each full bucket."""
+    """A strategy that sums gradients along the tree of tree.py: any number of workers gives the same bits.
+
+    With several workers, a bucket is exchanged as soon as the last backward pass has all its gradients.
+    """
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
@@ -126,7 +132,11 @@ class ExactReduction(WholeWeights):
                     self.weights[name].register_post_accumulate_grad_hook(hook)
 
     def make_bucket(self, names: list[str]) -> Bucket:
-        """Return a bucket whose chunks are a rank's rows, or, if it needs all rows, about equal."""
+        """Return an empty bucket for these parameters.
+
+        Its Reduction gives each rank a chunk of the sum: the rows that the rank updates, if updates are
+        sharded, else about equal parts.
+        """
         sizes = [sum(of_rank) for of_rank in zip(*map(self.rows.numel, names), strict=True)]
         if not self.updates_are_sharded:
             sizes = [len(chunk) for chunk in split_rows(sizes[self.rank], self.world_size)]
@@ -163,7 +173,7 @@ class ExactReduction(WholeWeights):
         push(bucket.partial_sums, 0, number, gradients, self.setup.micro_batches, add_lists)
 
     def on_grad_ready(self, bucket: Bucket, weight: Tensor) -> None:
-        """In the last micro-batch, note a gradient, and send full buckets, in the same order on all ranks."""
+        """In the last micro-batch count a gradient, and send full buckets, in the same order on all ranks."""
         if self.is_last:
             bucket.missing -= 1
             unsent = self.gradient_buckets[len(self.sent) :]
@@ -173,7 +183,7 @@ class ExactReduction(WholeWeights):
     def send(self, bucket: Bucket) -> None:
         """Add the last micro-batch's gradients to a bucket, and begin its exchange. Collective.
 
-        The bucket forgets its partial sums, so that their memory is freed once the exchange has copied them.
+        The bucket gives up its partial sums, so their memory is freed once the exchange has copied them.
         """
         if self.my_micro_batches:
             self.add_gradients(bucket, self.my_micro_batches[-1], copies=self.grads_are_static)
@@ -204,7 +214,7 @@ class ExactReduction(WholeWeights):
                 bucket.partial_sums = []
             return
         for bucket in self.gradient_buckets[len(self.sent) :]:
-            self.send(bucket)  # of a rank without micro-batches
+            self.send(bucket)  # this rank has no micro-batches
         for bucket, sum_of_bucket in zip(self.gradient_buckets, self.sent, strict=True):
             pieces = self.own_rows({name: self.weights[name] for name in bucket.names})
             vectors = sum_of_bucket.wait().split([piece.numel() for piece in pieces.values()])

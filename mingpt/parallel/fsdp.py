@@ -1,19 +1,19 @@
 """FSDP2, `trainer.parallel=fsdp`: each rank holds its rows of every weight, gradient and optimizer state.
 
-Phases of communication, for each unit: a block, the weights outside of blocks, or a model that fits one
-bucket of ddp.py.
+Phases of communication, for each unit. A unit is a block, or the weights outside of blocks; a model that fits
+one bucket of ddp.py is a single unit.
 
 1. All-gather, before the unit's forward and its backward pass: each rank sends its rows of the weights to all
-   ranks. All ranks then hold the unit's weights, until the end of the pass (without `trainer.fsdp_reshard`
-   from the forward pass to the end of the backward pass).
-2. Reduce-scatter, after the backward pass: each rank sends to each rank the gradients of that rank's rows. A
-   rank then holds its rows' sum, and nothing returns.
+   ranks. All ranks then hold the unit's weights until the end of the pass or, without `trainer.fsdp_reshard`,
+   from the forward pass to the end of the backward pass.
+2. Reduce-scatter, after the unit's backward pass: each rank sends to each other rank the gradients of the
+   other rank's rows. A rank then holds the sum of the gradients of its rows, which it does not send back.
 
 So all ranks pass through the units together. They take micro-batches in turns: in a turn each rank computes
 one micro-batch, and in the last turn a rank without one computes a dummy that is not counted.
 
 `reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all: each rank receives its rows of all ranks'
-gradients, and adds them up along the tree of tree.py. ExactReduction gives the same bits.
+gradients, and adds them up along the tree of tree.py. The bits are those of ExactReduction.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from mingpt.parallel.tree import PartialSums, add_lists, push
 class FSDPReduction(Strategy):
     """FSDP2 with its own reduce-scatter, `trainer.reduction=fast`.
 
-    Its collectives have a process group of their own, so that they may run beside those of another thread.
+    Its collectives have a process group of their own, so they may run beside collectives of other threads.
     """
 
     takes_turns = weights_are_sharded = updates_are_sharded = True
@@ -109,13 +109,16 @@ class FSDPReduction(Strategy):
         self.finish_update()
 
     def note_digest(self, number: int, gradients: Tensor) -> None:
-        """Inside `unreduced`, record the digest of this rank's gradients of unit `number`."""
+        """Inside the context `unreduced`, record the digest of this rank's gradients of unit `number`."""
         if self.found is not None:
-            is_model = self.units[number] is self.setup.model  # or the weights outside of blocks
+            is_model = self.units[number] is self.setup.model  # or has the weights outside of blocks
             self.found["the model" if is_model else f"block {number}"] = digest(gradients)
 
     def reduce_scatter(self, number: int, gradients: Tensor, rows: Tensor, op: Any) -> None:
-        """Reduce the ranks' whole gradients of unit `number` to this rank's rows. Collective."""
+        """Reduce the gradients of unit `number` over all ranks by `op`. Collective.
+
+        This rank's rows of the result are written to `rows`.
+        """
         self.transport.reduce_scatter(rows, gradients, op)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -131,7 +134,10 @@ class FSDPReduction(Strategy):
 
 
 class ExactFSDPReduction(FSDPReduction):
-    """FSDP2 with a sum along the tree. FSDP2 itself adds nothing: it gets the sum in the last turn only."""
+    """FSDP2 with gradients summed along the tree of tree.py, `trainer.reduction=exact`.
+
+    FSDP2 itself adds nothing: it gets the finished sum in the last turn of a step.
+    """
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
@@ -176,7 +182,10 @@ class ExactFSDPReduction(FSDPReduction):
             self.dummy_backward()
 
     def reduce_scatter(self, number: int, gradients: Tensor, rows: Tensor, op: Any) -> None:
-        """Add the ranks' gradients to the partial sums; in the last turn, write the sum to `rows`."""
+        """Add all ranks' gradients of unit `number` to the partial sums. Collective.
+
+        In the last turn of a step, write the sum for this rank's rows to `rows`.
+        """
         is_counted = self.found is None
         if is_counted and self.is_last_turn:
             events.emit("reduction_start")
@@ -187,7 +196,7 @@ class ExactFSDPReduction(FSDPReduction):
                 rows.zero_()
 
     def add(self, partial_sums: PartialSums[Tensor], chunks: Sequence[Tensor], rows: Tensor) -> None:
-        """Add a turn's chunks, by rank, to the partial sums; in the last turn, write the sum to `rows`."""
+        """Add a turn's chunks, by rank, to the partial sums; in the last turn write their sum to `rows`."""
         count = self.setup.micro_batches
         for number, chunk in enumerate(chunks, self.first):
             if number < count:  # otherwise it is a dummy's
@@ -207,7 +216,7 @@ class ExactFSDPReduction(FSDPReduction):
 class ReduceScatter:
     """The reduce-scatter that FSDP2 calls after the backward pass of unit `number` of `strategy.units`.
 
-    Before each call FSDP2 allocates twice: for whole gradients, which the ranks exchange, then for the rows.
+    Before each call FSDP2 calls `allocate` twice: for the whole gradients, then for this rank's rows of them.
     """
 
     def __init__(self, strategy: FSDPReduction, number: int) -> None:
@@ -232,6 +241,6 @@ class ReduceScatter:
 
 
 def local(tensor: Any) -> Tensor:
-    """Return the rows of a DTensor that this rank holds."""
+    """Return the rows of a DTensor that this rank holds, as a plain tensor."""
     piece: Tensor = tensor.detach().to_local()
     return piece

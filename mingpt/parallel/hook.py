@@ -1,12 +1,13 @@
-"""The exact reduction as a communication hook of DistributedDataParallel, for a loop of one's own.
+"""The exact reduction as a communication hook of DistributedDataParallel, for a training loop of your own.
 
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(ExactHook(ddp, MICRO_BATCHES), ExactHook.reduce)
 
 The rest of the loop is as it was: all micro-batches of a worker but its last are under `ddp.no_sync()`. There
-DDP adds gradients up in `grad`, so the bits would depend on which micro-batches a worker has. The hook takes
-each gradient away to a tree of partial sums, as ExactReduction (exact.py) does, and exchanges these with the
-same Reduction when the last backward pass has filled a bucket. The bits are those of ExactReduction.
+DDP by itself would add gradients up in `grad`, and the bits would depend on which micro-batches a worker has.
+The hook moves each gradient from `grad` to a tree of partial sums, as ExactReduction (exact.py) does, and
+exchanges these in the same way when the last backward pass has filled a bucket. The bits are those of
+ExactReduction.
 """
 
 import functools
@@ -27,10 +28,10 @@ from mingpt.parallel.tree import PartialSums, push
 class ExactHook:
     """The state of the hook of a DDP model; `ExactHook.reduce` is the hook.
 
-    A step has `micro_batches`, which must not depend on the number of workers: each worker makes one backward
-    pass for each of its share, which `micro_batch_shares` gives, in order. A gradient becomes the sum over
-    all micro-batches, and is not divided by anything: a loss whose mean is wanted is divided by
-    `micro_batches`. Every parameter must take part in every micro-batch, and `grad` must be None before a
+    A step has `micro_batches`, a number that must not depend on the number of workers. Each worker makes a
+    backward pass for each micro-batch of its share, which `micro_batch_shares` returns, in order. `grad`
+    becomes the sum over all micro-batches of the step, not the mean: divide each loss by `micro_batches` if
+    the mean is wanted. Every parameter must take part in every micro-batch, and `grad` must be None before a
     step, as `zero_grad` leaves it. Raises ValueError for more workers than micro-batches, or with
     find_unused_parameters.
     """
@@ -54,7 +55,7 @@ class ExactHook:
             weight.register_post_accumulate_grad_hook(self.take_gradient)
 
     def take_gradient(self, weight: Tensor) -> None:
-        """Move a gradient from `grad` to the partial sums, unless DDP is to reduce it."""
+        """Move a gradient from `grad` to the partial sums, unless DDP reduces it in this backward pass."""
         if not self.model.require_backward_grad_sync:
             gradient, weight.grad = weight.grad, None
             assert gradient is not None
@@ -66,9 +67,10 @@ class ExactHook:
         self.counts[weight] += 1
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Begin to sum a bucket of the last micro-batch's gradients and those before; return its future.
+        """Begin to sum a bucket's gradients over all micro-batches of the step; return a future of the sum.
 
-        Raises ValueError unless this worker has made the backward passes of its share. Collective.
+        Raises ValueError unless this worker has made a backward pass for each micro-batch of its share.
+        Collective.
         """
         weights = bucket.parameters()
         for weight, gradient in zip(weights, bucket.gradients(), strict=True):

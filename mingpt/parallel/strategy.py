@@ -1,8 +1,8 @@
-"""The interface between a training loop and a way of training in parallel; row splitting, and the norm.
+"""The interface between a training loop and a way of training in parallel; digests and norms of gradients.
 
-The norm of a gradient has the same bits for any distribution of its rows: a rank takes the norm of each row
-that it holds, then every rank adds up those of all rows in the order of the tensors.
-torch.nn.utils.clip_grad_norm_ takes the norm of each shard, so its bits depend on the number of workers.
+The norm of a gradient has the same bits for any distribution of its rows: a rank computes the norm of each
+row that it holds, then every rank combines the norms of all rows in the order of the tensors.
+torch.nn.utils.clip_grad_norm_ computes the norm of each shard, so its bits depend on the number of workers.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ DIGEST_PIECE = 1 << 18  # elements
 # Between the weights of a piece and of the next: 2 ** 64 over the golden ratio, odd, as int64.
 DIGEST_FACTOR = -7046029254386353131
 DIGEST_TYPES = {1: torch.uint8, 2: torch.int16}  # by an element's bytes
-Forward = Callable[..., Tensor]  # a module: from the trainer's, tokens and targets give the mean loss
+Forward = Callable[..., Tensor]  # a module; the trainer's maps tokens and targets to the mean loss
 
 
 @functools.cache
 def digest_weights(device: torch.device) -> Tensor:
-    """Return DIGEST_PIECE odd pseudo-random numbers, int64."""
+    """Return the weights of `digest` on a device: DIGEST_PIECE odd pseudo-random numbers, int64."""
     generator = torch.Generator().manual_seed(0)
     return (torch.randint(-(2**63), 2**63 - 1, (DIGEST_PIECE,), generator=generator) | 1).to(device)
 
@@ -38,9 +38,9 @@ def digest_weights(device: torch.device) -> Tensor:
 def digest(tensor: Tensor) -> Tensor:
     """Return the digest of a tensor's bits, an int64 scalar on its device, without waiting for the device.
 
-    It is the sum of the elements, read as integers of up to 32 bits, times weights, modulo 2 ** 64. Weights
-    are odd, so the sum changes with any one element. They are pseudo-random, so changes of several elements
-    cancel out with a probability of at most 2 ** -32.
+    It is the weighted sum of the elements, read as integers of up to 32 bits, modulo 2 ** 64. The weights are
+    odd, so a change of one element always changes the sum. They are pseudo-random, so changes of several
+    elements cancel out with a probability of at most 2 ** -32.
     """
     bits = tensor.detach().reshape(-1).view(DIGEST_TYPES.get(tensor.element_size(), torch.int32))
     first, *pieces = bits.split(DIGEST_PIECE)
@@ -52,14 +52,14 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def row_norms(gradient: Tensor) -> Tensor:
-    """Return the norm of each row of a matrix, (rows, columns), or the absolute values of a vector."""
+    """Return the norms of the rows of a (rows, columns) matrix, or the absolute values of a vector."""
     if gradient.ndim < 2:
         return gradient.abs()
     return torch.linalg.vector_norm(gradient, dim=1)
 
 
 def total_norm(norms: Tensor) -> Tensor:
-    """Return the norm, a scalar tensor, of a gradient whose rows have these norms."""
+    """Return the norm of a gradient, a float32 scalar, given the norms of its rows, (rows,)."""
     wide = norms.clone() if norms.is_mps else norms.double()  # Apple's GPU has no float64
     return wide.square_().sum().sqrt_().float()
 
@@ -67,7 +67,8 @@ def total_norm(norms: Tensor) -> Tensor:
 class RowGatherer:
     """Gathers the norms of all ranks' rows, in the order of the tensors `names`, which are sharded.
 
-    `all_gather` is collective: from each rank's vector, and a length, it returns (workers, length) on all.
+    `all_gather(vector, length)` is a collective: it returns the vectors of all ranks, padded to `length`, as
+    (workers, length).
     """
 
     def __init__(
@@ -82,13 +83,13 @@ class RowGatherer:
         self.order = torch.cat([part for of_tensor in zip(*parts, strict=True) for part in of_tensor])
 
     def gather(self, norms: Tensor) -> Tensor:
-        """Return the norms of all rows, given those of this rank's rows, tensor by tensor. Collective."""
+        """Return the norms of all rows, given the norms of this rank's rows, tensor by tensor. Collective."""
         self.order = self.order.to(norms.device)
         return self.all_gather(norms, self.length).flatten()[self.order]
 
 
 def clip(gradients: Mapping[str, Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients, in place, so that their norm is at most `max_norm`; 0 leaves them unchanged."""
+    """Scale gradients, of norm `norm`, in place to a norm of at most `max_norm`; 0 leaves them unchanged."""
     if not max_norm:
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -100,10 +101,10 @@ def clip(gradients: Mapping[str, Tensor], norm: Tensor, max_norm: float) -> None
 
 @dataclass(frozen=True)
 class StrategySetup:
-    """The model and the settings that a strategy is built from."""
+    """The model and the settings from which a strategy is built."""
 
     model: nn.Module  # on the meta device, or on its final device
-    micro_batches_by_rank: Sequence[range]  # of a step
+    micro_batches_by_rank: Sequence[range]  # the numbers of a step's micro-batches
     context: DistributedContext
     blocks: Sequence[nn.Module] = ()  # parts of the model; sharded weights are gathered a block at a time
     dummy: Sequence[Tensor] = ()  # arguments of a forward pass that is not counted; exact ddp needs none
@@ -120,7 +121,7 @@ class StrategySetup:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Replace parameters and buffers on meta by uninitialised ones on `device`. Shared ones stay shared."""
+    """Replace tensors on the meta device by uninitialised tensors on `device`. Tied weights stay tied."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
@@ -159,8 +160,8 @@ class Strategy(ABC):
         ... update strategy.pieces() from strategy.gradients(), which are means over all micro-batches ...
         strategy.finish_update()
 
-    All ranks call all methods. A piece is this rank's rows of a parameter: all rows, unless weights (or the
-    updates alone) are sharded.
+    All ranks call all methods. A piece is the rows of a parameter that this rank updates: all rows, unless
+    the weights, or only the updates, are sharded.
     """
 
     takes_turns = False  # rank r has micro-batches r, r + workers, ... instead of neighbours
@@ -183,7 +184,7 @@ class Strategy(ABC):
 
     @functools.cached_property
     def rows(self) -> RowMap:
-        """The rows of each parameter, by name, that each rank updates."""
+        """The map from a parameter's name to the rows of it that each rank updates."""
         return RowMap(self.shapes, self.world_size, ("",) if self.updates_are_sharded else ())
 
     @functools.cached_property
@@ -191,14 +192,15 @@ class Strategy(ABC):
         return RowGatherer(self.rows, self.shapes, self.context.transport.all_gather)
 
     def state_rows(self, shapes: Mapping[str, Shape]) -> RowMap:
-        """Return the rows that each rank holds of a state's tensors, "model.*" and "optimizer.*"."""
+        """Return which rows each rank holds of the tensors "model.*" and "optimizer.*" of a run."""
         held = {"model.": self.weights_are_sharded, "optimizer.": self.updates_are_sharded}
         return RowMap(shapes, self.world_size, tuple(kind for kind in held if held[kind]))
 
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
-        """Use the module `forward`, perhaps compiled; call it by the attribute `forward` from then on.
+        """Set the module to train, perhaps compiled; from then on, call it by the attribute `forward`.
 
-        `grads_are_static`: each backward pass overwrites the gradients of the one before (CUDA graphs).
+        `grads_are_static` says that each backward pass overwrites the gradients of the one before, as with
+        CUDA graphs.
         """
         self.forward, self.grads_are_static = forward, grads_are_static
 
@@ -211,21 +213,24 @@ class Strategy(ABC):
         return self.pieces()
 
     def start_step(self, loss_scale: float = 1.0) -> None:
-        """Prepare for the first micro-batch of a step. Gradients were freed after the step before.
+        """Begin a step; `finish_update` has freed the gradients of the step before.
 
-        Backward passes multiply the loss by `loss_scale`, a power of two that float16 needs, and
-        `clip_grad_norm_` divides the gradients by it.
+        `loss_scale` is a power of two, which float16 needs: it is part of `loss_factor`, by which the loop
+        multiplies the loss, and `clip_grad_norm_` divides the gradients by it.
         """
         self.loss_scale = loss_scale
 
     @property
     def loss_factor(self) -> float:
-        """The factor of a micro-batch's loss: its weight in the step's mean, times the loss scale."""
+        """The factor for a micro-batch's loss: its weight in the mean over the step, times the loss scale."""
         return self.loss_weight * self.loss_scale
 
     @abstractmethod
     def micro_batch(self, number: int) -> AbstractContextManager[None]:
-        """Return a context for both passes of micro-batch `number`, each of `my_micro_batches` in order."""
+        """Return a context for the forward and backward pass of micro-batch `number`.
+
+        It is entered once for each of `my_micro_batches`, in order.
+        """
 
     @abstractmethod
     def finish_step(self) -> None:
@@ -236,14 +241,14 @@ class Strategy(ABC):
 
     @abstractmethod
     def unreduced(self) -> AbstractContextManager[dict[str, Tensor]]:
-        """Return a context for a backward pass that is not counted, between `start_step` and `micro_batch`.
+        """Return a context for a backward pass whose gradients do not count, before the first micro-batch.
 
-        Afterwards the context's value has, by name, the `digest` of each parameter's or block's gradient, as
-        the gradient would enter the reduction.
+        When the context ends, the dictionary that it gave has the `digest` of each gradient as it would enter
+        the reduction, by the name of a parameter, or of a block that is reduced as a whole.
         """
 
     def digests(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """Return the digests of the gradients of the loss for these inputs; see `unreduced`.
+        """Return the digests of the gradients of the loss for `inputs`, passed to `forward`; see `unreduced`.
 
         Collective if weights are sharded.
         """
@@ -264,8 +269,8 @@ class Strategy(ABC):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale gradients to a norm of at most `max_norm` (0: leave them); return the norm before, a scalar.
 
-        The norm is that without the loss scale, by which the gradients are divided first. Its bits do not
-        depend on the number of workers. Collective.
+        The gradients are first divided by the loss scale. The bits of the norm do not depend on the number of
+        workers. Collective.
         """
         gradients = self.gradients()
         if self.loss_scale != 1.0:
@@ -278,19 +283,19 @@ class Strategy(ABC):
         return norm
 
     def any(self, flag: bool) -> bool:
-        """Return whether `flag` is true on any rank, if forward passes are collective; else return `flag`.
+        """Return whether `flag` is true on any rank if forward passes are collective; else return `flag`.
 
-        By it, ranks end a loop at the same place. Collective if forward passes are.
+        Ranks use it to leave a loop of forward passes in the same iteration. Collective if they are.
         """
         return flag
 
     def my_rows(self, name: str) -> slice:
-        """Return the slice of this rank's rows of a sharded parameter."""
+        """Return the slice of a parameter's rows that this rank updates."""
         rows = self.rows.of(name, self.rank)
         return slice(rows.start, rows.stop)
 
     def dummy_backward(self) -> None:
-        """Run a forward and backward pass with zero gradients, since other ranks' passes are collective."""
+        """Run a forward and backward pass with zero gradients, because other ranks' passes are collective."""
         with self.setup.autocasts():
             outputs = self.forward(*self.setup.dummy)
         outputs.sum().mul(0.0).backward()  # type: ignore[no-untyped-call]

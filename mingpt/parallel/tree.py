@@ -37,7 +37,7 @@ def push(
 def add_nodes(
     nodes: Iterable[tuple[int, int]], values: Iterable[V], leaves: int, add: Callable[[V, V], V]
 ) -> V:
-    """Return the sum of all leaves, given the sums of nodes, left to right, that together hold them all."""
+    """Return the sum of all leaves, given nodes that cover them, left to right, and the sums of the nodes."""
     stack: PartialSums[V] = []
     for (level, index), value in zip(nodes, values, strict=True):
         push(stack, level, index, value, leaves, add)
@@ -46,7 +46,7 @@ def add_nodes(
 
 
 def cover(leaves: Sequence[int], total: int) -> list[tuple[int, int]]:
-    """Return the fewest nodes, left to right, that hold exactly `leaves`, neighbours among `total` leaves."""
+    """Return the fewest nodes, left to right, that cover exactly the consecutive `leaves`, out of `total`."""
     stack: PartialSums[None] = []
     for leaf in leaves:
         push(stack, 0, leaf, None, total, lambda *_: None)

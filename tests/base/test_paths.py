@@ -40,13 +40,13 @@ def test_the_pipe_of_another_process_is_read(tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (["export", "$RUN", "out"], "argument RUN: the path '$RUN' has a variable in it"),
-        (["export", "run", "None"], "argument OUT_DIR: the path 'None' is no path"),
+        (["export", "run", "None"], "argument OUT_DIR: the path 'None' is not a path"),
         (["compare", "run", "${OTHER}"], "argument RUN: the path '${OTHER}' has a variable in it"),
         (["compare", "~/run", "run"], "/home/nobody-here/run is not there"),
         (["timeline", "x" * 256], "argument RUN: the path '" + "x" * 256 + "' has a name of more than 255"),
-        (["prepare", "text", "--out=null"], "argument --out: the path 'null' is no path"),
+        (["prepare", "text", "--out=null"], "argument --out: the path 'null' is not a path"),
         (["prepare", "a::b", "--out=out"], "argument TEXT_OR_URL: the path 'a::b' has :: in it"),
-        (["prepare", "text", "--out="], "argument --out: the path '' is no path"),
+        (["prepare", "text", "--out="], "argument --out: the path '' is not a path"),
     ],
 )
 def test_the_paths_of_every_command_are_read_alike(

@@ -79,7 +79,7 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
         ("--trainer.max_steps = 10", "write --trainer.max_steps=VALUE without spaces around the ="),
         ("seed=1 seed=1 --seed=2", "seed is given twice, as 1 and as 2: leave one of them out"),
         ("a.yaml b.yaml", "two configuration files"),
-        ("", "the configuration file '' is no path"),
+        ("", "the configuration file '' is not a path"),
         ("$HOME/run.yaml", "the configuration file '$HOME/run.yaml' has a variable in it"),
         (f"trainer.max_steps= {'x' * 256}", "write trainer.max_steps=VALUE without spaces around the ="),
         ("elsewhere.yaml", "the configuration file elsewhere.yaml cannot be read: No such file or directory"),

@@ -272,9 +272,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "train.bin").write_bytes(bytes(4001)),
         r"/train\.bin has 4,001 bytes, and 2,000 tokens with .* take 4,000",
     ),
-    "a folder": (lambda folder: (folder / "a.bin").mkdir(), r"/a\.bin .*is no regular file"),
-    "a pipe": (lambda folder: os.mkfifo(folder / "a.bin"), r"/a\.bin .*is no regular file"),
-    "a device": (lambda folder: (folder / "a.bin").symlink_to("/dev/zero"), r"/a\.bin .*is no regular file"),
+    "a folder": (lambda folder: (folder / "a.bin").mkdir(), r"/a\.bin .*is not a regular file"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "a.bin"), r"/a\.bin .*is not a regular file"),
+    "a device": (
+        lambda folder: (folder / "a.bin").symlink_to("/dev/zero"),
+        r"/a\.bin .*is not a regular file",
+    ),
     "a broken link": (lambda folder: (folder / "a.bin").symlink_to("gone"), r"/a\.bin does not exist"),
 }
 

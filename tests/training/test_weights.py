@@ -87,11 +87,11 @@ def test_a_configuration_or_a_vocabulary_of_another_model_is_refused_whatever_it
 @pytest.mark.parametrize(
     ("content", "more", "reason"),
     [
-        (bytes(range(7)), {}, r"this is no tokenizer\.json"),
+        (bytes(range(7)), {}, r"this is not a tokenizer\.json"),
         (words_of("a b"), {"sha256": "0" * 64}, "its bytes are not those that the manifest tells of"),
         (words_of("a b"), {"vocab_size": 1}, r"it has \d tokens, and the model 1"),
         (None, {}, "its bytes are not those"),
-        (b"ba", {"kind": "char"}, r"this is no tokenizer\.json of characters"),
+        (b"ba", {"kind": "char"}, r"this is not a tokenizer\.json of characters"),
         (b"", {"kind": "unknown"}, "there is no tokenizer 'unknown'"),
     ],
 )
