@@ -92,13 +92,12 @@ def choose_compile(
     if device_type not in COSTS:
         return CompileChoice(False, f"trainer.compile=auto has no estimate for {device_type}")
     costs, block_size = COSTS[device_type], config.data.block_size
-    planned_s = flops_per_token * block_size * trainer.batch_size * trainer.max_steps / costs.flops_per_s
-    saved_s = costs.saved_share * planned_s
+    flops = flops_per_token * block_size * trainer.batch_size * trainer.max_steps
+    saved_s = costs.saved_share * (flops / costs.flops_per_s)
     compile_s = costs.start_s + costs.block_s * config.model.n_layer
     return CompileChoice(
         saved_s >= PAID_BACK * compile_s,
-        f"trainer.compile=auto estimates {compile_s:,.0f} s to compile first, and {saved_s:,.0f} s saved of "
-        f"{planned_s:,.0f} s planned",
+        f"on a fast machine, compiling would take about {compile_s:,.0f} s and save about {saved_s:,.0f} s",
     )
 
 
@@ -170,15 +169,16 @@ def compile_blocks(model: GPT) -> None:
 def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:
     """Return whether two inputs, used in turn, repeat the loss and gradients of their first calls exactly."""
     generator = torch.Generator().manual_seed(0)
-    shape = example.shape
-    inputs = [torch.randint(0, loss.model.vocab_size, shape, generator=generator) for _ in range(2)]
-    inputs = [tokens.to(example.device) for tokens in inputs]
+    inputs = [
+        torch.randint(0, loss.model.vocab_size, example.shape, generator=generator).to(example.device)
+        for _ in range(2)
+    ]
     with random_weights(loss):
         first = [gradients(forward, loss, tokens, autocast) for tokens in inputs]
         for _ in range(REPLAYS - 1):
             for tokens, expected in zip(inputs, first, strict=True):
                 again = gradients(forward, loss, tokens, autocast)
-                if not all(torch.equal(one, other) for one, other in zip(again, expected, strict=True)):
+                if not all(map(torch.equal, again, expected)):
                     return False
     return True
 
@@ -186,16 +186,15 @@ def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast:
 @contextmanager
 def random_weights(loss: LossModule) -> Iterator[None]:
     """Make the weights random for the block: initial matrices of zeros may give gradients of zeros."""
-    weights = list(loss.parameters())
     with torch.no_grad():
-        saved = [weight.clone() for weight in weights]
-        for weight in weights:
+        saved = [(weight, weight.clone()) for weight in loss.parameters()]
+        for weight, _ in saved:
             weight.normal_(std=0.02)
     try:
         yield
     finally:
         with torch.no_grad():
-            for weight, before in zip(weights, saved, strict=True):
+            for weight, before in saved:
                 weight.copy_(before)
 
 

@@ -217,8 +217,10 @@ class RunHistory:
         self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + repeated, 3)
         if not was_running and not joined:
             return None
-        workers = plural(start.workers, "worker")
-        return f"{last['end']} at step {last['to_step']}; resumed from {start.step} with {workers}"
+        return (
+            f"{last['end']} at step {last['to_step']}; resumed from {start.step} with "
+            f"{plural(start.workers, 'worker')}"
+        )
 
     def repeated_failure(self) -> str | None:
         """Return one sentence if the last MAX_REPEATS generations of this job failed at the same step.
@@ -234,9 +236,10 @@ class RunHistory:
             return None
         if any(entry["end"].startswith("stopped by") or entry["end"].endswith(" joined") for entry in ended):
             return None  # stopped in order, perhaps for a node that joined or left
-        where, how = f"at step {ended[0]['to_step'] + 1}", ended[-1]["end"]
-        repeats = f"{MAX_REPEATS} generations failed one after the other {where} ({how})"
-        return f"{repeats}: a restart would repeat it"
+        return (
+            f"{MAX_REPEATS} generations failed one after the other at step {ended[0]['to_step'] + 1} "
+            f"({ended[-1]['end']}): a restart would repeat it"
+        )
 
     def note_missing(self, first_step: int, last_step: int) -> None:
         """Record that the metrics from `first_step` to `last_step` could not be written and are lost."""
@@ -268,13 +271,12 @@ class RunHistory:
 
         `phases` has the total seconds so far of some or all of PHASES.
         """
-        seconds = round(time.monotonic() - self.began_at, 3)
-        self.generations[-1] |= {"to_step": step, "seen": time.time(), "seconds": seconds}
-        self.generations[-1]["phases"] |= {
-            name: round(phase_s, 3) for name, phase_s in (phases or {}).items()
-        }
+        entry = self.generations[-1]
+        entry |= {"to_step": step, "seen": time.time()}
+        entry["seconds"] = round(time.monotonic() - self.began_at, 3)
+        entry["phases"] |= {name: round(phase_s, 3) for name, phase_s in (phases or {}).items()}
         if step_s is not None:
-            self.generations[-1]["step_s"] = step_s
+            entry["step_s"] = step_s
         self.write(waits=False)
 
     def end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:

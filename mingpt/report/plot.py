@@ -34,7 +34,7 @@ COLORS = {
     "waiting for snapshots": "#9a86cc",
     "lost": "#e07b73",
 }
-MAX_GENERATIONS = 20  # with a bar of their own in timeline.png
+MAX_GENERATIONS = 20  # the last ones, which have a bar each in timeline.png
 
 
 class Curves(NamedTuple):
@@ -198,17 +198,24 @@ def draw_timeline(figure: Any, run_dir: Path) -> None:
         )
     for bar, (one, _) in enumerate(pairs):
         number, time = len(generations) - len(pairs) + bar + 1, timedelta(seconds=round(seconds[bar].sum()))
-        workers = plural(one.workers, "worker")
-        words = f"generation {number}: {time}, {workers}, steps {one.from_step} to {one.to_step}: {one.end}"
+        words = (
+            f"generation {number}: {time}, {plural(one.workers, 'worker')}, steps {one.from_step} to "
+            f"{one.to_step}: {one.end}"
+        )
         color = "black" if re.match("finished|stopped|running|.* joined$", one.end) else "#b3261e"
         line = textwrap.shorten(words, 150, placeholder=" ...")
         axes.text(0.3, bar - 0.3, line, color=color, size=9, parse_math=False, in_layout=False)
-    axes.set(xlim=(0, 100), ylim=(len(pairs) - 0.6, -0.8), yticks=[], xlabel="% of the time")
-    told = (
-        f"{plural(len(generations), 'generation')}, {history.steps_lost} steps done twice, {history.status}"
+    axes.set(
+        xlim=(0, 100),
+        ylim=(len(pairs) - 0.6, -0.8),
+        yticks=[],
+        xlabel="% of the generation's time (sums for each kind of work, not in the order of time)",
     )
-    name = run_dir.resolve().name
-    figure.suptitle(f"{name}: goodput {history.goodput:.1%}, {told}", parse_math=False)
+    figure.suptitle(
+        f"{run_dir.resolve().name}: goodput {history.goodput:.1%}, {plural(len(generations), 'generation')}, "
+        f"{history.steps_lost} steps done twice, {history.status}",
+        parse_math=False,
+    )
     figure.legend(loc="outside lower center", ncols=len(COLORS), frameon=False)
 
 

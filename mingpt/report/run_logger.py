@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from mingpt.base.system import usable_cores
-from mingpt.config import PROJECT, TrainerConfig, to_yaml
+from mingpt.config import PROJECT, to_yaml
 from mingpt.data import CharDataset
 from mingpt.distributed.device import Environment, gpu_facts
 from mingpt.report.history import RunHistory, load_history, plural
@@ -124,31 +124,36 @@ class RunLogger:
         if self.start.is_restart:
             return
         config, corpus, environment = self.start.config, self.start.corpus, self.environment
-        trainer = config.trainer
-        workers, threads = plural(self.start.workers, "worker"), environment.threads
+        trainer, threads = config.trainer, environment.threads
+        origin = f"resumed from step {step}" if step else "a fresh run"
         log.info(
-            f"{config.model.arch} with {self.start.parameters:,} parameters, {environment.dtype}; "
-            f"{workers}{describe_strategy(trainer)} on {environment.device}, "
-            f"{plural(threads, 'CPU thread')} each"
+            f"{origin} in {self.start.run_dir}: {trainer.max_steps} steps of "
+            f"{trainer.batch_size * config.data.block_size:,} tokens; every {config.snapshot.every} steps a "
+            f"snapshot is written to {snapshots}"
         )
         log.info(
-            f"{config.data.path}: {describe_part(corpus.train)} for training, "
+            f"model: {config.model.arch}, {self.start.parameters:,} parameters, {environment.dtype}; "
+            f"{compile_choice}"
+        )
+        log.info(
+            f"data: {config.data.path}, {describe_part(corpus.train)} for training, "
             f"{describe_part(corpus.val)} for validation, vocabulary of {corpus.vocab_size}; "
-            f"{trainer.batch_size * config.data.block_size:,} tokens per step, "
-            f"{windows_per_epoch / trainer.batch_size:.1f} steps per epoch, {trainer.max_steps} steps"
+            f"{windows_per_epoch / trainer.batch_size:.1f} steps per epoch"
         )
-        log.info(compile_choice)
+        shares = " or ".join(map(str, sorted(set(map(len, assignment)))))
+        log.info(
+            f"{plural(self.start.workers, 'worker')} on {environment.device} ({trainer.parallel}"
+            f"{', sharded optimizer' if trainer.shard_optimizer else ''}), per worker "
+            f"{plural(threads, 'CPU thread')} and {shares} of a step's "
+            f"{trainer.batch_size // trainer.micro_batch_size} micro-batches of "
+            f"{plural(trainer.micro_batch_size, 'window')}"
+        )
         idle = usable_cores() - threads
         if self.start.workers == 1 and environment.device.startswith("cpu") and idle > 0:
             log.info(
-                f"idle: {plural(idle, 'CPU core')}; start more workers, which does not change the result, "
-                "or raise trainer.threads, which does"
+                f"unused: {plural(idle, 'CPU core')}; more workers would use more cores without changing the "
+                "result, more trainer.threads would change it"
             )
-        shares = [f"{len(numbers)} on worker {rank}" for rank, numbers in enumerate(assignment)]
-        windows = plural(config.trainer.micro_batch_size, "window")
-        log.info(f"micro-batches of {windows} in a step: {', '.join(shares)}")
-        origin = f"resumed from step {step}" if step else "a fresh run"
-        log.info(f"snapshots every {config.snapshot.every} steps to {snapshots}; {origin}")
         for change in self.start.changes:
             log.info(f"changed on purpose: {change}")
 
@@ -207,8 +212,8 @@ class RunLogger:
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
         self.history.content["durable_step"] = step
         self._end("stopped" if stopped_by else "finished", step, how, phases)
-        is_refused = self.start.config.snapshot.resume == "never"
-        goes_on = "; the same command goes on" if stopped_by and not is_refused else ""
+        can_go_on = stopped_by and self.start.config.snapshot.resume != "never"
+        goes_on = "; the same command goes on" if can_go_on else ""
         log.info(f"{how} at step {step}: {self.history.summary()}{goes_on}")
         peak = torch.cuda.max_memory_allocated() if self.gpu else peak_memory()
         if peak:
@@ -254,13 +259,6 @@ def is_reported(run_dir: Path) -> bool:
         return not was_recording
     history = load_history(run_dir)
     return history is None or history.get("status") != "running"
-
-
-def describe_strategy(trainer: TrainerConfig) -> str:
-    """Return the log's name of the parallel strategy, if it shards, such as " (fsdp)"; else ""."""
-    if trainer.parallel == "fsdp":
-        return " (fsdp)"
-    return " (ddp, sharded optimizer)" if trainer.shard_optimizer else ""
 
 
 def describe_part(part: CharDataset) -> str:

@@ -178,8 +178,8 @@ class Trainer:
         if config.eval_only:
             losses = self.evaluator.evaluate(state.step)
             assert losses is not None, "a request to stop ends an evaluation alone at once"
-            named = [f"{name} {value:.4f}" for name, value in losses.items()]
-            log.info(f"step {state.step}  {'  '.join(named)}")
+            named = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
+            log.info(f"step {state.step}  {named}")
             return False
         if self.nothing_left:
             self.context.stop_signal.remove_stop_file()
@@ -196,12 +196,11 @@ class Trainer:
             self.saving.remove_memory_snapshots()
             raise NonRetryableError(failure)
         if self.run_logger:
-            assignment = self.sampler.micro_batches_by_rank()
             self.run_logger.plan(
                 state.step,
                 self.sampler.windows_per_epoch,
                 self.compile_choice,
-                assignment,
+                self.sampler.micro_batches_by_rank(),
                 self.saving.store.url,
             )
         self.saving.allocate()
@@ -303,7 +302,9 @@ class Trainer:
         losses = self.evaluator.evaluate(self.state.step)
         if losses is None:
             return
-        sample = self.context.on_all(lambda: self.evaluator.sample(self.run_logger is not None))
+        sample = ""
+        if self.state.step or self.config.snapshot.init_from:  # random weights write random characters
+            sample = self.context.on_all(lambda: self.evaluator.sample(self.run_logger is not None))
         if self.context.should_stop():
             return
         if self.run_logger:
