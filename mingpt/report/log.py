@@ -76,7 +76,7 @@ class ConsoleSink(Sink):
             file=sys.stderr,
             disable=not (sys.stderr.isatty() and run.is_main),
             dynamic_ncols=True,
-            bar_format="{bar} {n_fmt}/{total_fmt}  {desc}",
+            bar_format="{bar}|{n_fmt}/{total_fmt}  {desc}",
         )
 
     def log(self, step: int, values: Values) -> None:

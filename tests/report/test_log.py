@@ -123,8 +123,8 @@ def test_a_narrow_terminal_has_room_for_the_bar_and_its_figures_and_the_file_has
             sink.log(step, {"train/loss": 2.5, "lr": 0.007, "tokens_per_s": rate})
             sink.close()
         shown = lines.readline()
-    bar, figures = shown.strip().rpartition("\r")[2].split(f" {step}/{steps}  ")
-    assert len(bar) >= 10 and len(f"{bar} {step}/{steps}  {figures}") <= columns and "step" not in shown
+    bar, figures = shown.strip().rpartition("\r")[2].split(f"|{step}/{steps}  ")
+    assert len(bar) >= 10 and len(f"{bar}|{step}/{steps}  {figures}") <= columns and "step" not in shown
     assert figures == f"loss 2.5000  {rate:,} tok/s  {left} left"
     assert written(tmp_path) == [
         f"step {step}/{steps}  loss 2.5000  {rate:,} tok/s  lr 7.00e-03  {left} left"
