@@ -14,21 +14,21 @@ from mingpt.base.urls import RedactingFormatter
 from mingpt.report.metrics import RunStart, Sink, Values
 from mingpt.report.writing import MayWrite, ReportFile
 
-MAX_WAITING_LINES = 1000  # kept in memory while a disk is full; the terminal shows all lines
+MAX_WAITING_LINES = 1000  # the most lines kept in memory while log.txt cannot be written
 FILE_ONLY = logging.INFO - 1  # the level of lines that go to log.txt and not to the terminal
 WARM_UP = 3  # a generation's first steps, which are slow: memory is allocated, and blocks are compiled
 log = logging.getLogger(__name__)
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes lines to stderr, above a progress bar if there is one; `open_streams` makes stderr safe."""
+    """Writes lines to stderr, above the progress bar if there is one. `open_streams` has made stderr safe."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
 
 
 class FileHandler(logging.Handler):
-    """Appends lines, each with its time, to the file at `path`; lines wait while it cannot be written."""
+    """Appends lines with the time to the file at `path`; while it cannot be written, memory keeps them."""
 
     def __init__(self, path: Path, may_write: MayWrite) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True
 class ConsoleSink(Sink):
     """Shows training as a progress bar if rank 0 has a terminal, else as log lines; evaluations as lines.
 
-    Under a bar, the training lines go to log.txt only. The time left is estimated from the time per step of
-    this generation, including evaluations and snapshots, but without its first WARM_UP steps.
+    Under a bar, the training lines go to log.txt only. The time left is estimated from the mean time per step
+    of this generation, evaluations and snapshots included, without its first WARM_UP steps.
     """
 
     def __init__(self, run: RunStart) -> None:
@@ -102,7 +102,7 @@ class ConsoleSink(Sink):
         self.bar.update()
 
     def show(self) -> None:
-        """Set what stands beside the bar, if there is one; the bar itself is drawn at most every 0.1 s."""
+        """Set the text beside the bar, if there is one; tqdm draws it with the next update."""
         self.bar.set_description_str("  ".join(self.figures[:2]) + self.left, refresh=False)
 
     def close(self) -> None:

@@ -138,7 +138,7 @@ def test_the_plan_of_a_run_names_what_is_going_to_happen(
         "vocabulary of 17; 6.0 steps per epoch",
         "1 worker on cpu AVX512 (ddp), per worker 1 CPU thread and 0 or 3 or 4 or 5 of a step's 8 "
         "micro-batches of 1 window",
-        "unused: 3 CPU cores; more workers would use more cores without changing the result, more "
+        "unused CPU cores: 3; more workers would use them without changing the result, more "
         "trainer.threads would change it",
         "changed on purpose: model.dropout: 0.0 -> 0.1",
     ]
@@ -171,9 +171,14 @@ def test_a_run_folder_that_cannot_be_written_ends_no_run(
 @pytest.mark.parametrize(
     ("keep_best", "best", "held", "option"),
     [
-        (True, (1.8486, 170), "the snapshot of that step has it", " --best"),
-        (True, (2.102, 340), "no snapshot has it", ""),
-        (False, (math.inf, -1), "no snapshot has it: snapshot.keep_best=true keeps one", ""),
+        (True, (1.8486, 170), "the snapshot of that step is kept", " --best"),
+        (True, (2.102, 340), "the snapshot of that step was not kept", ""),
+        (
+            False,
+            (math.inf, -1),
+            "the snapshot of that step was not kept (snapshot.keep_best=true would keep it)",
+            "",
+        ),
     ],
 )
 def test_the_end_of_a_run_tells_its_memory_its_lowest_loss_and_the_next_command(
@@ -195,7 +200,7 @@ def test_the_end_of_a_run_tells_its_memory_its_lowest_loss_and_the_next_command(
     assert re.search(
         r"stopped by SIGINT at step 340: .*; the same command goes on$", caplog.text, re.MULTILINE
     )
-    assert re.search(r"worker 0 took at most [1-9][\d,]+ MB of memory", caplog.text)
+    assert re.search(r"worker 0 used at most [1-9][\d,]+ MB of memory", caplog.text)
     assert caplog.messages[-2:] == [
         f"lowest validation loss 1.8486 at step 170; {held}",
         f"next: python sample.py '{run_dir}'{option}",
