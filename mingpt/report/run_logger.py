@@ -193,7 +193,7 @@ class RunLogger:
         self.records.flush()
 
     def failed(self, step: int, why: str, goes_on: bool = False) -> None:
-        """Report that this generation failed and, unless the job `goes_on` here with the next one, the job."""
+        """Report that this generation failed, and the job, too, unless it `goes_on` here in the next one."""
         self._end("stopped" if goes_on else "failed", step, f"failed: {why}")
 
     def ended(
