@@ -176,7 +176,9 @@ class TrainerConfig:
     replay_every: int = Field(
         100, "steps between comparisons of what the workers compute and hold; 0 for none", ge=0
     )
-    sample_tokens: int = Field(200, "tokens of sample text generated at each evaluation; 0 for none", ge=0)
+    sample_tokens: int = Field(
+        200, "tokens of sample text written at each evaluation of trained weights; 0 for none", ge=0
+    )
     eval_only: bool = Field(False, "evaluate the newest snapshot and train nothing")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(
         "auto", "auto takes cuda if there is a GPU for each worker, else cpu; mps only by its name"

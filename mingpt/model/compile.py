@@ -1,14 +1,14 @@
-"""Decide whether a model is compiled, and compile it: torch.compile for the loss, checked before it is used.
+"""Decide whether a model is compiled; compile its loss by torch.compile, and check it before it is used.
 
-With trainer.compile=auto a new run is compiled if that saves the time of the first compilation twice. The
-choice is a function of the configuration, the vocabulary and the kind of device alone, so that it is the same
-for any number of workers and on every machine of a kind. Times are therefore estimates: planned FLOPs at the
-rates in COSTS. A wrong rate can cost time, but does not make the choice depend on the workers or the machine.
-A resumed run keeps to its choice.
+With trainer.compile=auto a new run is compiled if that saves at least twice the time of the first
+compilation. The choice depends only on the configuration, the vocabulary and the kind of device, so that it
+is the same for any number of workers and on every machine of a kind. The times are therefore estimates: the
+planned FLOPs at the rates in COSTS. If a rate is wrong, a run may take longer than it could. A resumed run
+keeps the choice that its snapshot was computed with.
 
-Where compiling fails, training goes on without it. On a GPU a small model's kernels end sooner than Python
-can launch the next ones. There, if the caller asks for it, the compiled passes are also captured as CUDA
-graphs, which are used if their replays give the bits of the first call.
+If compiling fails, training goes on without it. On a GPU, the kernels of a small model end sooner than Python
+can launch the next ones. For such a model, if the caller asks for it, the compiled passes are also captured
+as CUDA graphs, which are used if their replays give the bits of the first call.
 """
 
 import importlib
@@ -26,9 +26,9 @@ from mingpt.base.files import reason_of
 from mingpt.config import Config
 from mingpt.model.gpt import GPT, Block, LossModule
 
-PAID_BACK = 2  # times, so that a run that compiles once more elsewhere, or stops early, loses nothing
-MAX_GRAPH_FLOPS = 4e12  # of a micro-batch: about ten milliseconds of a GPU; larger ones gain nothing
-REPLAYS = 4  # calls per input: the first runs the kernels, the second captures, the others replay
+PAID_BACK = 2  # auto compiles if that saves so many times its cost: a run may stop early or compile again
+MAX_GRAPH_FLOPS = 4e12  # per micro-batch: about 10 ms of a GPU; larger ones gain nothing by CUDA graphs
+REPLAYS = 4  # calls per input: the first runs the kernels, the second captures them, the others replay
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -41,14 +41,15 @@ class Costs:
 
     flops_per_s: float  # of all workers together, not compiled
     saved_share: float  # 1 - time of a compiled step / time of one that is not
-    start_s: float  # of the first compilation, without a cache, apart from the blocks
-    block_s: float  # of the first compilation, for each block
+    start_s: float  # time of the first compilation, without a cache and without the blocks
+    block_s: float  # additional time of the first compilation for each block
 
 
-# cpu: a core of an Intel Xeon with AMX, bfloat16, torch 2.13. It reached 0.12 TFLOP/s at the default run and
-# at nanoGPT's CPU size, 0.3 at 10.65 M; the compiler saved 0.50, 0.39 and 0.25 of a micro-batch, and took
-# 22 s for 2 blocks and 25 s for 4. The constants are nearly two such cores at the best of these rates, and
-# the smallest share less a little. compile_cost.py of commit 496a4e0 measured them.
+# cpu: measured on a core of an Intel Xeon with AMX, in bfloat16, with torch 2.13. The core reached
+# 0.12 TFLOP/s with the default run and with nanoGPT's CPU size, and 0.3 with 10.65 M parameters. The compiler
+# saved 0.50, 0.39 and 0.25 of a micro-batch's time, and took 22 s for 2 blocks and 25 s for 4. The constants
+# are for nearly two such cores at the best of these rates, and a little less than the smallest share. The
+# program was compile_cost.py of commit 496a4e0.
 # cuda: estimates, not measured.
 COSTS = {
     "cpu": Costs(flops_per_s=5e11, saved_share=0.2, start_s=20.0, block_s=2.0),
@@ -70,11 +71,12 @@ class CompileChoice:
 def choose_compile(
     config: Config, flops_per_token: float, device_type: str, recorded: bool | None = None
 ) -> CompileChoice:
-    """Return whether, and why, trainer.compile has the model compiled for "cpu", "cuda" or "mps".
+    """Return whether trainer.compile has the model compiled for `device_type`, and why.
 
-    `recorded`: whether the model of the snapshot that the run resumes from was compiled; auto then keeps that
-    choice, also if trainer.max_steps has changed. None for a run that has trained nothing yet. Raises
-    UserError if auto would keep a compiled model, and trainer.recompute contradicts that.
+    `device_type` is "cpu", "cuda" or "mps". `recorded` says whether the model of the snapshot that the run
+    resumes from was compiled: auto keeps that choice, also if trainer.max_steps has changed. It is None for a
+    run that has trained nothing yet. Raises UserError if auto would keep a compiled model, and
+    trainer.recompute contradicts that.
     """
     trainer = config.trainer
     if trainer.compile != "auto":
@@ -92,18 +94,17 @@ def choose_compile(
     if device_type not in COSTS:
         return CompileChoice(False, f"trainer.compile=auto has no estimate for {device_type}")
     costs, block_size = COSTS[device_type], config.data.block_size
-    planned_s = flops_per_token * block_size * trainer.batch_size * trainer.max_steps / costs.flops_per_s
-    saved_s = costs.saved_share * planned_s
+    flops = flops_per_token * block_size * trainer.batch_size * trainer.max_steps
+    saved_s = costs.saved_share * (flops / costs.flops_per_s)
     compile_s = costs.start_s + costs.block_s * config.model.n_layer
     return CompileChoice(
         saved_s >= PAID_BACK * compile_s,
-        f"trainer.compile=auto estimates {compile_s:,.0f} s to compile first, and {saved_s:,.0f} s saved of "
-        f"{planned_s:,.0f} s planned",
+        f"on a fast machine, compiling would take about {compile_s:,.0f} s and save about {saved_s:,.0f} s",
     )
 
 
 def import_compiler() -> None:
-    """Import the compiler, so that later compiling starts sooner; this takes longer than importing torch."""
+    """Import the compiler, so that compiling starts sooner later. This takes longer than importing torch."""
     importlib.import_module("torch._inductor.compile_fx")
 
 
@@ -112,8 +113,8 @@ def compile_model(
 ) -> tuple[Forward | None, bool]:
     """Compile the loss for (B, T) tokens and targets of the example's shape, and try it.
 
-    Returns the compiled loss, None if compiling fails, and whether it uses CUDA graphs, which `graphs` allows
-    for small models on a GPU. With CUDA graphs each call overwrites the loss and gradients of the call
+    Returns the compiled loss (None if compiling fails), and whether it uses CUDA graphs, which `graphs`
+    allows for small models on a GPU. With CUDA graphs each call overwrites the loss and gradients of the call
     before. Call the compiled loss in the thread that compiled it. A failure is logged. The trial seeds torch
     with 0 and sets all gradients to None.
     """
@@ -161,46 +162,46 @@ def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dt
 
 
 def compile_blocks(model: GPT) -> None:
-    """Have each block compiled alone, at its first call: FSDP2 gathers and frees weights between blocks."""
+    """Let each block be compiled separately at its first call: FSDP2 gathers weights between the blocks."""
     for block in model.h:
         assert isinstance(block, Block)
         block.compute = torch.compile(block.compute, dynamic=False)  # type: ignore[method-assign]
 
 
 def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:
-    """Return whether two inputs, used in turn, repeat the loss and gradients of their first calls exactly."""
+    """Return whether calls of `forward`, with two inputs in turn, repeat the bits of the first calls."""
     generator = torch.Generator().manual_seed(0)
-    shape = example.shape
-    inputs = [torch.randint(0, loss.model.vocab_size, shape, generator=generator) for _ in range(2)]
-    inputs = [tokens.to(example.device) for tokens in inputs]
+    inputs = [
+        torch.randint(0, loss.model.vocab_size, example.shape, generator=generator).to(example.device)
+        for _ in range(2)
+    ]
     with random_weights(loss):
         first = [gradients(forward, loss, tokens, autocast) for tokens in inputs]
         for _ in range(REPLAYS - 1):
             for tokens, expected in zip(inputs, first, strict=True):
                 again = gradients(forward, loss, tokens, autocast)
-                if not all(torch.equal(one, other) for one, other in zip(again, expected, strict=True)):
+                if not all(map(torch.equal, again, expected)):
                     return False
     return True
 
 
 @contextmanager
 def random_weights(loss: LossModule) -> Iterator[None]:
-    """Make the weights random for the block: initial matrices of zeros may give gradients of zeros."""
-    weights = list(loss.parameters())
+    """Make the weights random within a `with`: initial matrices of zeros may have gradients of zeros."""
     with torch.no_grad():
-        saved = [weight.clone() for weight in weights]
-        for weight in weights:
+        saved = [(weight, weight.clone()) for weight in loss.parameters()]
+        for weight, _ in saved:
             weight.normal_(std=0.02)
     try:
         yield
     finally:
         with torch.no_grad():
-            for weight, before in zip(weights, saved, strict=True):
+            for weight, before in saved:
                 weight.copy_(before)
 
 
 def gradients(forward: Forward, loss: LossModule, tokens: Tensor, autocast: Autocast) -> list[Tensor]:
-    """Seed torch with 0; compute the loss and gradients, return copies of them, and set `grad`s to None."""
+    """Seed torch with 0, compute the loss and gradients, set `grad` to None; return copies of all of them."""
     torch.manual_seed(0)  # the same dropout each time
     try:
         with autocast():

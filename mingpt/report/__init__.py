@@ -1,6 +1,6 @@
-"""The reports that a person reads of a run: log.txt, metrics.jsonl, loss.png, timeline.png, run.json.
+"""The reports on a run that a person reads: log.txt, metrics.jsonl, loss.png, timeline.png, run.json.
 
-Rank 0 reports. Where nodes share no disk, one worker of each node also reports to the node's own run folder.
+Rank 0 reports. If nodes share no disk, one worker of each node also reports to the node's own run folder.
 
 A metric is a function of a step's statistics. A sink is a place for the metrics' values, such as a plot.
 """

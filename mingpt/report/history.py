@@ -39,14 +39,14 @@ class Generation(pydantic.BaseModel):
 
 
 class Suspects(pydantic.BaseModel):
-    """An entry on workers that computed differently. What had been saved past step `after` is not used."""
+    """Workers that computed differently from others. What was saved after step `after` is not used."""
 
     after: Count
     workers: list[str]
 
 
 class History(pydantic.BaseModel):
-    """The fields of run.json that this program reads; there may be others."""
+    """The fields of run.json that this program reads; the file may have others."""
 
     id: RunId
     job: str = ""
@@ -76,7 +76,7 @@ def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | N
 
 
 def mark_ended(run_dir: Path, status: str) -> None:
-    """Set the status in run.json, if it is "running": the job ends before this generation can train.
+    """Set the status in run.json if it is "running": the job ends before this generation can train.
 
     Raises nothing.
     """
@@ -87,7 +87,7 @@ def mark_ended(run_dir: Path, status: str) -> None:
             content["status"] = status
         write_atomic(path, json.dumps(content, indent=1) + "\n", sync="file")
     except (OSError, ValueError, TypeError, KeyError):
-        return  # there is no run yet, or its history is damaged, or cannot be written: the log says why
+        return  # there is no run yet, or the log says that its history is damaged or cannot be written
 
 
 def plural(count: int, noun: str) -> str:
@@ -95,14 +95,14 @@ def plural(count: int, noun: str) -> str:
 
 
 def hosts_joined(last: Mapping[str, Any], start: RunStart) -> list[str]:
-    """Return the hosts for which generation `last` was stopped: to take in a node, an agent sends SIGTERM."""
+    """Return the hosts that joined after generation `last`, which an agent stopped by SIGTERM for that."""
     if not start.is_restart or last["end"] != "stopped by SIGTERM":
         return []
     return sorted(set(start.hosts) - set(last.get("hosts", start.hosts)))
 
 
 def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str, Any]:
-    """Return the fields that tell how generation `last` ended, which could not record it.
+    """Return the fields on the end of generation `last`, which could not record its end itself.
 
     `stacks` is the folder of the files that stuck workers wrote.
     """
@@ -119,17 +119,19 @@ def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str
 class RunHistory:
     """Writes run.json on a rank that keeps the run folder. Constructing it reads the file, if there is one.
 
-    A damaged file is set aside. `status` is running, finished, stopped or failed. `durable_step` is the step
-    of the newest snapshot on disk, 0 if none is known. `job` is the token of the last job that passed the
-    checks of its start, `job_began` the time at which its first workers started, in seconds since 1970. A
-    generation's entry has the number and hosts of its workers, the step from which it started (`from_step`),
-    the last step known to be complete (`to_step`), and how it ended (`end`). `exact` is true if a worker
-    reported `to_step` when it ended. `restart` is false for a job's first generation. `began` and `seen` are
-    the times of the generation's start and of its last completed step on record, in seconds since 1970;
-    `seconds` is the time between them by a monotonic clock. `phases` has seconds: `start_s` before `began`;
-    after it, those of evaluations and of waiting for snapshots. `inputs` has what the last generation's bits
-    depend on besides the settings: fingerprints of data and tokenizer, and the software. `note_step` and
-    `note_durable` return before the file is written.
+    A damaged file is renamed to damaged-run.json. `note_step` and `note_durable` return before the file is
+    written. Times are in seconds since 1970. The file has these fields, among others:
+
+    - `status`: running, finished, stopped or failed
+    - `durable_step`: the step of the newest snapshot on disk; 0 if none is known
+    - `job`: the token of the last job that passed the checks of its start; `job_began`: when it started
+    - `inputs`: what the last generation's bits depend on besides the settings: fingerprints of the data and
+      the tokenizer, and the software
+    - `generations`, each with its `workers` (a number) and `hosts`; `from_step`, where it started; `to_step`,
+      the last step known to be complete; `exact`, true if a worker reported that step when it ended; `end`,
+      how it ended; `restart`, false for a job's first generation; `began`, and `seen`, the time of the last
+      step on record; `seconds` between these two, by a monotonic clock; `phases`, the seconds of the start
+      (before `began`), of evaluations, and of waits for snapshots
     """
 
     def __init__(
@@ -217,8 +219,10 @@ class RunHistory:
         self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + repeated, 3)
         if not was_running and not joined:
             return None
-        workers = plural(start.workers, "worker")
-        return f"{last['end']} at step {last['to_step']}; resumed from {start.step} with {workers}"
+        return (
+            f"{last['end']} at step {last['to_step']}; resumed from {start.step} with "
+            f"{plural(start.workers, 'worker')}"
+        )
 
     def repeated_failure(self) -> str | None:
         """Return one sentence if the last MAX_REPEATS generations of this job failed at the same step.
@@ -234,9 +238,10 @@ class RunHistory:
             return None
         if any(entry["end"].startswith("stopped by") or entry["end"].endswith(" joined") for entry in ended):
             return None  # stopped in order, perhaps for a node that joined or left
-        where, how = f"at step {ended[0]['to_step'] + 1}", ended[-1]["end"]
-        repeats = f"{MAX_REPEATS} generations failed one after the other {where} ({how})"
-        return f"{repeats}: a restart would repeat it"
+        return (
+            f"{MAX_REPEATS} generations failed one after the other at step {ended[0]['to_step'] + 1} "
+            f"({ended[-1]['end']}): a restart would repeat it"
+        )
 
     def note_missing(self, first_step: int, last_step: int) -> None:
         """Record that the metrics from `first_step` to `last_step` could not be written and are lost."""
@@ -249,12 +254,12 @@ class RunHistory:
         self.write(waits=False)
 
     def note_skipped(self, count: int) -> None:
-        """Record how many updates were left out so far in the run."""
+        """Record how many updates the run has skipped so far."""
         self.content["updates_skipped"] = count
         self.write()
 
     def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
-        """Record that at `step` these workers computed differently; what was saved past `after` is not used.
+        """Record that at `step` these workers computed differently; what was saved after `after` is not used.
 
         Call it before any snapshot is set aside, so that the record survives a kill in between.
         """
@@ -268,13 +273,12 @@ class RunHistory:
 
         `phases` has the total seconds so far of some or all of PHASES.
         """
-        seconds = round(time.monotonic() - self.began_at, 3)
-        self.generations[-1] |= {"to_step": step, "seen": time.time(), "seconds": seconds}
-        self.generations[-1]["phases"] |= {
-            name: round(phase_s, 3) for name, phase_s in (phases or {}).items()
-        }
+        entry = self.generations[-1]
+        entry |= {"to_step": step, "seen": time.time()}
+        entry["seconds"] = round(time.monotonic() - self.began_at, 3)
+        entry["phases"] |= {name: round(phase_s, 3) for name, phase_s in (phases or {}).items()}
         if step_s is not None:
-            self.generations[-1]["step_s"] = step_s
+            entry["step_s"] = step_s
         self.write(waits=False)
 
     def end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
@@ -291,7 +295,7 @@ class RunHistory:
         )
 
     def write(self, waits: bool = True) -> None:
-        """Write the file in the background thread, in place of older content for which nobody `waits`."""
+        """Write the file in the background thread. Older content that is still queued is not written."""
         if self.queued is not None:
             self.queued.cancel()  # unless it has begun
         writing = self.background.submit(self.file.replace, self.encode())
@@ -301,7 +305,7 @@ class RunHistory:
             self.queued = writing
 
     def encode(self) -> str:
-        """Return the file's content after updating the goodput, the share of the time that was not lost."""
+        """Update the goodput, the share of the time that was not lost, and return the file's content."""
         # Time after an orderly stop is not lost: a run's time is its generations' and its restarts' time.
         # An older run.json has no `seconds`, and a clock may be set back.
         trained_s = sum(

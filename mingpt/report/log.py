@@ -5,6 +5,7 @@ Training shows a progress bar or one line per record, an evaluation shows one li
 
 import logging
 import sys
+import time
 from pathlib import Path
 
 from tqdm import tqdm
@@ -13,19 +14,21 @@ from mingpt.base.urls import RedactingFormatter
 from mingpt.report.metrics import RunStart, Sink, Values
 from mingpt.report.writing import MayWrite, ReportFile
 
-MAX_WAITING_LINES = 1000  # kept in memory while a disk is full; the terminal shows all lines
+MAX_WAITING_LINES = 1000  # the most lines kept in memory while log.txt cannot be written
+FILE_ONLY = logging.INFO - 1  # the level of lines that go to log.txt and not to the terminal
+WARM_UP = 3  # a generation's first steps, which are slow: memory is allocated, and blocks are compiled
 log = logging.getLogger(__name__)
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes lines to stderr, above a progress bar if there is one; `open_streams` makes stderr safe."""
+    """Writes lines to stderr, above the progress bar if there is one. `open_streams` has made stderr safe."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
 
 
 class FileHandler(logging.Handler):
-    """Appends lines, each with its time, to the file at `path`; lines wait while it cannot be written."""
+    """Appends lines with the time to the file at `path`; while it cannot be written, memory keeps them."""
 
     def __init__(self, path: Path, may_write: MayWrite) -> None:
         super().__init__()
@@ -47,7 +50,7 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True
         handler.close()
     logger.propagate = False
     level = logging.WARNING if rank else logging.INFO
-    logger.setLevel(logging.INFO if run_dir else level)
+    logger.setLevel(FILE_ONLY)
     console = ConsoleHandler()
     console.setFormatter(RedactingFormatter(f"worker {rank}: %(message)s" if rank else "%(message)s"))
     console.setLevel(level)
@@ -57,15 +60,24 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True
 
 
 class ConsoleSink(Sink):
-    """Shows training as a progress bar if rank 0 has a terminal, else as log lines; evaluations as lines."""
+    """Shows training as a progress bar if rank 0 has a terminal, else as log lines; evaluations as lines.
+
+    Under a bar, the training lines go to log.txt only. The time left is estimated from the mean time per step
+    of this generation, evaluations and snapshots included, without its first WARM_UP steps.
+    """
 
     def __init__(self, run: RunStart) -> None:
         self.max_steps = run.config.trainer.max_steps
-        self.bar = None
-        if sys.stderr.isatty() and run.is_main:
-            self.bar = tqdm(
-                total=self.max_steps, initial=run.step, unit="step", file=sys.stderr, dynamic_ncols=True
-            )
+        self.warm_step, self.warm_at = run.step + WARM_UP, 0.0
+        self.figures, self.left = [""], ""  # the last record's figures; the time left, once it is known
+        self.bar = tqdm(
+            total=self.max_steps,
+            initial=run.step,
+            file=sys.stderr,
+            disable=not (sys.stderr.isatty() and run.is_main),
+            dynamic_ncols=True,
+            bar_format="{bar}|{n_fmt}/{total_fmt}  {desc}",
+        )
 
     def log(self, step: int, values: Values) -> None:
         if "val/loss" in values:
@@ -73,20 +85,25 @@ class ConsoleSink(Sink):
             log.info(f"step {step}/{self.max_steps}  {'  '.join(names)}")
         if "train/loss" not in values:
             return
-        formats = {"train/loss": "loss {:.4f}", "lr": "lr {:.2e}", "tokens_per_s": "{:,.0f} tokens/s"}
-        text = "  ".join(
-            template.format(values[name]) for name, template in formats.items() if name in values
-        )
-        if self.bar is not None:
-            self.bar.set_postfix_str(text, refresh=False)
-        else:
-            left_s = (self.max_steps - step) * values.get("step_s", 0.0)
-            log.info(f"step {step}/{self.max_steps}  {text}  {left_s:.0f} s left")
+        formats = {"train/loss": "loss {:.4f}", "tokens_per_s": "{:,.0f} tok/s", "lr": "lr {:.2e}"}
+        self.figures = [template.format(values[name]) for name, template in formats.items() if name in values]
+        line = "  ".join([f"step {step}/{self.max_steps}", *self.figures])
+        log.log(logging.INFO if self.bar.disable else FILE_ONLY, line + self.left)
+        self.show()
 
     def on_step(self, step: int) -> None:
-        if self.bar is not None:
-            self.bar.update()
+        now = time.monotonic()
+        if step <= self.warm_step:
+            self.warm_at = now
+        else:
+            left_s = (self.max_steps - step) * (now - self.warm_at) / (step - self.warm_step)
+            self.left = f"  {tqdm.format_interval(left_s)} left"
+        self.show()
+        self.bar.update()
+
+    def show(self) -> None:
+        """Set the text beside the bar, if there is one; tqdm draws it with the next update."""
+        self.bar.set_description_str("  ".join(self.figures[:2]) + self.left, refresh=False)
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        self.bar.close()

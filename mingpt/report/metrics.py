@@ -16,8 +16,9 @@ from mingpt.data import Corpus
 from mingpt.distributed import GenerationEnd
 from mingpt.model import parameter_shapes
 
-# Dense bfloat16 peak in FLOP/s (float16 on T4 and V100, which have no bfloat16) by the first of these parts
-# of the device's name. From NVIDIA's data sheets; those of H100 and later give twice this, for sparse ones.
+# The peak FLOP/s of dense bfloat16 matrices (float16 on T4 and V100, which have no bfloat16) by a part of the
+# device's name; the first part that matches counts. Source: NVIDIA's data sheets. Those of H100 and later
+# give twice these values, for sparse matrices.
 PEAK_FLOPS = {
     "V100-PCIE": 112e12,
     "V100": 125e12,
@@ -39,13 +40,13 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True)
 class StepStats:
-    """The statistics of a step. Times are means over the steps since the last record, in seconds."""
+    """The statistics of a step. Times are means over the steps after the last record, in seconds."""
 
     step: int
     loss: float  # nats per token, mean over the step
     lr: float
     grad_norm: float  # before clipping
-    windows_seen: int  # since the run began; a window is block_size + 1 tokens
+    windows_seen: int  # by the whole run so far; a window is block_size + 1 tokens
     block_size: int
     batch_size: int  # windows per step
     step_s: float  # without evaluation and snapshots
@@ -99,12 +100,12 @@ class RunStart:
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
     workers: int = 1
     hosts: list[str] = field(default_factory=list)  # host names of the nodes, by their rank
-    previous: GenerationEnd | None = None  # how the generation before ended; None: not known
+    previous: GenerationEnd | None = None  # how the generation before ended; None if that is not known
     process_began: float = field(default_factory=time.monotonic)  # by the monotonic clock, in seconds
     job: str = ""  # a token, the same in all generations of a job
-    is_main: bool = True  # whether this is rank 0; false for another run folder, on another node's disk
+    is_main: bool = True  # rank 0; other ranks that report have a run folder on their own node's disk
     logged_step: int = 0  # the newest step, not past `step`, that must have a record of metrics; 0 for none
-    from_steps: list[int] = field(default_factory=list)  # of all generations; for sinks, which know run.json
+    from_steps: list[int] = field(default_factory=list)  # steps at which generations began; set for sinks
     # Raises ClaimLost, and returns False, once the run folder belongs to another job or a later generation.
     check_claim: Callable[[], None] = lambda: None
     may_write: Callable[[], bool] = lambda: True
@@ -122,7 +123,7 @@ class RunStart:
 
 
 class Sink:
-    """A place for metrics. A subclass overrides methods it needs, and ignores values it does not know."""
+    """A place that metrics go to. A subclass overrides the methods it needs and ignores unknown values."""
 
     def log(self, step: int, values: Values) -> None:
         """Take the values of metrics after `step`."""
@@ -131,7 +132,7 @@ class Sink:
         """Take the text `name`, such as the sample text of an evaluation, after `step`."""
 
     def on_step(self, step: int) -> None:
-        """Note that a step is complete; there need not be values for it."""
+        """Note that a step is complete, also if no values are recorded for it."""
 
     def close(self) -> None:
-        """Finish when the run ends, fails or is stopped. A generation that is killed does not call it."""
+        """Finish, when the run ends, fails or is stopped. If the process is killed, this is not called."""

@@ -1,6 +1,6 @@
-"""Plots of a run: loss.png (training and validation loss) and timeline.png (what its time went to, and why).
+"""Plots of a run: loss.png (training and validation loss) and timeline.png (how its time was spent).
 
-Both are drawn from files alone, metrics.jsonl and run.json; while a run trains, in the background.
+Both are drawn only from files, metrics.jsonl and run.json. While a run trains, a thread draws them.
 """
 
 import functools
@@ -25,8 +25,8 @@ from mingpt.report.history import PHASES, Generation, History, plural
 from mingpt.report.metrics import RunStart, Sink, Values
 from mingpt.report.writing import ReportFile, read_lines
 
-MAX_LOSS = 1e30  # larger losses are left out, as are those that are not finite
-EARLY_SHARE = 0.1  # of the steps: their losses fall fast, and do not set the y-axis's range
+MAX_LOSS = 1e30  # larger losses are not drawn, nor are losses that are not finite
+EARLY_SHARE = 0.1  # share of the steps whose losses fall fast and are ignored in the y-axis's range
 COLORS = {
     "start": "#a8b3bf",
     "training": "#5aa469",
@@ -34,18 +34,18 @@ COLORS = {
     "waiting for snapshots": "#9a86cc",
     "lost": "#e07b73",
 }
-MAX_GENERATIONS = 20  # with a bar of their own in timeline.png
+MAX_GENERATIONS = 20  # the last ones, which have a bar each in timeline.png
 
 
 class Curves(NamedTuple):
-    """The losses of a run in nats per token, each curve as (2, points): its steps and its losses."""
+    """The losses of a run in nats per token. Each curve is (2, points): steps, then losses."""
 
     train: np.ndarray
     val: np.ndarray
 
 
 def read_curves(path: Path) -> Curves:
-    """Return the losses in a metrics.jsonl, none if it is missing. Raises OSError."""
+    """Return the losses in a metrics.jsonl; empty curves if the file is missing. Raises OSError."""
     points = {"train/loss": array("d"), "val/loss": array("d")}
     for record in (record for _, record in read_lines(path) if record is not None):
         for name, curve in points.items():
@@ -56,15 +56,15 @@ def read_curves(path: Path) -> Curves:
 
 
 class LossPlot(Sink):
-    """Draws loss.png, then timeline.png, in a thread. A failure is logged and ends no run.
+    """Draws loss.png, then timeline.png, in a thread. A failure is logged and does not end the run.
 
-    It draws at each evaluation, unless the last drawing is not finished yet; `close` draws and waits.
+    It draws at each evaluation, unless the last drawing is not finished yet. `close` draws again and waits.
     """
 
     def __init__(self, run: RunStart) -> None:
         self.run = run
         self.files = [ReportFile(run.run_dir / name, run.may_write) for name in ("loss.png", "timeline.png")]
-        # One thread makes all drawings, since each thread's malloc keeps the memory that it has freed.
+        # One thread makes all drawings, because the malloc of each thread keeps the memory that it has freed.
         self.background = ThreadPoolExecutor(max_workers=1)
         self.drawing: Future[None] | None = None
 
@@ -76,19 +76,19 @@ class LossPlot(Sink):
         self.background.submit(self.draw).result()
 
     def draw(self) -> None:
-        """Draw both plots and write them. Raises nothing: one line says why a plot cannot be made."""
+        """Draw both plots and write them. Raises nothing: if a plot cannot be made, one log line says why."""
         sources: list[tuple[Callable[..., object], object]]
         sources = [(draw_loss, self.run), (draw_timeline, self.run.run_dir)]
         for file, (draw, source) in zip(self.files, sources, strict=True):
             try:
                 file.replace(to_png(file.path.name, draw, source))
-            except Exception as error:  # matplotlib fails or is not installed: no reason to end a run
+            except Exception as error:  # matplotlib fails or is not installed, which must not end a run
                 file.report(error)
 
 
 @functools.cache
 def figure_of(name: str) -> Any:
-    """Return the matplotlib figure of this name, which its drawings reuse in turn. Raises ImportError."""
+    """Return the matplotlib figure of this name, which is made once and reused. Raises ImportError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -98,7 +98,7 @@ def figure_of(name: str) -> Any:
 
 
 def to_png(name: str, draw: Callable[..., object], *sources: object) -> bytes:
-    """Empty the figure of this name, call `draw` with it and `sources`, and return it as a PNG.
+    """Clear the figure of this name, call `draw` with it and `sources`, and return it as a PNG.
 
     Raises ImportError and the errors of `draw`.
     """
@@ -110,10 +110,11 @@ def to_png(name: str, draw: Callable[..., object], *sources: object) -> bytes:
 
 
 def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = None) -> Any:
-    """Draw the losses of runs, by name, in a colour for each (of one run: in two), and return the axes.
+    """Draw the losses of runs, which are given by name, and return the axes.
 
-    A line with dots is the validation loss, with a star at its lowest, one without dots the training loss,
-    smoothed. The range of y shows the late losses and the `floor`.
+    Each run has one colour; a single run has two. The line with dots is the validation loss, with a star at
+    its lowest value; the line without dots is the smoothed training loss. The y-axis shows the late losses
+    and the `floor`.
     """
     axes, late = figure.subplots(), [] if floor is None else [floor]
     for number, (name, (train, val)) in enumerate(runs.items()):
@@ -138,7 +139,7 @@ def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = N
 
 
 def smooth(losses: np.ndarray) -> np.ndarray:
-    """Return for each loss the mean of those around it, in all a fifteenth of the curve."""
+    """Return the moving average over a window of a fifteenth of the curve."""
     reach, numbers = len(losses) // 30, np.arange(len(losses))
     first, end = np.maximum(numbers - reach, 0), np.minimum(numbers + reach + 1, len(losses))
     sums = np.append(0.0, losses.cumsum())
@@ -146,7 +147,7 @@ def smooth(losses: np.ndarray) -> np.ndarray:
 
 
 def draw_loss(figure: Any, run: RunStart) -> None:
-    """Draw a run's losses, also unsmoothed, its restarts, and the text's entropy. Raises OSError."""
+    """Draw a run's losses, smoothed and not, its restarts, and the text's entropy. Raises OSError."""
     curves, floor = read_curves(run.run_dir / "metrics.jsonl"), run.corpus.entropy_floor
     axes = draw_curves(figure, {"val/loss": curves}, floor)
     axes.plot(*curves.train, "C1", alpha=0.4, linewidth=1, zorder=1, label="train/loss, and smoothed")
@@ -163,9 +164,10 @@ def draw_loss(figure: Any, run: RunStart) -> None:
 
 
 def phase_seconds(one: Generation, after: Generation | None) -> list[float]:
-    """Return the seconds of a generation in each phase of COLORS.
+    """Return the seconds that generation `one` spent in each phase of COLORS, in that order.
 
-    It has lost the steps that the next one did again and, if that was a restart, the time until it started.
+    The time of the steps that the next generation `after` repeated is lost. So is the time until `after`
+    started, if it is a restart.
     """
     start_s, evaluation_s, wait_s = (one.phases.get(phase, 0.0) for phase in PHASES)
     steps_s, twice_s, pause_s = max(0.0, one.seconds - evaluation_s - wait_s), 0.0, 0.0
@@ -177,7 +179,7 @@ def phase_seconds(one: Generation, after: Generation | None) -> list[float]:
 
 
 def draw_timeline(figure: Any, run_dir: Path) -> None:
-    """Draw what the time of a run's last generations went to, and how each ended.
+    """Draw how the time of a run's last generations was spent, and how each generation ended.
 
     Raises OSError or BadJson if run.json is unusable.
     """
@@ -198,17 +200,24 @@ def draw_timeline(figure: Any, run_dir: Path) -> None:
         )
     for bar, (one, _) in enumerate(pairs):
         number, time = len(generations) - len(pairs) + bar + 1, timedelta(seconds=round(seconds[bar].sum()))
-        workers = plural(one.workers, "worker")
-        words = f"generation {number}: {time}, {workers}, steps {one.from_step} to {one.to_step}: {one.end}"
+        words = (
+            f"generation {number}: {time}, {plural(one.workers, 'worker')}, steps {one.from_step} to "
+            f"{one.to_step}: {one.end}"
+        )
         color = "black" if re.match("finished|stopped|running|.* joined$", one.end) else "#b3261e"
         line = textwrap.shorten(words, 150, placeholder=" ...")
         axes.text(0.3, bar - 0.3, line, color=color, size=9, parse_math=False, in_layout=False)
-    axes.set(xlim=(0, 100), ylim=(len(pairs) - 0.6, -0.8), yticks=[], xlabel="% of the time")
-    told = (
-        f"{plural(len(generations), 'generation')}, {history.steps_lost} steps done twice, {history.status}"
+    axes.set(
+        xlim=(0, 100),
+        ylim=(len(pairs) - 0.6, -0.8),
+        yticks=[],
+        xlabel="% of the generation's time (sums for each kind of work, not in the order of time)",
     )
-    name = run_dir.resolve().name
-    figure.suptitle(f"{name}: goodput {history.goodput:.1%}, {told}", parse_math=False)
+    figure.suptitle(
+        f"{run_dir.resolve().name}: goodput {history.goodput:.1%}, {plural(len(generations), 'generation')}, "
+        f"{history.steps_lost} steps done twice, {history.status}",
+        parse_math=False,
+    )
     figure.legend(loc="outside lower center", ncols=len(COLORS), frameon=False)
 
 

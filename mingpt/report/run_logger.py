@@ -1,6 +1,6 @@
-"""The RunLogger, which reports a run: the plan, the metrics, how it ended.
+"""The RunLogger, which reports a run: what it is going to do, its metrics, and how it ended.
 
-Seconds per step are measured between two records, without evaluations and waits for snapshots.
+The seconds per step are measured between two records, without evaluations and waits for snapshots.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from mingpt.base.system import usable_cores
-from mingpt.config import PROJECT, TrainerConfig, to_yaml
+from mingpt.config import PROJECT, to_yaml
 from mingpt.data import CharDataset
 from mingpt.distributed.device import Environment, gpu_facts
 from mingpt.report.history import RunHistory, load_history, plural
@@ -27,7 +27,7 @@ from mingpt.report.tracker import InThread, TensorBoard, Tracker
 from mingpt.report.writing import JsonlSink, ReportFile
 
 T = TypeVar("T")
-SINKS: list[Callable[[RunStart], Sink]] = [  # the sinks beside metrics.jsonl
+SINKS: list[Callable[[RunStart], Sink]] = [  # the sinks in addition to metrics.jsonl
     ConsoleSink,
     LossPlot,
 ]
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Measures the seconds per step since the last `reset`. Code that fetches batches adds to `data_s`.
+    """Measures the seconds per step from the last `reset` on. Code that fetches batches adds to `data_s`.
 
-    `phases` has the seconds of each phase outside the steps, such as evaluations, since the timer was made.
+    `phases` has the total seconds of each kind of work outside the steps, such as evaluations.
     """
 
     def __init__(self, step: int) -> None:
@@ -45,11 +45,11 @@ class StepTimer:
         self.reset(step)
 
     def reset(self, step: int) -> None:
-        """Begin to measure anew after step `step`, with `data_s` at zero; `phases` keeps its totals."""
+        """Start measuring again after step `step`, with `data_s` at zero; `phases` keeps its totals."""
         self.began, self.first_step, self.data_s = time.perf_counter(), step, 0.0
 
     def exclude(self, work: Callable[[], T], phase: str) -> T:
-        """Run `work` and return its result; its seconds count to `phase` and not to the steps."""
+        """Run `work` and return its result; its seconds count as `phase`, not as time of the steps."""
         began = time.perf_counter()
         result = work()
         taken_s = time.perf_counter() - began
@@ -58,9 +58,9 @@ class StepTimer:
         return result
 
     def seconds_per_step(self, step: int) -> tuple[float, float]:
-        """Return the mean seconds per step since `reset`: in all, and for fetching data.
+        """Return the mean seconds per step from `reset` on: of the whole step, and of fetching data.
 
-        `step` is the last completed step, and past the one given to `reset`.
+        `step` is the last completed step, which must be later than the one given to `reset`.
         """
         steps = step - self.first_step
         return (time.perf_counter() - self.began) / steps, self.data_s / steps
@@ -70,7 +70,7 @@ class RunLogger:
     """Reports a run, on a rank that keeps a run folder, from the step `start.step` on.
 
     Constructing it writes config.yaml, begins a generation in run.json, and drops the records past that step
-    from metrics.jsonl. If a file cannot be written, one line says so, and the run goes on.
+    from metrics.jsonl. If a file cannot be written, one log line says so, and the run goes on.
     """
 
     def __init__(self, start: RunStart, environment: Environment) -> None:
@@ -114,41 +114,47 @@ class RunLogger:
         assignment: Sequence[Sequence[int]],
         snapshots: str,
     ) -> None:
-        """Log how the generation before ended, if `previous_end` says; unless in a restart, also the plan.
+        """Log how the generation before ended, if that is known, and, unless this is a restart, the plan.
 
-        `compile_choice` is a line on torch.compile, `assignment` has each rank's micro-batches of a step, and
-        `snapshots` is the folder or URL of snapshots.
+        `step` is the step that the run goes on from. `compile_choice` says whether the model is compiled, and
+        why. `assignment` has the numbers of each rank's micro-batches in a step. `snapshots` is the folder or
+        the URL of the snapshots.
         """
         if self.previous_end:
             log.log(logging.WARNING if self.start.is_main else logging.INFO, "%s", self.previous_end)
         if self.start.is_restart:
             return
         config, corpus, environment = self.start.config, self.start.corpus, self.environment
-        trainer = config.trainer
-        workers, threads = plural(self.start.workers, "worker"), environment.threads
+        trainer, threads = config.trainer, environment.threads
+        origin = f"resumed from step {step}" if step else "a fresh run"
         log.info(
-            f"{config.model.arch} with {self.start.parameters:,} parameters, {environment.dtype}; "
-            f"{workers}{describe_strategy(trainer)} on {environment.device}, "
-            f"{plural(threads, 'CPU thread')} each"
+            f"{origin} in {self.start.run_dir}: {trainer.max_steps} steps of "
+            f"{trainer.batch_size * config.data.block_size:,} tokens; every {config.snapshot.every} steps a "
+            f"snapshot is written to {snapshots}"
         )
         log.info(
-            f"{config.data.path}: {describe_part(corpus.train)} for training, "
+            f"model: {config.model.arch}, {self.start.parameters:,} parameters, {environment.dtype}; "
+            f"{compile_choice}"
+        )
+        log.info(
+            f"data: {config.data.path}, {describe_part(corpus.train)} for training, "
             f"{describe_part(corpus.val)} for validation, vocabulary of {corpus.vocab_size}; "
-            f"{trainer.batch_size * config.data.block_size:,} tokens per step, "
-            f"{windows_per_epoch / trainer.batch_size:.1f} steps per epoch, {trainer.max_steps} steps"
+            f"{windows_per_epoch / trainer.batch_size:.1f} steps per epoch"
         )
-        log.info(compile_choice)
+        shares = " or ".join(map(str, sorted(set(map(len, assignment)))))
+        log.info(
+            f"{plural(self.start.workers, 'worker')} on {environment.device} ({trainer.parallel}"
+            f"{', sharded optimizer' if trainer.shard_optimizer else ''}), per worker "
+            f"{plural(threads, 'CPU thread')} and {shares} of a step's "
+            f"{trainer.batch_size // trainer.micro_batch_size} micro-batches of "
+            f"{plural(trainer.micro_batch_size, 'window')}"
+        )
         idle = usable_cores() - threads
         if self.start.workers == 1 and environment.device.startswith("cpu") and idle > 0:
             log.info(
-                f"idle: {plural(idle, 'CPU core')}; start more workers, which does not change the result, "
-                "or raise trainer.threads, which does"
+                f"unused CPU cores: {idle}; more workers would use them without changing the result, more "
+                "trainer.threads would change it"
             )
-        shares = [f"{len(numbers)} on worker {rank}" for rank, numbers in enumerate(assignment)]
-        windows = plural(config.trainer.micro_batch_size, "window")
-        log.info(f"micro-batches of {windows} in a step: {', '.join(shares)}")
-        origin = f"resumed from step {step}" if step else "a fresh run"
-        log.info(f"snapshots every {config.snapshot.every} steps to {snapshots}; {origin}")
         for change in self.start.changes:
             log.info(f"changed on purpose: {change}")
 
@@ -170,7 +176,7 @@ class RunLogger:
         self.history.note_step(stats.step, stats.step_s, phases)
 
     def log_skipped(self, step: int, first_window: int, last_window: int, count: int) -> None:
-        """Record that the update of `step`, from these windows, was left out: `count` so far in the run."""
+        """Record that the update of `step`, from these windows, was skipped, as `count` updates so far."""
         self.log_values(step, {"skipped/first_window": first_window, "skipped/last_window": last_window})
         self.history.note_skipped(count)
 
@@ -187,7 +193,7 @@ class RunLogger:
         self.records.flush()
 
     def failed(self, step: int, why: str, goes_on: bool = False) -> None:
-        """Report that this generation failed, and the job too unless it `goes_on` here in the next one."""
+        """Report that this generation failed, and the job, too, unless it `goes_on` here in the next one."""
         self._end("stopped" if goes_on else "failed", step, f"failed: {why}")
 
     def ended(
@@ -200,34 +206,37 @@ class RunLogger:
     ) -> None:
         """Report that the run finished, or was stopped by `stopped_by`, with a durable snapshot of `step`.
 
-        `best` has the lowest validation loss of a snapshot that is kept, and its step. Closes the sinks:
-        nothing can be reported after it. Raises ClaimLost, as `log_values` does.
+        `best` has the lowest validation loss of a snapshot that is kept, and its step. Closes the sinks, so
+        that nothing can be reported after it. Raises ClaimLost, as `log_values` does.
         """
         self.start.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
         self.history.content["durable_step"] = step
         self._end("stopped" if stopped_by else "finished", step, how, phases)
-        is_refused = self.start.config.snapshot.resume == "never"
-        goes_on = "; the same command goes on" if stopped_by and not is_refused else ""
+        can_go_on = stopped_by and self.start.config.snapshot.resume != "never"
+        goes_on = "; the same command goes on" if can_go_on else ""
         log.info(f"{how} at step {step}: {self.history.summary()}{goes_on}")
         peak = torch.cuda.max_memory_allocated() if self.gpu else peak_memory()
         if peak:
             what = f"tensors, of the GPU's {self.gpu['memory']}" if self.gpu else "memory"
-            log.info(f"worker 0 took at most {peak / 1e6:,.0f} MB of {what}")
-        log.info(f"snapshot in {snapshots}, metrics, loss.png and timeline.png in {self.start.run_dir}")
-        lowest, held = self.records.lowest, "no snapshot has it"
+            log.info(f"worker 0 used at most {peak / 1e6:,.0f} MB of {what}")
+        log.info(
+            f"the snapshot is in {snapshots}; metrics.jsonl, loss.png and timeline.png are in "
+            f"{self.start.run_dir}"
+        )
+        lowest, held = self.records.lowest, "the snapshot of that step was not kept"
         program = "sample.py" if Path.cwd() == PROJECT else str(PROJECT / "sample.py")
         command = ["python", program, str(self.start.run_dir)]
         if best[0] <= lowest[0] < math.inf:
-            lowest, held, command = best, "the snapshot of that step has it", [*command, "--best"]
+            lowest, held, command = best, "the snapshot of that step is kept", [*command, "--best"]
         elif not self.start.config.snapshot.keep_best:
-            held += ": snapshot.keep_best=true keeps one"
+            held += " (snapshot.keep_best=true would keep it)"
         if lowest[0] < math.inf:
             log.info(f"lowest validation loss {lowest[0]:.4f} at step {lowest[1]}; {held}")
         log.info(f"next: {shlex.join(command)}")
 
     def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
-        """Record the end, and close the sinks. Metrics that cannot be written now are noted as lost."""
+        """Record the end, and close the sinks. Metrics that cannot be written now are recorded as lost."""
         self.flush()
         if self.records.file.waiting:
             self.history.note_missing(self.records.first_waiting, step)
@@ -237,7 +246,7 @@ class RunLogger:
 
 
 def peak_memory() -> int:
-    """Return the most bytes of memory that this process has had, shared memory included; 0 if not Linux."""
+    """Return the peak memory of this process in bytes, with shared memory; 0 on systems other than Linux."""
     status = Path("/proc/self/status")
     text = status.read_text() if status.exists() else "VmHWM: 0"
     return 1024 * int(text.partition("VmHWM:")[2].split()[0])
@@ -246,21 +255,14 @@ def peak_memory() -> int:
 def is_reported(run_dir: Path) -> bool:
     """Return whether the end of a run is on record: `status` in run.json is not "running".
 
-    Also true if nothing tells that an end is missing: if run.json is damaged, or if run.json and
-    metrics.jsonl are not there, as in a copy of snapshots.
+    Also true if no file shows that the end is missing: if run.json is damaged, or if both run.json and
+    metrics.jsonl are missing, as in a copy of the snapshots.
     """
     if not (run_dir / "run.json").exists():
         was_recording = (run_dir / "metrics.jsonl").exists()
         return not was_recording
     history = load_history(run_dir)
     return history is None or history.get("status") != "running"
-
-
-def describe_strategy(trainer: TrainerConfig) -> str:
-    """Return the log's name of the parallel strategy, if it shards, such as " (fsdp)"; else ""."""
-    if trainer.parallel == "fsdp":
-        return " (fsdp)"
-    return " (ddp, sharded optimizer)" if trainer.shard_optimizer else ""
 
 
 def describe_part(part: CharDataset) -> str:

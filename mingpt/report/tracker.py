@@ -1,6 +1,7 @@
-"""Sinks of other programs: TensorBoard, and experiment trackers such as wandb and trackio.
+"""Sinks that pass metrics to other programs: TensorBoard, and trackers such as wandb and trackio.
 
-metrics.jsonl has every value. A program that is away, fails or is too slow lacks some, and ends no run.
+metrics.jsonl has every value. If such a program is unreachable, fails or is too slow, it lacks some values,
+and the run goes on.
 """
 
 import html
@@ -18,21 +19,21 @@ from mingpt.base.files import reason_of
 from mingpt.config import to_dict
 from mingpt.report.metrics import RunStart, Sink, Values
 
-CLOSE_S = 5.0  # the end of a run waits at most so long
+CLOSE_S = 5.0  # the most seconds that the end of a run waits for a sink
 log = logging.getLogger(__name__)
 
 
 class TensorBoard(Sink):
-    """Writes values and samples to run_dir/tensorboard, a file for each generation.
+    """Writes values and samples to run_dir/tensorboard, one file per generation.
 
-    Earlier files keep values past the step from which a generation goes on, but TensorBoard does not show
-    them (`purge_step`).
+    The files of earlier generations keep the values of steps that are done again, but TensorBoard does not
+    show them (`purge_step`).
     """
 
     def __init__(self, run: RunStart) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        first_step = run.step + 1 if run.step else 0  # the values of step 0 come again
+        first_step = run.step + 1 if run.step else 0  # step 0 is recorded again
         self.writer: Any = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=first_step)
         self.writer.add_scalar("generation", len(run.from_steps), run.step)
 
@@ -51,7 +52,7 @@ class TensorBoard(Sink):
 class Tracker(Sink):
     """Sends values to a package with wandb's `init`, `log` and `finish`; all generations are one run there.
 
-    Credentials, and where values are kept, are settings of the package itself. The environment variable
+    Credentials and the place of the data are settings of the package itself. The environment variable
     <PACKAGE>_PROJECT names the project, by default the name of the folder above the run folder.
     """
 
@@ -82,9 +83,9 @@ class Tracker(Sink):
 
 
 class InThread(Sink):
-    """Makes a sink, and calls its methods, in a thread of its own, so that it may block or raise any error.
+    """Makes a sink and calls its methods in a separate thread, so that the sink may block or raise any error.
 
-    If it fails, one line says so, it gets no more values, and the run goes on.
+    If the sink fails, one log line says so, it gets no more values, and the run goes on.
     """
 
     def __init__(self, run: RunStart, label: str, make_sink: Callable[[RunStart], Sink]) -> None:
@@ -110,7 +111,7 @@ class InThread(Sink):
             self.calls.put(call)
 
     def work(self) -> None:
-        """Make the sink, do the calls in order, and close it; stop early if the folder is another job's."""
+        """Make the sink, do the calls in order, and close it; stop if the folder becomes another job's."""
         try:
             sink = self.make_sink(self.run)
             for call in iter(self.calls.get, None):

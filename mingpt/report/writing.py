@@ -1,4 +1,4 @@
-"""Write a run's report files. If one cannot be written, the run goes on and the content is tried again.
+"""Write a run's report files. If a write fails, the run goes on, and the write is tried again later.
 
 metrics.jsonl has a JSON object per record, written at once, each with its `step`. The records of all
 generations (a generation is the workers between two restarts) make one curve.
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class ReportFile:
-    """A file that is replaced as a whole, or appended to. Raises no OSError; may be used by several threads.
+    """A file that is replaced as a whole, or appended to. Raises no OSError. Several threads may use it.
 
-    A write that fails waits, and is done before the next one: one line says so, and one when it works again.
-    At most `max_waiting` writes wait (None: all of them); the oldest are dropped.
+    A write that fails is kept and done before the next write. One log line says that writing fails, and one
+    that it works again. At most `max_waiting` writes are kept (None: any number); the oldest are dropped.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ReportFile:
         self.lock = threading.RLock()  # reentrant: if this is log.txt, `report` adds a line to it
 
     def replace(self, content: str | bytes) -> None:
-        """Replace the file and fsync it; content that waits is dropped."""
+        """Replace the file and fsync it; content that could not be written before is dropped."""
         with self.lock:
             self.waiting.clear()
             self.put(lambda: write_atomic(self.path, content, sync="file", before_rename=self.may_write))
@@ -48,13 +48,13 @@ class ReportFile:
         self.put(lambda: append(self.path, line, sync))
 
     def put(self, write: Callable[[], None]) -> None:
-        """Call `write`, which may raise OSError, after the writes that wait."""
+        """Call `write`, which may raise OSError, after the writes that failed before."""
         with self.lock:
             self.waiting.append(write)
             self.retry()
 
     def retry(self) -> None:
-        """Do the writes that wait, in order, up to the first that fails."""
+        """Do the kept writes in order, up to the first one that fails."""
         with self.lock:
             if not self.may_write():
                 return
@@ -68,7 +68,7 @@ class ReportFile:
             self.report(None)
 
     def report(self, error: BaseException | None) -> None:
-        """Log one line when writing begins to fail by `error`, and one when it works again (None)."""
+        """Log one line when writing begins to fail with `error`, and one when it works again (None)."""
         was_failing, self.is_failing = self.is_failing, error is not None
         if error is not None and not was_failing:
             log.warning(
@@ -79,8 +79,8 @@ class ReportFile:
 
 
 def append(path: Path, line: bytes, sync: bool) -> None:
-    """Append a line to a file. If this raises OSError, no part of the line stays there."""
-    # The file is opened each time, since a handle on NFS may become stale.
+    """Append a line to a file. If this raises OSError, the file has no part of the line."""
+    # The file is opened each time, because a handle on NFS may become stale.
     with open(path, "ab", buffering=0) as file:
         handle, size = file.fileno(), os.fstat(file.fileno()).st_size
         try:
@@ -93,7 +93,7 @@ def append(path: Path, line: bytes, sync: bool) -> None:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics.jsonl, none if it is missing; log other lines. Raises OSError."""
+    """Yield the records of a metrics.jsonl; nothing if it is missing. Log other lines. Raises OSError."""
     for line, record in read_lines(path):
         if record is None:
             log.warning(f"a line of {path} that is not a record is ignored: {line!r:.60}")
@@ -120,17 +120,17 @@ class JsonlSink(Sink):
     """Appends each record to metrics.jsonl. Constructing it drops the records of steps to be done again."""
 
     def __init__(self, run: RunStart) -> None:
-        self.run, self.last = run, dict[str, dict[str, Any]]()  # the last record of each kind, by kind
+        self.run, self.last = run, dict[str, dict[str, Any]]()  # the last record of each kind
         self.lowest = math.inf, 0  # the lowest validation loss, and its step
-        self.first_waiting = run.step + 1  # step of the first record that waits, if any does
+        self.first_waiting = run.step + 1  # step of the first record that is not written yet
         self.file = ReportFile(run.run_dir / "metrics.jsonl", run.may_write)
         self.file.put(self.drop_records)
 
     def drop_records(self) -> None:
         """Truncate the file before its first record past the step from which this generation goes on.
 
-        If this is step 0, its records are dropped, too, since they come again. So is a last line that a crash
-        has cut short. This needs no room on the disk. Raises OSError.
+        Records of step 0 are dropped if the generation starts there, because they are written again. A last
+        line that a crash has cut short is dropped, too. This needs no space on the disk. Raises OSError.
         """
         kept_bytes, step = 0, self.run.step
         for line, record in read_lines(self.file.path):

@@ -1,8 +1,8 @@
-"""The start of a generation (the workers between two restarts): one sequence, the same on all ranks.
+"""The start of a generation (the workers between two restarts): the same sequence of steps on all ranks.
 
-It opens the run folder, claims it (a claim is one job's right to write there), opens the data, finds the
-newest snapshot that any rank sees, checks it against the configuration, reads the weights to start with if
-there is no snapshot, and makes the tokens. The result is a StartPoint, from which run.py builds the state.
+`find_start` opens the run folder, claims it (a claim is one job's right to write there), opens the data,
+finds the newest snapshot that any rank sees, checks it against the configuration, opens snapshot.init_from if
+there is no snapshot, and tokenizes the data. The result is a StartPoint, from which run.py builds the state.
 """
 
 import logging
@@ -45,9 +45,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StartPoint(RunStart):
-    """Everything that this generation starts from; `find_start` makes it.
+    """Everything that this generation starts from. `find_start` makes it.
 
-    The same on all ranks, except for `initial`, facts of this process, and what is read and written here.
+    It is the same on all ranks, except for `initial`, the facts of this process, and the objects that read
+    and write files here.
     """
 
     folder: RunFolder
@@ -64,7 +65,7 @@ class StartPoint(RunStart):
 
     @property
     def manifest(self) -> Manifest:
-        """The snapshot's manifest; without a snapshot, one with those fields that a fresh run uses."""
+        """The snapshot's manifest. Without one, a manifest that has only the fields a fresh run uses."""
         return self.snapshot.manifest if self.snapshot else NOT_BEGUN
 
     @property
@@ -76,8 +77,8 @@ class StartPoint(RunStart):
     def evaluation_missing(self) -> bool:
         """Whether an evaluation that is due at this step must be made before training.
 
-        It must at step 0, whose records are dropped when a run begins there again, and if a request to stop
-        came before it, as the snapshot's manifest tells.
+        This is so at step 0, because its records are dropped when a run starts there again, and if a request
+        to stop came before the evaluation, which the snapshot's manifest shows.
         """
         trainer = self.config.trainer
         if self.step > trainer.max_steps or not is_due(trainer, self.step):
@@ -86,19 +87,19 @@ class StartPoint(RunStart):
 
     @property
     def nothing_left(self) -> bool:
-        """Whether a job begins with a run that stands at max_steps, or past it, and is reported as ended.
+        """Whether a job begins with a run that has reached max_steps, and whose end is on record.
 
-        It is not reported if the last job died after its last snapshot, before it recorded the end.
+        The end is not on record if the last job died after its last snapshot, before it recorded the end.
         """
         is_complete = self.snapshot is not None and self.step >= self.config.trainer.max_steps
         return is_complete and self.known.is_reported and not self.is_restart and not self.evaluation_missing
 
 
 def find_start(config: Config, context: DistributedContext) -> StartPoint:
-    """Claim and open the run folder, open the data, and find what the run goes on from. Collective.
+    """Claim and open the run folder, open the data, and find the state to start from. Collective.
 
-    Raises UserError, NonRetryableError or, if the job goes on without a node, NodeRefused on that node's
-    ranks and PeersMissing on the others. A request to stop raises StopRequested.
+    Raises UserError or NonRetryableError. If the job goes on without one of the nodes, raises NodeRefused on
+    that node's ranks and PeersMissing on the others. A request to stop raises StopRequested.
     """
     check_same_settings(config, context)
     folder = open_run_folder(config, context)
@@ -114,7 +115,7 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     found = find_snapshot(config, context, folder, store, data, known)
     changes = check_snapshot(found.state, config, found.where, data, known.is_restart, known.run_id)
     manifest = found.state.manifest if found.state else NOT_BEGUN
-    # A new run folder goes on with the run whose snapshot was found.
+    # If the run folder is new, the run is the one whose snapshot was found.
     run_id = known.run_id or manifest.run or known.token
     memory = MemorySnapshots(config.snapshot.memory_path, run_id, folder.path)
     if not config.trainer.eval_only:
@@ -208,16 +209,16 @@ def open_store(config: Config, context: DistributedContext, claim: Claim) -> Sna
 def go_on_as_before(
     config: Config, context: DistributedContext, manifest: Manifest, is_restart: bool, url: str
 ) -> None:
-    """Use the CPU threads and the float16 of the snapshot with this manifest, since bits depend on them.
+    """Use the CPU threads and the float16 of the snapshot with this manifest, because bits depend on them.
 
-    Raises UserError if the run would go on training on another kind of device or in another type.
-    snapshot.resume=changed allows that in a job's first generation; a restart never may. An evaluation alone
-    (trainer.eval_only) always may.
+    Raises UserError if the run would continue on a different kind of device or in a different dtype.
+    snapshot.resume=changed allows that in a job's first generation, but not in a restart. It is always
+    allowed for trainer.eval_only.
     """
     then = manifest.software
     context.use_threads(then.threads)
     if config.trainer.dtype == "auto" and then.dtype == "float16":
-        context.dtype = torch.float16  # other GPUs have it, too
+        context.dtype = torch.float16  # which all GPUs have
     now = context.environment()
     is_allowed = config.snapshot.resume == "changed" and not is_restart
     is_over = manifest.step >= config.trainer.max_steps or config.trainer.eval_only

@@ -1,10 +1,11 @@
-"""The training loop: with trainer.reduction=exact, a run's bits do not depend on the number of its workers.
+"""The training loop. With trainer.reduction=exact, a run's bits do not depend on the number of its workers.
 
-This holds on hardware of one kind, with one version of torch and one number of threads per worker. A step is
-`batch_size / micro_batch_size` micro-batches, shared among the workers. A micro-batch's data depend on the
-seed and on the number of windows (training sequences) before it, its dropout on (seed, step, micro-batch),
-and the gradients are summed in one order. The state between two steps, which a snapshot holds, is the model,
-the optimizer, the step, the number of windows seen, the counts of skipped updates and float16's loss scale.
+This holds on hardware of one kind, with one version of torch and one number of threads per worker. A step has
+`batch_size / micro_batch_size` micro-batches, which the workers share. The data of a micro-batch depend on
+the seed and on the number of windows (training sequences) before it, and its dropout on (seed, step,
+micro-batch). The gradients are summed in one fixed order. The state between two steps, which a snapshot
+holds, is the model, the optimizer, the step, the number of windows seen, the counts of skipped updates and
+the loss scale of float16.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ class Trainer:
         self.environment, self.compile_choice = run.environment, run.compile_choice
         micro_batches = run.config.trainer.batch_size // run.config.trainer.micro_batch_size
         self.audit = Audit(run.start.manifest.audit, micro_batches)
-        # Zero for other ranks' micro-batches.
+        # The losses of other ranks' micro-batches stay zero here.
         self.losses = torch.zeros(micro_batches, device=run.context.device)
         self.step_losses: list[float] = []  # losses of all micro-batches of the last step
         self.lr = 0.0
@@ -64,8 +65,8 @@ class Trainer:
     def open_run_logger(self, run: Run) -> RunLogger | None:
         """Return a new RunLogger; None on a rank without a run folder, or if there is nothing to train.
 
-        From then on an exit knows the last step, and records in run.json why the job failed. On rank 0 the
-        job's time until trainer.pause_after runs.
+        From then on, an exit knows the last step, and records in run.json why the job failed. On rank 0 this
+        sets the time at which trainer.pause_after stops the job.
         """
         if self.nothing_left or run.config.trainer.eval_only:
             return None
@@ -84,8 +85,8 @@ class Trainer:
 
         With trainer.eval_only, only evaluates. Returns the request that stopped the run, such as "SIGTERM",
         or None. All ranks raise UserError for unusable data, NonFiniteError, or NonRetryableError for a
-        failure that repeats or a last snapshot that cannot be written. One rank alone may raise ExpectedError
-        for too little memory, or ClaimLost. Otherwise raises as `Replay.check` does. Collective.
+        failure that repeats or a last snapshot that cannot be written. A single rank may raise ExpectedError
+        for too little memory, or ClaimLost. `Replay.check` raises further errors. Collective.
         """
         with self.failure_handled():
             if not self.begin_run():
@@ -133,7 +134,7 @@ class Trainer:
                 state.optimizer.step(self.lr, strategy.gradients())
             strategy.finish_update()
             events.emit("optimizer_end", step=step)
-            # Only here does the loop wait for a GPU, after it has given it all the work of the step.
+            # Only here does the loop wait for the GPU, after all work of the step is queued on it.
             self.step_losses, newest_written = status()
             grad_norm = float(grad_norm_tensor)
         self.saving.note_written(newest_written)
@@ -177,9 +178,9 @@ class Trainer:
         config, state = self.config.trainer, self.state
         if config.eval_only:
             losses = self.evaluator.evaluate(state.step)
-            assert losses is not None, "a request to stop ends an evaluation alone at once"
-            named = [f"{name} {value:.4f}" for name, value in losses.items()]
-            log.info(f"step {state.step}  {'  '.join(named)}")
+            assert losses is not None, "a request to stop exits at once during trainer.eval_only"
+            named = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
+            log.info(f"step {state.step}  {named}")
             return False
         if self.nothing_left:
             self.context.stop_signal.remove_stop_file()
@@ -196,12 +197,11 @@ class Trainer:
             self.saving.remove_memory_snapshots()
             raise NonRetryableError(failure)
         if self.run_logger:
-            assignment = self.sampler.micro_batches_by_rank()
             self.run_logger.plan(
                 state.step,
                 self.sampler.windows_per_epoch,
                 self.compile_choice,
-                assignment,
+                self.sampler.micro_batches_by_rank(),
                 self.saving.store.url,
             )
         self.saving.allocate()
@@ -230,9 +230,9 @@ class Trainer:
     def handle_nonfinite(self, grad_norm: float) -> None:
         """Count the update as skipped, or end the run, if the gradient or a loss is not finite. Collective.
 
-        All ranks raise UserError if one of them could not use its data, else NonFiniteError. A gradient that
-        is not finite halves the loss scale instead, down to 1; else, with on_nonfinite=skip, it is counted,
-        up to MAX_SKIPPED - 1 in a row.
+        With float16, a gradient that is not finite first halves the loss scale, down to 1. Then, with
+        on_nonfinite=skip, such gradients are counted, up to MAX_SKIPPED - 1 in a row. Else all ranks raise
+        NonFiniteError. All ranks raise UserError if one of them could not use its data.
         """
         config, state = self.config.trainer, self.state
         total, in_a_row = state.skipped
@@ -277,7 +277,7 @@ class Trainer:
         raise NonFiniteError(sentence)
 
     def log_training(self, grad_norm: float) -> None:
-        """Record the last step's metrics, with times per step since the last record; restart the timer."""
+        """Record the last step's metrics, with mean times since the last record, and restart the timer."""
         step_s, data_s = self.timer.seconds_per_step(self.state.step)
         if self.run_logger:
             stats = StepStats(
@@ -303,7 +303,9 @@ class Trainer:
         losses = self.evaluator.evaluate(self.state.step)
         if losses is None:
             return
-        sample = self.context.on_all(lambda: self.evaluator.sample(self.run_logger is not None))
+        sample = ""
+        if self.state.step or self.config.snapshot.init_from:  # random weights write random characters
+            sample = self.context.on_all(lambda: self.evaluator.sample(self.run_logger is not None))
         if self.context.should_stop():
             return
         if self.run_logger:
@@ -313,9 +315,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def failure_handled(self) -> Iterator[None]:
-        """If this block raises an error, wait for the save of a single worker; raise the error again.
+        """If the `with` block raises an error, a single worker waits for its save. The error is raised again.
 
-        A UserError ends the job: then all wait, and remove the snapshots in memory.
+        A UserError ends the job, so all workers wait for their saves and remove the snapshots in memory.
         """
         try:
             yield
@@ -325,15 +327,15 @@ class Trainer:
             raise
         except Exception:
             if self.context.world_size == 1:
-                self.saving.saver.wait()  # of several workers others may be gone
+                self.saving.saver.wait()  # with several workers, others may be gone, and it would not end
             raise
 
 
 class Batches:
     """This rank's micro-batches, in order, from the start of this generation up to max_steps.
 
-    `error` says why this rank cannot use its data, else it is None. Other ranks notice by this rank's losses,
-    which are NaN then.
+    `error` says why this rank cannot use its data; else it is None. Other ranks notice, because the losses of
+    this rank are NaN then.
     """
 
     def __init__(self, run: Run, audit: Audit, timer: StepTimer) -> None:

@@ -1,6 +1,7 @@
 """Jobs on token shards, and on texts with a tokenizer.json."""
 
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,9 @@ def test_bits_per_byte_are_those_of_the_text_and_sampling_needs_the_snapshot_alo
     nats = read_metric(on_shards, "val/loss")[30] * (len(tokens) - 1)
     bits = read_metric(on_shards, "val/bits_per_byte")[30]
     assert math.isclose(bits, nats / math.log(2) / source_bytes, rel_tol=1e-12)
+    # Trained weights write a sample, random ones do not.
+    expected = r"\d step 0/30  val/loss .*\n.*\d step 1/30 [^@]*\d step 10/30  val/loss .*\n.*\d {5}"
+    assert re.search(expected, (on_shards / "log.txt").read_text())
     about = manifest(on_shards, 30)
     assert about["tokenizer"]["kind"] == "json"
     assert list(about["data"]["files"]) == sorted(path.name for path in shards.glob("*.bin"))

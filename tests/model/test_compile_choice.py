@@ -85,10 +85,12 @@ def test_a_resumed_run_goes_on_as_its_snapshot_was_computed(recorded: bool, step
 def test_a_compiled_run_cannot_go_on_with_recomputation_unless_it_is_told_to_leave_the_compiler() -> None:
     with pytest.raises(UserError, match="set it back to none, or go on without the compiler"):
         choice_of({"trainer.recompute": "block"}, recorded=True)
-    told = {"trainer.recompute": "block", "trainer.compile": False}
-    assert not choice_of(told, recorded=True).is_compiled
+    assert not choice_of({"trainer.recompute": "block", "trainer.compile": False}, recorded=True).is_compiled
 
 
-def test_the_reason_has_the_figures() -> None:
-    said = str(choice_of({"trainer.max_steps": 100_000}))
-    assert said.startswith("compiled: trainer.compile=auto estimates 26 s to compile first, and ")
+@pytest.mark.parametrize(
+    ("steps", "words", "saved"), [(340, "not compiled", "3"), (10**5, "compiled", "819")]
+)
+def test_the_reason_has_the_figures(steps: int, words: str, saved: str) -> None:
+    said = f"{words}: on a fast machine, compiling would take about 26 s and save about {saved} s"
+    assert str(choice_of({"trainer.max_steps": steps})) == said

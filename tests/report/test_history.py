@@ -2,8 +2,8 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.runs import make_run
@@ -28,18 +28,14 @@ def begin(
     hosts: Sequence[str] = (),
 ) -> str | None:
     """Start a generation, with a worker on each host, or one."""
-    facts: dict[str, Any] = {
-        "step": step,
-        "workers": len(hosts) or 1,
-        "is_restart": is_restart,
-        "previous": previous,
-    }
-    return history.start_generation(make_run(hosts=[*hosts], **facts))
+    workers = len(hosts) or 1
+    return history.start_generation(
+        make_run(step=step, workers=workers, is_restart=is_restart, previous=previous, hosts=[*hosts])
+    )
 
 
 def read(run_dir: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
-    return content
+    return dict(json.loads((run_dir / "run.json").read_text()))
 
 
 def test_a_run_without_interruption_is_one_generation(tmp_path: Path) -> None:
@@ -51,10 +47,15 @@ def test_a_run_without_interruption_is_one_generation(tmp_path: Path) -> None:
     content = read(tmp_path)
     (generation,) = content["generations"]
     assert (content["status"], content["seconds_lost"], content["goodput"]) == ("finished", 0.0, 1.0)
-    phases = {"start_s": pytest.approx(0, abs=0.2), "evaluation_s": 3.5, "snapshot_wait_s": 0.0}
-    assert generation["phases"] == phases
-    assert (generation["workers"], generation["from_step"], generation["to_step"]) == (2, 0, 30)
-    assert (generation["exact"], generation["end"]) == (True, "finished")
+    start_s = pytest.approx(0, abs=0.2)
+    assert generation == generation | {
+        "workers": 2,
+        "from_step": 0,
+        "to_step": 30,
+        "exact": True,
+        "end": "finished",
+        "phases": {"start_s": start_s, "evaluation_s": 3.5, "snapshot_wait_s": 0.0},
+    }
     assert {"torch", "python"} <= content["versions"].keys()
     assert history.summary() == "1 generation, 0 steps done twice, 0.0 s lost, goodput 100.0%"
 
@@ -65,8 +66,8 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
     history.note_step(12, 0.5)
     history.write()  # otherwise the file is written a moment later
     end = GenerationEnd([{"why": "left without a peer", "step": 14}, None, None])
-    sentence = begin(open_history(tmp_path), 10, True, end, ("a", "b"))
-    assert sentence == "workers 1, 2 vanished at step 14; resumed from 10 with 2 workers"
+    sentence = "workers 1, 2 vanished at step 14; resumed from 10 with 2 workers"
+    assert begin(open_history(tmp_path), 10, True, end, ("a", "b")) == sentence
     content = read(tmp_path)
     first, second = content["generations"]
     assert (first["end"], first["to_step"], first["exact"]) == ("workers 1, 2 vanished", 14, True)
@@ -78,8 +79,7 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
 def test_a_job_begins_with_its_first_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another job may begin as a restart: the store tells of a generation that left no record."""
     now, found = 1000.0, list[float]()
-    clock = SimpleNamespace(time=lambda: now, monotonic=lambda: now)
-    monkeypatch.setattr("mingpt.report.history.time", clock)
+    monkeypatch.setattr("mingpt.report.history.time", Mock(time=lambda: now, monotonic=lambda: now))
     for job, is_restart in (("one", False), ("one", True), ("two", True), ("two", False)):
         history = open_history(tmp_path)
         facts: dict[str, Any] = {"job": job, "is_restart": is_restart, "process_began": now - 3}

@@ -30,6 +30,5 @@ def test_every_metric_of_a_step_has_its_value() -> None:
     ],
 )
 def test_utilization_is_the_part_of_the_peak_of_all_devices(name: str, part: str) -> None:
-    stats = replace(STATS, device_name=name)
     expected = 1e6 * (8 * 32 / 0.5) / (2 * PEAK_FLOPS[part])
-    assert training_values(stats)["mfu"] == pytest.approx(expected)
+    assert training_values(replace(STATS, device_name=name))["mfu"] == pytest.approx(expected)

@@ -21,6 +21,7 @@ from mingpt.data import make_corpus
 from mingpt.distributed.device import Environment
 from mingpt.report.metrics import Sink, training_values
 from mingpt.report.run_logger import RunLogger, is_reported
+from mingpt.report.writing import read_records
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
 ENVIRONMENT = Environment(
@@ -62,8 +63,8 @@ def status(run_dir: Path) -> str:
 
 
 def test_every_sink_is_told_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink, make_sink = Mock(spec=Sink), Mock()
-    make_sink.return_value = sink
+    sink = Mock(spec=Sink)
+    make_sink = Mock(return_value=sink)
     monkeypatch.setattr("mingpt.report.run_logger.SINKS", [make_sink])
     logger = make_logger(tmp_path)
     logger.on_step(12)
@@ -117,8 +118,8 @@ def test_a_resumed_run_knows_its_last_records_and_goes_on_with_them(tmp_path: Pa
     second = make_logger(tmp_path, step=2, is_restart=True)
     assert second.last == {"train": {"step": 2, "train/loss": 2.0}, "val": {"step": 1, "val/loss": 3.5}}
     second.log_values(3, {"train/loss": 3.25})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("train/loss") for line in lines] == [None, 1.0, 2.0, 3.25]
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert [record.get("train/loss") for record in records] == [None, 1.0, 2.0, 3.25]
 
 
 def test_the_plan_of_a_run_names_what_is_going_to_happen(
@@ -128,17 +129,17 @@ def test_the_plan_of_a_run_names_what_is_going_to_happen(
     monkeypatch.setattr("mingpt.report.run_logger.usable_cores", lambda: 4)
     logger = make_logger(tmp_path, step=5, changes=["model.dropout: 0.0 -> 0.1"])
     assignment = [range(5), range(5, 8), range(0), range(1, 8, 2)]
-    logger.plan(5, 48, "not compiled", assignment, "the folder")
-    reads = "5 on worker 0, 3 on worker 1, 0 on worker 2, 4 on worker 3"
-    tokens = "1,548 tokens for training, 172 tokens for validation, vocabulary of 17; 256 tokens per step"
+    logger.plan(5, 48, "not compiled: so it is", assignment, "the folder")
     assert caplog.messages == [
-        "gpt2 with 27,040 parameters, float32; 1 worker on cpu AVX512, 1 CPU thread each",
-        f"{logger.start.config.data.path}: {tokens}, 6.0 steps per epoch, 30 steps",
-        "not compiled",
-        "idle: 3 CPU cores; start more workers, which does not change the result, "
-        "or raise trainer.threads, which does",
-        f"micro-batches of 1 window in a step: {reads}",
-        "snapshots every 5 steps to the folder; resumed from step 5",
+        f"resumed from step 5 in {tmp_path}: 30 steps of 256 tokens; every 5 steps a snapshot is written to "
+        "the folder",
+        "model: gpt2, 27,040 parameters, float32; not compiled: so it is",
+        f"data: {logger.start.config.data.path}, 1,548 tokens for training, 172 tokens for validation, "
+        "vocabulary of 17; 6.0 steps per epoch",
+        "1 worker on cpu AVX512 (ddp), per worker 1 CPU thread and 0 or 3 or 4 or 5 of a step's 8 "
+        "micro-batches of 1 window",
+        "unused CPU cores: 3; more workers would use them without changing the result, more "
+        "trainer.threads would change it",
         "changed on purpose: model.dropout: 0.0 -> 0.1",
     ]
 
@@ -160,21 +161,24 @@ def test_a_run_folder_that_cannot_be_written_ends_no_run(
     assert len(names) == len(set(names))
     disk.broken = False
     logger.ended(4, None, "snapshots")
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     assert status(tmp_path) == "finished"
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == to_dict(logger.start.config)
-    again = [message for message in caplog.messages if message.endswith("is written again")]
-    assert len(again) == len(names)
+    assert sum(message.endswith("is written again") for message in caplog.messages) == len(names)
     assert not any(".partial" in path.name for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("keep_best", "best", "held", "option"),
     [
-        (True, (1.8486, 170), "the snapshot of that step has it", " --best"),
-        (True, (2.102, 340), "no snapshot has it", ""),
-        (False, (math.inf, -1), "no snapshot has it: snapshot.keep_best=true keeps one", ""),
+        (True, (1.8486, 170), "the snapshot of that step is kept", " --best"),
+        (True, (2.102, 340), "the snapshot of that step was not kept", ""),
+        (
+            False,
+            (math.inf, -1),
+            "the snapshot of that step was not kept (snapshot.keep_best=true would keep it)",
+            "",
+        ),
     ],
 )
 def test_the_end_of_a_run_tells_its_memory_its_lowest_loss_and_the_next_command(
@@ -196,7 +200,7 @@ def test_the_end_of_a_run_tells_its_memory_its_lowest_loss_and_the_next_command(
     assert re.search(
         r"stopped by SIGINT at step 340: .*; the same command goes on$", caplog.text, re.MULTILINE
     )
-    assert re.search(r"worker 0 took at most [1-9][\d,]+ MB of memory", caplog.text)
+    assert re.search(r"worker 0 used at most [1-9][\d,]+ MB of memory", caplog.text)
     assert caplog.messages[-2:] == [
         f"lowest validation loss 1.8486 at step 170; {held}",
         f"next: python sample.py '{run_dir}'{option}",

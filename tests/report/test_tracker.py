@@ -73,8 +73,7 @@ def test_after_restarts_tensorboard_shows_each_step_as_the_last_generation_saw_i
     sink.log_text(15, "sample", "To be\n")
     sink.close()
     scalars = read_scalars(tmp_path)
-    losses = [(step, 1.0 if step <= 10 else 3.0) for step in range(1, 16)]
-    assert scalars["train/loss"] == losses
+    assert scalars["train/loss"] == [(step, 1.0 if step <= 10 else 3.0) for step in range(1, 16)]
     assert scalars["generation"] == [(0, 1.0), (10, 2.0), (10, 3.0)]
     assert read_texts(tmp_path)["sample"] == [(15, "    To be\n")]
     sink = TensorBoard(make_run(tmp_path))  # a new start, whose step 0 comes again

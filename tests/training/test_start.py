@@ -82,15 +82,13 @@ def test_a_snapshot_that_only_run_json_tells_of_is_evidence_too(is_restart: bool
     """The snapshot was on the disk of a node that is gone."""
     with pytest.raises(UserError, match=r"run\.json tells of one of step 40, which no node has"):
         check_nothing_is_lost(latest(NOTHING), AUTO, is_restart, recorded_step=40)
-    check_nothing_is_lost(latest(NOTHING), NEVER, is_restart=False, recorded_step=40)
-    with pytest.raises(UserError, match="no valid snapshot is left"):
-        check_nothing_is_lost(latest(NOTHING), NEVER, is_restart=True, recorded_step=40)
 
 
-def test_a_job_that_is_told_to_begin_anew_does_so() -> None:
-    check_nothing_is_lost(latest(CORRUPT), NEVER, is_restart=False)
+@pytest.mark.parametrize(("view", "recorded_step"), [(NOTHING, 40), (CORRUPT, 0)])
+def test_a_job_that_is_told_to_begin_anew_does_so(view: View, recorded_step: int) -> None:
+    check_nothing_is_lost(latest(view), NEVER, is_restart=False, recorded_step=recorded_step)
     with pytest.raises(UserError, match="no valid snapshot is left"):
-        check_nothing_is_lost(latest(CORRUPT), NEVER, is_restart=True)
+        check_nothing_is_lost(latest(view), NEVER, is_restart=True, recorded_step=recorded_step)
 
 
 @pytest.mark.parametrize("view", [UNREADABLE, NO_FOLDER])
