@@ -52,10 +52,10 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def row_norms(gradient: Tensor) -> Tensor:
-    """Return the norms of the rows of a (rows, columns) matrix, or the absolute values of a vector."""
+    """Return the norms of a tensor's rows, its slices along dimension 0; of a vector, the absolute values."""
     if gradient.ndim < 2:
         return gradient.abs()
-    return torch.linalg.vector_norm(gradient, dim=1)
+    return torch.linalg.vector_norm(gradient.flatten(1), dim=1)
 
 
 def total_norm(norms: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from mingpt.base.rows import RowMap
 from mingpt.parallel.strategy import RowGatherer, clip, row_norms, total_norm
 
 # 16 and 48 columns are whole vectors of the CPU, 3 and 70,001 are not. There are tensors of one row, with
-# fewer rows than workers, and of one element.
-SHAPES = [(70, 48), (5, 3), (1, 70_001), (2, 70_000), (11,), (1,), (300, 1), (3, 4097), (40, 16)]
+# fewer rows than workers, of one element, and of three dimensions, as a convolution's.
+SHAPES = [(70, 48), (5, 3), (1, 70_001), (2, 70_000), (11,), (1,), (300, 1), (3, 4097), (40, 16), (5, 2, 3)]
 
 
 @pytest.fixture(params=[1, 2])

@@ -39,7 +39,7 @@ class ForkedContext(DistributedContext):
         self.exit: Any = SimpleNamespace(note_progress=lambda: None)
 
 
-def share_memory(context: DistributedContext, timeout_s: float = 10.0) -> Transport:
+def share_memory(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> Transport:
     """The context's transport from now on, as a worker has it: through memory if possible."""
     listener, address = shared_memory.listen()
     addresses = context.all_gather_object(address)
