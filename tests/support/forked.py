@@ -45,9 +45,8 @@ def become_worker(rank: int, size: int, port: int, words: list[str], folder: Pat
     os.chdir(folder)
     for descriptor in (1, 2):
         os.dup2(os.open(f"{output}/{descriptor}", os.O_CREAT | os.O_APPEND | os.O_WRONLY), descriptor)
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.multiprocessing.spawn = functools.partial(  # which would import torch again
         torch.multiprocessing.start_processes, start_method="fork"
     )
