@@ -154,9 +154,14 @@ def command_of(path: Path) -> str:
     return str(commands[0])
 
 
-def run_program(command: str, folder: Path) -> str:
-    """The output of a program of the tutorial, run in a folder that looks like the root."""
+def link_root(folder: Path) -> None:
+    """Make a folder look like the root to a program of the tutorial."""
     for name in ("mingpt", "tutorial", "data"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
+
+
+def run_program(command: str, folder: Path) -> str:
+    """The output of a program of the tutorial, run in a folder that looks like the root."""
+    link_root(folder)
     return finish(start(command, folder, free_port()))
