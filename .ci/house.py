@@ -52,9 +52,9 @@ MAX_FILES = 103 + MARGIN["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_405 + MARGIN["statements"], nodes=85_290 + MARGIN["nodes"]),
-    ("tests",): Size(statements=11_891),
-    ("benchmarks",): Size(lines=4_990),
+    PROGRAM: Size(statements=11_402 + MARGIN["statements"], nodes=85_310 + MARGIN["nodes"]),
+    ("tests",): Size(statements=11_860),
+    ("benchmarks",): Size(lines=5_035),
 }
 
 

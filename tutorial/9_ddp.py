@@ -60,7 +60,7 @@ class Reducer:
         # By their numbers, not as they get full: all ranks must call the same collectives in the same order.
         while len(self.sent) < len(self.buckets) and self.missing[len(self.sent)] == 0:
             flat = common.join_gradients(self.buckets[len(self.sent)]) / dist.get_world_size()
-            work = dist.all_reduce(flat, async_op=True)  # returns at once; threads of gloo's do it
+            work = dist.all_reduce(flat, async_op=True)  # returns at once; threads of gloo do it
             begin = max(time.perf_counter(), self.link_free_at)  # the declared link sends one after the other
             self.link_free_at = begin + 2 * common.ring_bytes(flat) / self.link_bytes_per_s
             self.sent.append((flat, work, self.link_free_at))

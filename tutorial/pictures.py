@@ -145,7 +145,7 @@ def draw_nodes() -> Picture:
         "gradients, and begin with the snapshot that rank 0 has read.",
         470,
     )
-    picture.legend(50, {"of the node": ORANGE, "of the job": GREEN})
+    picture.legend(50, {"one per node": ORANGE, "one per job": GREEN})
     endpoint = f"rendezvous endpoint, node-a:{RENDEZVOUS_PORT}: where the agents meet"
     picture.box(LEFT, 82, WIDTH - 2 * LEFT, 36, GREEN, endpoint)
     picture.box(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from support.pages import blocks, command_of, run_program
+from support.forked import WAYS
+from support.pages import blocks, command_of
 
 from mingpt.config import ModelConfig
 from mingpt.model import GPT
@@ -69,12 +70,12 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+@pytest.fixture(scope="module", params=WAYS)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder, found = tmp_path_factory.mktemp("boxes"), {}
     for name in ("1_single", *EXPECTED):
         program, _, options = name.partition(" ")
-        output = run_program(f"{command_of(FOLDER / f'{program}.py')} {options}", folder)
+        output = request.param(f"{command_of(FOLDER / f'{program}.py')} {options}", folder)
         final = re.fullmatch(r"final loss (\d\.\d{6})", output.splitlines()[-1])
         assert final, output
         rows = {row: (as_int(first), as_int(second)) for row, first, second in ROW.findall(output)}

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from support.pages import command_of, run_program
+from support.forked import WAYS
+from support.pages import command_of
 
 # What must hold for the two numbers that a program prints last.
 EFFECTS: dict[str, Callable[[float, float], bool]] = {
@@ -41,11 +42,14 @@ def test_every_program_of_the_folder_is_checked() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} - {"ranks"} == set(EFFECTS)
 
 
+@pytest.mark.parametrize("run", WAYS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(EFFECTS)]
 )
-def test_a_mistake_has_an_effect_and_the_right_way_has_not(name: str, tmp_path: Path) -> None:
-    output = run_program(command_of(FOLDER / f"{name}.py"), tmp_path)
+def test_a_mistake_has_an_effect_and_the_right_way_has_not(
+    name: str, run: Callable[[str, Path], str], tmp_path: Path
+) -> None:
+    output = run(command_of(FOLDER / f"{name}.py"), tmp_path)
     numbers = []
     for word, line in zip(("wrong", "right"), output.splitlines()[-2:], strict=True):
         number = re.fullmatch(rf"{word}: (\d+(?:\.\d+)?) \S.*", line)

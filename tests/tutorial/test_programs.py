@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
+from support.forked import WAYS
 from support.pages import command_of, run_program
 
 from mingpt.config import ModelConfig
@@ -45,13 +46,14 @@ class Run:
         return digest.hexdigest()
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """All lessons, each run once, by its number."""
+@pytest.fixture(scope="module", params=WAYS)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """All lessons, each run once, by its number. An agent restarts the workers of 4 and 5."""
     folder = tmp_path_factory.mktemp("tutorial")
     found = {}
     for step in STEPS:
-        output = run_program(command_of(FOLDER / f"{step}.py"), folder)
+        run = run_program if step[0] in "45" else request.param
+        output = run(command_of(FOLDER / f"{step}.py"), folder)
         losses: dict[int, list[str]] = {}
         for number, loss in re.findall(r"^step +(\d+) loss (\d\.\d{6})$", output, re.MULTILINE):
             losses.setdefault(int(number), []).append(loss)

@@ -3,14 +3,16 @@
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT
+from support.forked import WAYS
 from support.jobs import free_port
-from support.pages import blocks, command_of, commands, run_program, start
+from support.pages import TIMEOUT_S, blocks, command_of, commands, link_root, start
 
 from tutorial.timeline import draw
 
@@ -29,11 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tutorial")
 
 
-@pytest.fixture(scope="module")
-def runs(folder: Path) -> Mapping[str, str]:
+@pytest.fixture(scope="module", params=WAYS)
+def runs(request: pytest.FixtureRequest, folder: Path) -> Mapping[str, str]:
     """What lesson 1 and all commands of the page print, by program and options."""
     return {
-        line.partition("tutorial.")[2]: run_program(line, folder)
+        line.partition("tutorial.")[2]: request.param(line, folder)
         for line in [command_of(FOLDER / "1_single.py"), *commands(PAGE)]
     }
 
@@ -132,14 +134,28 @@ def test_the_page_shows_what_the_programs_print(runs: Mapping[str, str]) -> None
     assert {re.sub("about [0-9]+", "", line) for line in shown} <= printed
 
 
+@pytest.fixture(scope="module")
+def looks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[str]]]:
+    """What the commands of looking.md print. Two run at a time, because they wait for most of their time."""
+    folder = tmp_path_factory.mktemp("looking")
+    link_root(folder)
+    for name in ("train.py", "gpt2_train_cfg.yaml"):
+        (folder / name).symlink_to(ROOT / name)
+
+    def look(command: str) -> str:
+        job = start(command.strip().replace("\n", "; "), folder, free_port())
+        return "".join(job.communicate(timeout=TIMEOUT_S))
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {command: pool.submit(look, command) for command, _ in LOOKS}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "shown"), LOOKS, ids=[command.split()[-1] for command, _ in LOOKS])
-def test_a_job_to_look_at_prints_what_the_page_shows(command: str, shown: str, folder: Path) -> None:
+def test_a_job_to_look_at_prints_what_the_page_shows(
+    command: str, shown: str, looks: Mapping[str, Future[str]]
+) -> None:
     """Numbers apart, and what the page leaves out. Most of these jobs fail: that is why one looks at them."""
-    for name in ("train.py", "gpt2_train_cfg.yaml", "mingpt", "tutorial", "data"):
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(ROOT / name)
-    printed = start(command.strip().replace("\n", "; "), folder, free_port()).communicate(timeout=300)
-    output = re.sub(r"\d+", "#", "".join(printed))
+    output = re.sub(r"\d+", "#", looks[command].result())
     for piece in re.split(r"\.\.\.|\n", re.sub(r"\d+", "#", shown)):
         assert piece.strip() in output, output[-4000:]

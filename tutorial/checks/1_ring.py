@@ -48,7 +48,7 @@ def describe(result: torch.Tensor, world_size: int) -> str:
     text += f". Number {wrong[0]:,}, for instance, has {times}"
     if bool((parts[wrong].sum(1) == 1).all()):
         return (
-            f"{text}. All have one rank's part alone: what is received overwrites a chunk where it should be "
+            f"{text}. All have only one rank's part: what is received overwrites a chunk where it should be "
             "added, or the second round begins with a chunk that is not summed"
         )
     if bool((parts > 1).any()):

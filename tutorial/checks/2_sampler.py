@@ -112,7 +112,7 @@ def check_resume(answer: Path, alone: Steps, done: int, before: int, after: int)
     elif not twice and not never:
         text += " In other steps than without the change."
     else:
-        text += " A place in one rank's list means another one where the number of ranks differs."
+        text += " A place in one rank's list means a different window if the number of ranks differs."
     raise Refused(text)
 
 

@@ -95,9 +95,8 @@ def check_calls(run: Run) -> None:
     if not calls:
         problem = "no collective was called: the exercise is to be done with those of torch.distributed."
     elif calls % len(run.first) == 0:
-        problem = (
-            f"each of {len(run.first)} gradients is sent alone. Fill buckets of about {BUCKET_BYTES} bytes."
-        )
+        problem = f"each of {len(run.first)} gradients is sent separately. "
+        problem += f"Fill buckets of about {BUCKET_BYTES} bytes."
     elif calls == 1:
         problem = "all gradients are in one bucket."
     elif "backward" not in run.calls:

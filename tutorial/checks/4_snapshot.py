@@ -80,7 +80,7 @@ def save_two(answer: Path, first: Path, number: int, call: Call) -> None:
             if not path.exists() or path.read_bytes() != data:
                 raise Refused(f"Then {path.name} is not what was saved: {describe_file(path)}.")
     except Refused as refusal:
-        text = f"One process saved {first.name}; before its call {number + 1}, {call}, another one saved "
+        text = f"One process saved {first.name}; before its call {number + 1}, {call}, a second one saved "
         text += f"{second.name} in the same folder. Do they use the same temporary file? {refusal}"
         raise Refused(text) from None
     finally:

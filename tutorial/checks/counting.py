@@ -36,7 +36,7 @@ class CountedCollectives(Collectives):
 
 
 def kept_bytes(weights: Iterable[Tensor]) -> tuple[int, int]:
-    """The bytes of all tensors made since `gc.freeze` but these. And those of them that only a view keeps."""
+    """The bytes of all tensors made after `gc.freeze`, except these; and the bytes that only a view keeps."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     sizes, used = dict[int, int](), dict[int, int]()

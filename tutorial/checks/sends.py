@@ -28,9 +28,7 @@ def refuse_collectives() -> None:
 
     def make(name: str) -> Callable[..., Any]:
         def refuse(*arguments: Any, **options: Any) -> None:
-            raise Refused(
-                f"It calls {name}; the exercise is to do without collectives, by send and recv alone"
-            )
+            raise Refused(f"It calls {name}; the exercise is to use only send and recv, and no collectives")
 
         return refuse
 

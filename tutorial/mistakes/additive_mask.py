@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def largest_change(mask: torch.Tensor) -> float:
-    """How much the outputs before the last token change if that token is another one."""
+    """How much the outputs before the last token change if that token changes."""
     torch.manual_seed(0)
     tokens = torch.randn(1, 8, 16)  # after the embedding
     changed = tokens.clone()

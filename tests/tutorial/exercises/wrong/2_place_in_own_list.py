@@ -1,4 +1,4 @@
-# The checker says: 8 workers did 3 of 7 .*A place in one rank's list means another one
+# The checker says: 8 workers did 3 of 7 .*A place in one rank's list means a different window
 import torch
 
 
