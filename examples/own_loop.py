@@ -3,8 +3,8 @@
     torchrun --standalone --nproc_per_node=2 --max-restarts=3 examples/own_loop.py
 
 This project must be on PYTHONPATH, or installed. The last line of output, a hash of the weights, is the same
-for any number of workers and kills, on one kind of device. Snapshots are saved in the folder own_loop/; if it
-is started again, the same command goes on from the newest snapshot.
+for any number of workers and kills, on one kind of device. Snapshots are saved in the folder own_loop/; the
+same command, when started again, goes on from the newest snapshot.
 """
 
 import hashlib

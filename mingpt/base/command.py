@@ -46,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class StandardStream(io.FileIO):
-    """The raw file of stdout or stderr. A write that fails does not raise: it sets `error` and is dropped."""
+    """The raw file of stdout or stderr. A failed write never raises: `error` is set, its content is lost."""
 
     error: OSError | None = None  # of the last write that failed; None if no write has failed
 
@@ -59,7 +59,7 @@ class StandardStream(io.FileIO):
 
 
 def open_streams() -> None:
-    """Replace stdout and stderr by streams whose writes never raise; `write_stdout` raises what went wrong.
+    """Replace stdout and stderr by streams whose writes never raise; `write_stdout` reports failed writes.
 
     Characters that the encoding lacks are written as escapes, such as \\u6d77. A stdin that is closed is
     replaced by an empty one. A stdout or stderr that a notebook or a test has replaced stays as it is.

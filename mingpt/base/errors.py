@@ -58,7 +58,7 @@ class SupersededError(ClaimLost, NonRetryableError):
 
 
 class LaterGeneration(ClaimLost):
-    """Restarted workers of this job took over the run folder while this worker was frozen or cut off."""
+    """Restarted workers of this job took over the run folder while this worker was frozen or unreachable."""
 
 
 class NodeRefused(UserError):
@@ -75,7 +75,7 @@ class NonFiniteError(NonRetryableError):
 class CorruptSnapshot(Exception):
     """A snapshot must not be used; the message says why.
 
-    The snapshot is incomplete, damaged or ill-formed, or a worker may have computed it wrongly.
+    The snapshot is incomplete, damaged or ill-formed, or a worker may have computed its content wrongly.
     """
 
 

@@ -81,9 +81,9 @@ def write_atomic(
     sync: Sync = "folder",
     before_rename: Callable[[], bool | None] = lambda: None,
 ) -> None:
-    """Write `content` to the file `path`, by `atomic_file`, to which the other arguments go. A str is UTF-8.
+    """Write `content` to the file `path`, by `atomic_file`, which gets the other arguments.
 
-    Raises OSError, or an error of `before_rename`.
+    A str is encoded as UTF-8. Raises OSError, or an error of `before_rename`.
     """
     with atomic_file(path, partial, sync, before_rename) as file:
         write = functools.partial(os.write, file.fileno())
@@ -153,7 +153,9 @@ def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an error says, in one line: its `strerror`, if any, else its type and its first line.
+    """Return in one line what an error says: its `strerror`, if any, else its type and its message.
+
+    Only the first line of the message is returned, up to 300 characters.
 
     If the error means that a limit of the shell was reached, the `ulimit` command that shows the limit is
     added.
@@ -194,10 +196,10 @@ class BadJson(ValueError):
 
 
 def read_json(path: Path, form: Any = Any) -> Any:
-    """Return the content of a JSON file as `json.loads` returns it, after `check_json` against `form`.
+    """Return the content of a JSON file, as `json.loads` returns it, if it fits `form`: see `check_json`.
 
-    Raises OSError if the file cannot be read, and BadJson if it is longer than MAX_JSON_BYTES, is not JSON or
-    does not fit `form`.
+    Raises OSError if the file cannot be read, and BadJson if the file is longer than MAX_JSON_BYTES, is not
+    JSON or does not fit `form`.
     """
     with open(path, "rb") as file:
         content = file.read(MAX_JSON_BYTES + 1)
@@ -209,7 +211,7 @@ def read_json(path: Path, form: Any = Any) -> Any:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON, a str or UTF-8 bytes. Raises BadJson if it is not JSON, or is nested too deeply."""
+    """Parse JSON, a str or UTF-8 bytes. Raises BadJson if `content` is not JSON, or is nested too deeply."""
     try:
         return json.loads(decode_text(content) if isinstance(content, bytes) else content)
     except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError, too

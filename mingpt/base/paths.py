@@ -27,7 +27,7 @@ class WrongPath(UserError, argparse.ArgumentTypeError):
 def typed_path(text: str, what: str = "the path") -> str:
     """Return `text`, a path or URL, with the home folder in place of ~ or ~user at its beginning.
 
-    Raises WrongPath for a text that cannot be meant as a path; its message begins with `what`.
+    Raises WrongPath for a text that cannot be meant as a path; the error's message begins with `what`.
     """
     path = os.path.expanduser(text)
     shown = redact(path)  # a password or a query may have a $ in it
@@ -48,7 +48,10 @@ def refuse_pipe(path: str, what: str) -> None:
 
 
 def describe_obstacle(path: str | Path, error: BaseException) -> str:
-    """Return why no folder could be made at `path`: a file is there or at a parent, or what `error` says."""
+    """Return why no folder could be made at `path`.
+
+    The reason is a file at `path` or at one of the folders above; without such a file, what `error` says.
+    """
     for place in (Path(path), *Path(path).parents):
         if os.path.lexists(place) and not os.path.isdir(place):
             link = f"a link to {os.readlink(place)}, which is " if os.path.islink(place) else ""

@@ -32,9 +32,9 @@ class Process:
             raise ValueError("this is not a process id")
 
     def is_alive(self) -> bool | None:
-        """Return whether the process is alive. A zombie, which has exited, is not.
+        """Return whether the process is alive; a zombie is not.
 
-        Returns None, for unknown, if the process is on another machine or /proc hides it.
+        Returns None if this is unknown, because the process is on another machine or /proc hides it.
         """
         if self.machine != this_machine():
             return None
@@ -57,7 +57,10 @@ def this_process(pid: int | None = None) -> Process:
 
 
 def this_machine() -> str:
-    """Return a name that is equal in two processes if and only if each can see the other's process id."""
+    """Return a name that is equal in two processes if and only if each can see the other's process id.
+
+    On systems other than Linux it is the host's name.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

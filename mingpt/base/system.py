@@ -85,7 +85,7 @@ def complete(outcome: Future[T], work: Callable[[], T]) -> None:
 
 
 def loopback_address() -> str:
-    """Return 127.0.0.1, or ::1 on a host without IPv4: unlike localhost, neither has to be resolved."""
+    """Return 127.0.0.1, or ::1 on a host without IPv4. Unlike localhost, these need no name resolution."""
     try:
         with socket.socket(socket.AF_INET) as probe:
             probe.bind(("127.0.0.1", 0))
@@ -164,7 +164,7 @@ def allow_open_files(workers: int) -> None:
 def cgroup_quota(membership: Path, mount: Path) -> float:
     """Return the smallest CPU quota, in cores, of a process's cgroup (v2) and its parents.
 
-    The result is inf if none of them has a quota.
+    The result is inf if none of these has a quota.
 
     `membership` is the process's /proc/PID/cgroup, `mount` the folder where cgroups are mounted.
     """

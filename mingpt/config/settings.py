@@ -381,7 +381,10 @@ def settings() -> dict[str, Setting]:
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Turn {"model": {"n_layer": 4}} into {"model.n_layer": 4}; an empty dictionary stays as a value."""
+    """Turn {"model": {"n_layer": 4}} into {"model.n_layer": 4}; an empty dictionary stays as a value.
+
+    `prefix` is put before every key.
+    """
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, dict) and value:

@@ -319,7 +319,7 @@ class ShardData:
 
     `files` is {file's name: its fingerprint (a hash)}, in the order of reading; `fingerprint` is the SHA-256,
     in hex, over all these fingerprints. `meta` is the content of the folder's meta.json, or None if there is
-    no such file. Its `val_bytes` is None if the files that are read are not exactly those that it lists.
+    no such file. Its `val_bytes` is None if the files that are read are not exactly those in meta.json.
     """
 
     path: str
@@ -342,14 +342,14 @@ class ShardData:
             )
 
     def take_tokenizer(self, tokenizer: Tokenizer | None, _where: str) -> Tokenizer | None:
-        """Return `tokenizer`: that of the weights with which the run starts, or None if they have none."""
+        """Return `tokenizer`, that of the weights that the run starts with; None if the weights have none."""
         return tokenizer
 
     def check_tokenizer(self, tokenizer: Tokenizer | None, name: str) -> None:
         """Raise UserError if meta.json says that the shards were made with another tokenizer.
 
         `tokenizer` is the tokenizer that `name`, which is data.tokenizer, stands for. Nothing is checked if
-        `tokenizer` is None, or if meta.json does not say which tokenizer it was.
+        `tokenizer` is None, or if no meta.json says with which tokenizer the shards were made.
         """
         content = tokenizer.to_tokenizer_json() if tokenizer else None
         made_with = self.meta["tokenizer"]["sha256"] if self.meta else None
@@ -419,7 +419,7 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
 def check_listed(folder: Path, names: Sequence[str], entries: dict[str, Any]) -> None:
     """Raise UserError if `names`, the shards in the folder, are not exactly the keys of `entries`.
 
-    These are the names of the files that meta.json lists.
+    The keys are the names of the files that meta.json lists.
     """
     different = sorted(entries.keys() ^ set(names))
     if different:

@@ -97,7 +97,7 @@ class Tokenizer(ABC):
     def default_prompt(self) -> list[int]:
         """Return the tokens that a sample without a prompt begins with: `end_of_text`, else a line break.
 
-        If neither has a token, the result is [0].
+        If there is no `end_of_text`, and a line break has no token, the result is [0].
         """
         end = self.end_of_text
         return [end] if end is not None else self.encode("\n").tolist() or [0]
@@ -129,7 +129,7 @@ TOKENIZERS: dict[str, type[Tokenizer]] = {}  # {kind, such as "char": class}; da
 
 
 def kind_of(tokenizer: Tokenizer) -> str:
-    """Return the name under which TOKENIZERS has the tokenizer's class."""
+    """Return the key of the tokenizer's class in TOKENIZERS, such as "char"."""
     return next(kind for kind, registered in TOKENIZERS.items() if type(tokenizer) is registered)
 
 

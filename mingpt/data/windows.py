@@ -240,9 +240,9 @@ class ElasticSampler(DistributedSampler[int]):
         return self.micro_batches_by_rank()[self.rank]
 
     def window_starts(self, first: int, count: int) -> np.ndarray:
-        """Return the indices in `dataset` of `count` windows of the run, (count,) int64.
+        """Return the indices in `dataset` of `count` consecutive windows of the run, (count,) int64.
 
-        They begin with window `first`, counted from 0 over all epochs.
+        The first of these is window `first` of the run, counted from 0 over all epochs.
         """
         starts = []
         while count:

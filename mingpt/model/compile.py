@@ -117,10 +117,11 @@ def compile_model(
 ) -> tuple[Forward | None, bool]:
     """Compile the loss for tokens and targets of the shape of `example`, (B, T), and try the compiled loss.
 
-    Returns the compiled loss, or None if compiling fails, and whether the compiled loss uses CUDA graphs. If
-    `graphs` is true, it does for small models on a GPU. Then each call overwrites the loss and the gradients
-    of the previous call. Call the compiled loss in the thread that compiled it. A failure is logged. The
-    trial seeds torch with 0 and sets all gradients to None. `autocast()` is the context of a forward pass.
+    Returns the compiled loss, or None if compiling fails, and whether the compiled loss uses CUDA graphs.
+    `graphs` allows CUDA graphs, for a small model on a GPU. With CUDA graphs each call overwrites the loss
+    and the gradients of the previous call. Call the compiled loss in the thread that compiled it. A failure
+    is logged. The trial seeds torch with 0 and sets all gradients to None. `autocast()` is the context of a
+    forward pass.
     """
     small = loss.model.flops_per_token() * example.numel() < MAX_GRAPH_FLOPS
     modes = [("default", "torch.compile")]
@@ -178,7 +179,7 @@ def compile_blocks(model: GPT) -> None:
 def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:
     """Return whether later calls of `forward` give the same bits as the first call with the same input.
 
-    Two inputs of the shape of `example` take turns.
+    `forward` is `loss`, compiled. Two inputs of the shape of `example` take turns.
     """
     generator = torch.Generator().manual_seed(0)
     inputs = [
@@ -199,7 +200,7 @@ def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast:
 def random_weights(loss: LossModule) -> Iterator[None]:
     """Make the weights random within a `with` block, and restore them at its end.
 
-    With the initial weights, some of which are zero, gradients may be zero, and say nothing about replays.
+    Some initial weights are zero. With these, gradients may be zero, and always equal.
     """
     with torch.no_grad():
         saved = [(weight, weight.clone()) for weight in loss.parameters()]
@@ -216,7 +217,8 @@ def random_weights(loss: LossModule) -> Iterator[None]:
 def gradients(forward: Forward, loss: LossModule, tokens: Tensor, autocast: Autocast) -> list[Tensor]:
     """Return copies of the loss and of the gradients of all parameters.
 
-    First seeds torch with 0; at the end sets the `grad` of all parameters to None.
+    The inputs are `tokens`, (B, T); the targets are the same tokens in another order. First torch is seeded
+    with 0, and at the end the `grad` of all parameters is set to None.
     """
     torch.manual_seed(0)  # so that dropout is the same in each call
     try:

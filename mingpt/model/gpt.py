@@ -119,7 +119,7 @@ class GPT(nn.Module):
     GPT(config, ...) makes an instance of the subclass that `config.arch` names. This class has rotary
     positions, RMSNorm without parameters, no biases, and a head that is not tied to the embedding; a subclass
     overrides what it does differently. Torch's global generator determines the initial weights. On the meta
-    device no weight is drawn and no buffer is computed: call `to_empty`, `init_weights` and `init_buffers`.
+    device no weight and no buffer is computed: later call `to_empty`, `init_weights` and `init_buffers`.
     """
 
     norm: type[nn.Module] = RMSNorm

@@ -111,7 +111,7 @@ class TorchOps:
     def rms_norm(self, x: Tensor) -> Tensor:
         """Divide x by its root mean square along the last dimension.
 
-        The result has x's dtype. But under autocast it is float32 on a GPU, and CPUOps returns autocast's.
+        The result has x's dtype. Under autocast, it has float32 on a GPU, and autocast's dtype with CPUOps.
         """
         return rms_norm(x)
 
@@ -155,7 +155,10 @@ class TorchOps:
 
 
 class CompiledCPUOps(TorchOps):
-    """The operations for torch.compile on a CPU, in forms that become faster code than torch's functions."""
+    """The operations for torch.compile on a CPU.
+
+    The compiler makes faster code of these forms than of torch's own functions.
+    """
 
     def gelu(self, x: Tensor) -> Tensor:  # one exponential instead of a hyperbolic tangent
         return x * torch.sigmoid(x * (2 * math.sqrt(2 / math.pi)) * (1 + 0.044715 * x * x))
@@ -185,7 +188,7 @@ class CPUOps(TorchOps):
         return _RMSNorm.apply(x, dtype)  # type: ignore[no-any-return]
 
     def gelu(self, x: Tensor) -> Tensor:
-        """Return GELU with the tanh approximation. For bfloat16, values are looked up in a table of 65,536.
+        """Return GELU with the tanh approximation. A bfloat16 value is looked up in a table of all 65,536.
 
         torch's own kernel computes a hyperbolic tangent for each element in each pass, and takes three times
         as long as the table.

@@ -40,8 +40,8 @@ class Collectives(Protocol):
     def all_to_all(self, pieces: list[Tensor], send: list[int], receive: list[int]) -> Tensor:
         """Send consecutive elements of this rank's vector to all ranks, `send[rank]` elements to each.
 
-        Returns the elements that this rank receives, in the order of the ranks that send them;
-        `receive[rank]` is how many each rank sends to this rank.
+        Returns the elements that this rank receives, in the order of the ranks that send them.
+        `receive[rank]` is the number of elements that `rank` sends to this rank.
         """
 
     def all_gather_parts(self, pieces: list[Tensor], sizes: list[int]) -> Iterator[Tensor]:
@@ -128,7 +128,10 @@ class Muon:
         self.apply(names, arrived.split(sizes), lr)
 
     def flat(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return bfloat16 tensors, flattened, as pieces of a vector; an empty first piece is always there."""
+        """Return bfloat16 tensors, flattened, as the pieces of a vector.
+
+        An empty piece comes first, because a vector has at least one piece.
+        """
         return [self.empty, *(tensor.flatten() for tensor in tensors)]
 
     def nesterov(self, gradient: Tensor, buffer: Tensor) -> Tensor:
@@ -155,10 +158,11 @@ class Muon:
 
 
 def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) -> list[list[list[str]]]:
-    """Return each worker's batches, as lists of names; a batch has matrices of one shape or its transpose.
+    """Return each worker's batches of matrices; a batch is a list of names.
 
-    The batches are assigned one after the other, the most expensive first, each to the worker whose batches
-    so far are the cheapest together. The result is the same on all workers.
+    The matrices of a batch have one shape or its transpose. The batches are assigned in turn, the most
+    expensive first, each to the worker whose batches so far are the cheapest together. The result is the same
+    on all workers.
     """
     by_shape: dict[Shape, list[str]] = {}
     for name, shape in shapes.items():

@@ -165,7 +165,7 @@ class ExactReduction(WholeWeights):
         events.emit("partial_sums")
 
     def add_gradients(self, bucket: Bucket, number: int, copies: bool = False) -> None:
-        """Move the gradients of micro-batch `number`, or copies of them, into the bucket's partial sums."""
+        """Move the gradients of micro-batch `number`, or their `copies`, into the bucket's partial sums."""
         gradients = []
         for name in bucket.names:
             gradient, self.weights[name].grad = self.weights[name].grad, None

@@ -9,9 +9,9 @@ fits one bucket of ddp.py is a single unit.
 2. Reduce-scatter, after the unit's backward pass: each rank sends to each other rank the gradients of the
    other rank's rows. A rank then holds the summed gradients of its own rows, and needs no others.
 
-So all ranks must pass through the units together. They take micro-batches in turns: in each turn every rank
-computes one micro-batch. In the last turn, a rank that has no micro-batch left computes a dummy, which is not
-counted.
+So all ranks must pass through the units together. They take micro-batches in turns: in a turn each rank
+computes one micro-batch. A rank that has no micro-batch left in the last turn computes a dummy instead, which
+is not counted.
 
 `reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all: each rank receives its rows of all ranks'
 gradients, and adds them up along the tree of tree.py. The bits are those of ExactReduction.

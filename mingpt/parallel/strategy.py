@@ -31,7 +31,7 @@ Forward = Callable[..., Tensor]  # a module; the trainer's maps tokens and targe
 def digest_weights(device: torch.device) -> Tensor:
     """Return the numbers by which `digest` multiplies elements: DIGEST_PIECE odd pseudo-random int64 numbers.
 
-    They are on `device`, and always the same.
+    These numbers are always the same.
     """
     generator = torch.Generator().manual_seed(0)
     return (torch.randint(-(2**63), 2**63 - 1, (DIGEST_PIECE,), generator=generator) | 1).to(device)
@@ -277,8 +277,8 @@ class Strategy(ABC):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to a norm of at most `max_norm`; return the norm before that, a scalar.
 
-        A `max_norm` of 0 is no limit. First the gradients are divided by the loss scale, which the returned
-        norm does not contain. The bits of the norm do not depend on the number of workers. Collective.
+        A `max_norm` of 0 is no limit. First the gradients are divided by the loss scale, so the norm is that
+        of the unscaled loss. The bits of the norm do not depend on the number of workers. Collective.
         """
         gradients = self.gradients()
         if self.loss_scale != 1.0:

@@ -19,7 +19,7 @@ PartialSums = list[tuple[int, int, V]]  # (level, index, sum), from left to righ
 def push(
     stack: PartialSums[V], level: int, index: int, value: V, leaves: int, add: Callable[[V, V], V]
 ) -> None:
-    """Append node (level, index), whose sum is `value`, to `stack`, and merge the halves of larger nodes.
+    """Append node (level, index), whose sum is `value`, to `stack`, and merge halves into larger nodes.
 
     `add(left half, right half)` returns the sum of a larger node. Nodes must be pushed from left to right.
     `leaves` is the number of leaves of the whole tree.
