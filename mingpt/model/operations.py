@@ -454,10 +454,7 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor | None
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return F.cross_entropy(F.linear(x, weight), targets), a float32 scalar, computed in chunks of rows.
-
-    `x` is (N, C), `weight` (V, C) and `targets` (N,).
-    """
+    """Return F.cross_entropy(F.linear(x, weight), targets), a float32 scalar, for (N, C), (V, C) and (N,)."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
