@@ -162,6 +162,6 @@ class FileStore:
             self.files.rm_file(self.path(name))
 
     def fsync_folder(self) -> None:
-        """Make earlier renames and removals in a folder on disk durable; do nothing if the folder is a URL."""
+        """Make earlier renames and removals in a folder on disk durable; for a URL, do nothing."""
         if self.is_local:
             fsync_path(self.root)

@@ -196,7 +196,10 @@ class StagingBuffer:
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy into the buffer those of `tensors` for which it has a place; on return `tensors` may change."""
+        """Copy into the buffer those of `tensors` for which it has a place; on return the tensors may change.
+
+        Waits for the copies from GPUs.
+        """
         devices = {tensors[name].device for name in self.slots if tensors[name].is_cuda}
         for name, slot in self.slots.items():
             slot.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
