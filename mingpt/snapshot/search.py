@@ -295,9 +295,9 @@ class Found:
         return {one.step: one.reason for one in faults if one.is_corrupt and one.step not in unreadable}
 
     def unreadable(self) -> list[Fault]:
-        """Return, each once, the faults of snapshots and stores on disk that a rank cannot read, newest first.
+        """Return the faults of what a rank cannot read on disk, each fault once, newest first.
 
-        Such a snapshot may be valid.
+        This is a single snapshot, or the whole folder. What cannot be read may be valid.
         """
         faults = {fault for view in self.views for fault in view.faults if not fault.is_corrupt}
         return sorted(faults, reverse=True)

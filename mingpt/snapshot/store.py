@@ -344,7 +344,10 @@ class SnapshotStore(FileStore):
                 pass  # raises the error of a file's check
 
     def read(self, step: int, check: Check = accept_all, weights_only: bool = False) -> Snapshot:
-        """Open and verify the snapshot of `step`, and return it; for arguments and errors see both methods."""
+        """Open and verify the snapshot of `step`, and return it.
+
+        For the arguments and the errors see `open` and `verify`.
+        """
         snapshot = self.open(step, check)
         self.verify(snapshot, weights_only)
         return snapshot
