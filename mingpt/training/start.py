@@ -66,7 +66,7 @@ class StartPoint(RunStart):
 
     @property
     def manifest(self) -> Manifest:
-        """The snapshot's manifest. Without a snapshot, a manifest with only the fields that a fresh run uses."""
+        """The snapshot's manifest; without a snapshot, one with only the fields that a fresh run uses."""
         return self.snapshot.manifest if self.snapshot else NOT_BEGUN
 
     @property
@@ -212,12 +212,13 @@ def open_store(config: Config, context: DistributedContext, claim: Claim) -> Sna
 def go_on_as_before(
     config: Config, context: DistributedContext, manifest: Manifest, is_restart: bool, url: str
 ) -> None:
-    """Use as many CPU threads as the run that wrote `manifest`, and float16 if it did, as bits depend on both.
+    """Use the number of CPU threads that is in `manifest`, and float16 if it is there: bits depend on both.
 
-    float16 is used only if trainer.dtype is auto. Raises UserError if the run would continue on a different
-    kind of device or in a different dtype. snapshot.resume=changed allows that in a job's first generation,
-    but not in a restart. It is always allowed with trainer.eval_only, or if the run has reached max_steps.
-    Messages call the place of the snapshots `url`.
+    `manifest` is that of the snapshot from which the run goes on. float16 is taken over only if trainer.dtype
+    is auto. Raises UserError if the run would continue on a different kind of device or in a different dtype.
+    snapshot.resume=changed allows that in a job's first generation, but not in a restart. It is always
+    allowed with trainer.eval_only, or if the run has reached max_steps. Messages call the place of the
+    snapshots `url`.
     """
     then = manifest.software
     context.use_threads(then.threads)

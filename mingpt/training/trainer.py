@@ -211,7 +211,7 @@ class Trainer:
         return True
 
     def end_run(self, stopped_by: str | None) -> None:
-        """Save the present step if that was not done, wait until it is on disk, and record the end. Collective.
+        """Save the present step, if not done yet, wait until it is on disk, and record the end. Collective.
 
         `stopped_by` is the request that stopped the run; None: the run is complete. Raises the errors of
         `Saving.finish`.
@@ -333,7 +333,7 @@ class Trainer:
             raise
         except Exception:
             if self.context.world_size == 1:
-                self.saving.saver.wait()  # with several workers, a peer may be gone, and this would not return
+                self.saving.saver.wait()  # with several workers, one may be gone, and this would not return
             raise
 
 
@@ -356,7 +356,7 @@ class Batches:
     def next(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets on the device, (B, T) int64 each; seed the micro-batch's dropout.
 
-        Call this for each of this rank's micro-batches, in order. Once `error` is set, both tensors are zeros.
+        Call this for each of this rank's micro-batches, in order. Once `error` is set, both tensors are zero.
         """
         began = time.perf_counter()
         inputs, targets, *on_device = self.fetch()
