@@ -13,8 +13,8 @@ each other, the group that claims the folder first goes on, and the other group 
 renewed.
 
 The rank that writes the records of a run folder holds the job's claim to that folder. Before each record and
-each file of a snapshot it calls `Claim.check`, which raises an error if the claim that counts is no longer
-that of this rank's generation.
+each file of a snapshot, this rank calls `Claim.check`, which raises an error if the claim that counts is no
+longer that of this rank's generation.
 """
 
 import json
@@ -121,7 +121,7 @@ class Claim:
         return self.folder / f"claim-{number:06d}.json"
 
     def check(self) -> None:
-        """Raise ClaimLost if the claim was removed, or if another job or a later generation made a claim.
+        """Raise ClaimLost if the claim was removed, or is now that of another job or a later generation.
 
         Returns without an error if `acquire` has not claimed the folder, or if the folder or the newest claim
         cannot be read at this moment.

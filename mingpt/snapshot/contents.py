@@ -39,9 +39,9 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     """Check that a snapshot holds a run's whole state, or one rank's part of it; else raise CorruptSnapshot.
 
     If `manifest.shard` is None, the snapshot must hold the whole state. Otherwise it must hold the rows of
-    each sharded tensor that rank `manifest.shard.rank` held; and, if it holds any tensor that is not sharded,
-    then all of these and the tokenizer. A tokenizer.json is not parsed here, because that takes long. The
-    arguments, and the UserError that may be raised, are those of `check_model`.
+    each sharded tensor that rank `manifest.shard.rank` held. If it holds any tensor that is not sharded, it
+    must hold all tensors that are not sharded, and the tokenizer. A tokenizer.json is not parsed here,
+    because that takes long. The arguments, and the UserError that may be raised, are those of `check_model`.
     """
     missing = sorted({"config", "tokenizer", "data", "software"} - manifest.model_fields_set)
     if len(missing) == 4:  # not corrupt: a different program wrote the snapshot, which stays as it is

@@ -160,8 +160,8 @@ def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
 class StagingBuffer:
     """CPU memory for a copy of tensors that have the names, types and shapes of `tensors`.
 
-    The constructor only allocates the memory, and `fill` copies tensors. If any of `tensors` is on a GPU, the
-    memory's pages are locked (pinned).
+    The constructor only allocates the memory; `fill` copies tensors into it. If any of `tensors` is on a GPU,
+    the memory's pages are locked (pinned).
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -196,9 +196,9 @@ class StagingBuffer:
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy into the buffer those of `tensors` for which it has a place; on return the tensors may change.
+        """Copy into the buffer those of `tensors` for which the buffer has a place.
 
-        Waits for the copies from GPUs.
+        On return the tensors may change, because this waits until copies from GPUs have ended.
         """
         devices = {tensors[name].device for name in self.slots if tensors[name].is_cuda}
         for name, slot in self.slots.items():

@@ -27,13 +27,14 @@ log = logging.getLogger(__name__)
 def open_snapshot(
     where: str, check: Check = accept_all, weights_only: bool = False, best: bool = False
 ) -> Snapshot:
-    """Open a snapshot and check all its bytes: that of the file `where`, or the newest one of a folder.
+    """Return the snapshot in the file or folder `where`, after a check of all its bytes.
 
-    `where` is the path or URL of a snapshot's file, of a run folder, or of a folder of snapshots. With
-    `best`, it must be a folder, and the snapshot with the lowest validation loss is opened. In a folder, a
-    snapshot that is not valid, or that `check` refuses, is skipped with a log line. With `weights_only`, the
-    optimizer's state is not checked: only its file's header is read. Raises UserError if no snapshot can be
-    used, or if the schema version of a snapshot that would be opened is unknown.
+    `where` is the path or URL of a snapshot's file, or of a run folder or a folder of snapshots, whose newest
+    valid snapshot is returned. With `best`, `where` must be a folder, and the valid snapshot with the lowest
+    validation loss is returned. In a folder, a snapshot that is not valid, or that `check` refuses, is
+    skipped with a log line. With `weights_only`, the optimizer's state is not checked: only the header of its
+    file is read. Raises UserError if no snapshot can be used, or if the schema version of a snapshot that
+    would be returned is unknown.
     """
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)
@@ -83,9 +84,9 @@ def open_snapshot(
 def possible_places(where: str) -> list[str]:
     """Return the folders or URLs where the snapshots of a run may be, in the order in which to look.
 
-    `where` is the folder or URL of the run or of its snapshots. If it is a local folder with a config.yaml,
-    `snapshot.path` of that file comes first, if it is set; then `snapshots/` in `where`; then `where` itself.
-    Raises UserError if the config.yaml is damaged.
+    `where` is the folder or URL of the run or of its snapshots. If `where` is a local folder with a
+    config.yaml that sets `snapshot.path`, that path comes first; then `snapshots/` in `where`; then `where`
+    itself. Raises UserError if the config.yaml is damaged.
     """
     places = [f"{where.rstrip('/')}/snapshots", where]
     config = f"{where}/config.yaml"

@@ -169,7 +169,7 @@ class Manifest(Part):
         return parse_config(self.config)
 
     def with_files(self, records: Sequence[FileRecord]) -> "Manifest":
-        """Return a copy of this manifest that lists these files, and their size and hash, all together."""
+        """Return a copy of this manifest that lists these files, with their joint size and hash."""
         total = sum(record.bytes for record in records)
         listed = {"files": list(records), "sha256": joint_sha256(records), "bytes": total}
         return self.model_copy(update=listed)
@@ -260,7 +260,7 @@ def check_files(manifest: Manifest) -> None:
     """Raise CorruptSnapshot if the files that a manifest lists cannot be those of a snapshot of its step.
 
     Also raises CorruptSnapshot if `bytes` and `sha256` are not those of all `files` together. No file is
-    read. Raises UserError if a tensor file is split into several files, as earlier versions wrote it.
+    read. Raises UserError if a tensor file is split into several files, as in earlier versions.
     """
     records, names = manifest.files, [record.name for record in manifest.files]
     if any("-of-" in name for name in names):
@@ -297,8 +297,8 @@ def check_schema(manifest: dict[str, Any]) -> None:
 def parse_config(given: dict[str, Any]) -> Config:
     """Return the configuration in `given`, a manifest's field `config`.
 
-    Raises CorruptSnapshot if a setting has a wrong value.
-    Settings that this version does not know are ignored, and missing settings get their defaults.
+    Settings that this version does not know are ignored, and missing settings get their defaults. Raises
+    CorruptSnapshot if a setting has a wrong value.
     """
     known: dict[str, Any] = {}
     for name, info in Config.__pydantic_fields__.items():  # type: ignore[attr-defined]

@@ -34,9 +34,10 @@ log = logging.getLogger(__name__)
 def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...]) -> T:
     """Return the result of `work`. If `work` fails, call it again after each pause of `retries_s` (seconds).
 
-    `work` reads something that messages call `what`. If `what` is missing or is not a file, CorruptSnapshot
-    is raised without another attempt. If the last attempt fails, UnreadableSnapshot is raised. If `work`
-    itself raises CorruptSnapshot or UnreadableSnapshot, that error is raised without another attempt.
+    `work` reads a file or folder, which messages call `what`. If this is missing, or is not a file where one
+    is expected, CorruptSnapshot is raised without another attempt. If the last attempt fails,
+    UnreadableSnapshot is raised. If `work` itself raises CorruptSnapshot or UnreadableSnapshot, that error is
+    raised without another attempt.
     """
 
     def on_failure(error: Exception) -> None:

@@ -73,7 +73,7 @@ class Transfer:
         self.sent: list[Any] = []  # the sends that this rank has begun, to be waited for
 
     def write_files(self, store: SnapshotStore) -> list[FileRecord]:
-        """On the writer, write all files and return their records; on other ranks, send and return [].
+        """On the writer, write all files and return their records; on other ranks, send rows and return [].
 
         The files are durable on return. An error in writing is raised only on the writer, after the writer
         has received all rows; the error of a lost peer is raised on the ranks that notice the loss.

@@ -39,8 +39,8 @@ class Evaluator:
     def evaluate(self, step: int) -> dict[str, float] | None:
         """Return {"val/loss": mean nats per token of the validation split}, on all ranks. Collective.
 
-        The loss is computed without dropout, over all windows of the split or, if it is set, over
-        `trainer.eval_windows` of them. If the number of bytes of text that the tokens stand for is known, the
+        The loss is computed without dropout, over all windows of the split or, if trainer.eval_windows is
+        set, over so many windows. If the number of bytes of text that the tokens stand for is known, the
         result also has "val/bits_per_byte". Returns None on all ranks if a stop was requested during the
         evaluation. Raises UserError on all ranks if the data cannot be used. `step` is only put into events.
         """
@@ -90,8 +90,8 @@ class Evaluator:
     def evaluate_batch(self, windows: Tensor) -> Tensor:
         """Return three sums over the targets in `windows`, which has the shape (B, T + 1).
 
-        They are the loss in nats, the bytes of text (0 if unknown), and the number of targets, as a float64
-        tensor on the CPU.
+        The sums are the loss in nats, the bytes of text (0 if unknown), and the number of targets. They are
+        returned as a float64 tensor on the CPU.
         """
         device, inputs, targets = self.context.device, windows[:, :-1], windows[:, 1:]
         with autocast(device, self.context.dtype):

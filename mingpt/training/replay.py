@@ -31,7 +31,7 @@ def minority(values: Sequence[object]) -> list[int]:
     """Return the ranks whose value differs from the most common value.
 
     `values` has one value for each rank, in the order of the ranks. Returns an empty list if all values are
-    equal, and all ranks if the most common value has as many ranks as a different value.
+    equal. Returns all ranks if two values are equally common and no value is more common.
     """
     counts = Counter(values).most_common()
     if len(counts) == 1:
@@ -129,7 +129,7 @@ class Replay:
         """Compute each rank's first micro-batch on two ranks, and compare the gradients. Collective.
 
         Returns (ranks that may be wrong, end of a message about these ranks). Returns None if the gradients
-        are equal, or if a rank cannot read its data, because the step itself reports that.
+        are equal. Also returns None if a rank cannot read its data, because the step itself reports that.
         """
         rank, workers = self.context.rank, self.context.world_size
         mine, others = self.numbers[rank], self.numbers[(rank + 1) % workers]

@@ -185,7 +185,7 @@ def shorten(reasons: list[str]) -> str:
 
 
 def report_skipped(found: Found, url: str, config: Config) -> None:
-    """Log each snapshot with a fault that is not renamed, and each folder that cannot be read."""
+    """Log each snapshot that has a fault and is not renamed, and each folder that cannot be read."""
     skipped = set(found.unreadable())
     if config.trainer.eval_only:  # a run that trains renames corrupt snapshots, and logs that
         skipped.update(*(view.faults for view in found.views))

@@ -84,8 +84,7 @@ def out_of_memory_explained() -> Iterator[None]:
 def gpu_memory(message: str) -> str:
     """Return a phrase that says how much GPU memory was in use, and how much torch then asked for.
 
-    `message` is the message of torch's error.
-    Returns "" if `message` is not about a GPU's memory.
+    `message` is the message of torch's error. Returns "" if `message` is not about a GPU's memory.
     """
     asked = re.search(r"Tried to allocate (\S+ \w+)", message)
     if not asked or not torch.cuda.is_initialized():
@@ -99,8 +98,8 @@ def gpu_memory(message: str) -> str:
 def build_run(config: Config, context: DistributedContext, start: StartPoint) -> Run:
     """Build the run. Its weights come from the snapshot in `start`, else snapshot.init_from, else the seed.
 
-    Raises UserError on all ranks if settings, weights or devices do not go together. Raises ExpectedError, on
-    a rank with too little memory. Collective.
+    Raises UserError on all ranks if settings, weights or devices do not go together. Raises ExpectedError on
+    a rank that has too little memory. Collective.
     """
     trainer = config.trainer
     if trainer.parallel == "fsdp" and context.device.type == "mps":

@@ -1,4 +1,4 @@
-"""The run folder on each node: one that all nodes share, or one of its own for each node.
+"""The run folder on each node: one folder that all nodes share, or a different folder on each node's disk.
 
 If nodes share no disk, the first worker of each node writes the records and snapshots of the run to the
 node's own folder. When a generation (the workers between two restarts) begins, the nodes agree on the run's
@@ -372,7 +372,7 @@ def read_if_there(path: Path) -> bytes:
 
 
 def read_on(source: int, context: DistributedContext, read: Callable[[], bytes]) -> bytes:
-    """Call `read` only on rank `source`; return the bytes that it returns on all ranks. Collective.
+    """Call `read` only on rank `source`; on all ranks, return the bytes that `read` returns. Collective.
 
     The bytes are sent without pickling. If `read` raises UserError, all ranks raise that error.
     """

@@ -100,7 +100,7 @@ class Saving:
         return self.saver.newest_written if self.is_main else 0
 
     def allocate(self) -> None:
-        """Allocate the staging buffers before the first step, so that no save has to. Collective."""
+        """Allocate the staging buffers before the first step, so that no save allocates memory. Collective."""
         if self.writes_to_disk:
             self.saver.allocate(self.tensors(self.is_main))
         if self.config.snapshot.memory_every and self.writes_to_memory:
@@ -267,9 +267,9 @@ class Saving:
     def finish(self) -> None:
         """Wait until the last snapshot is on disk. Raises NonRetryableError on all ranks if its write failed.
 
-        Only the main rank's write counts. If it failed by ClaimLost, or by an error that is not of the disk,
-        only the main rank raises that error. After a failure the snapshots in memory are kept, because they
-        may be newer than those on disk. Collective.
+        Only the main rank's write counts. If that write failed with ClaimLost, or with an error that is not
+        of the disk, only the main rank raises that error. After a failure the snapshots in memory are kept,
+        because they may be newer than those on disk. Collective.
         """
         self.wait()
         failure = self.describe_failure() if self.is_main else None
@@ -283,8 +283,8 @@ class Saving:
     def describe_failure(self) -> str | None:
         """Return a sentence on why the last snapshot is not on disk; None if it is on disk.
 
-        Call this only on the main rank. If the write failed by ClaimLost, or by an error that is not of the
-        disk, raises that error instead.
+        Call this only on the main rank. If the write failed with ClaimLost, or with an error that is not of
+        the disk, raises that error instead.
         """
         error = self.saver.error
         if error is None:

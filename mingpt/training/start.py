@@ -101,8 +101,9 @@ class StartPoint(RunStart):
 def find_start(config: Config, context: DistributedContext) -> StartPoint:
     """Claim and open the run folder, open the data, and find the state to start from. Collective.
 
-    Raises UserError or NonRetryableError. If the job goes on without one of the nodes, raises NodeRefused on
-    that node's ranks and PeersMissing on the others. A request to stop raises StopRequested.
+    Raises UserError if the settings, folders, data or snapshots do not allow the start, and NonRetryableError
+    for another failure that a restart would repeat. If the job goes on without one of the nodes, raises
+    NodeRefused on that node's ranks and PeersMissing on all others. A request to stop raises StopRequested.
     """
     check_same_settings(config, context)
     folder = open_run_folder(config, context)
@@ -212,7 +213,7 @@ def open_store(config: Config, context: DistributedContext, claim: Claim) -> Sna
 def go_on_as_before(
     config: Config, context: DistributedContext, manifest: Manifest, is_restart: bool, url: str
 ) -> None:
-    """Use the number of CPU threads that is in `manifest`, and float16 if it is there: bits depend on both.
+    """Use the number of CPU threads in `manifest` and, if it is float16, its dtype, as bits depend on both.
 
     `manifest` is that of the snapshot from which the run goes on. float16 is taken over only if trainer.dtype
     is auto. Raises UserError if the run would continue on a different kind of device or in a different dtype.

@@ -88,7 +88,8 @@ class Trainer:
         None if the run is complete, or if trainer.eval_only is set. All ranks raise UserError if the data
         cannot be used, NonFiniteError if a gradient or a loss is not finite, and NonRetryableError if the
         same failure repeats, or if the last snapshot cannot be written. A single rank may raise ExpectedError
-        if it has too little memory, or ClaimLost. For further errors see `Replay.check`. Collective.
+        if it has too little memory, or ClaimLost if another job or a later generation has taken over. For
+        further errors see `Replay.check`. Collective.
         """
         with self.failure_handled():
             if not self.begin_run():
@@ -303,7 +304,7 @@ class Trainer:
         self.timer.reset(self.state.step)
 
     def evaluate(self) -> None:
-        """Evaluate and record the result; record nothing if a request to stop ends that early. Collective."""
+        """Evaluate, and record the result unless a request to stop comes before the end. Collective."""
         losses = self.evaluator.evaluate(self.state.step)
         if losses is None:
             return
