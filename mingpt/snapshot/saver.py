@@ -44,8 +44,7 @@ class Keep(NamedTuple):
 
     last: int  # the number of newest snapshots that are kept
     best: bool = False  # whether the snapshot with the lowest validation loss is also kept
-    # The last step at which the workers were compared and agreed: the newest snapshot up to this step is also
-    # kept.
+    # The last step at which the workers agreed (replay.py): the newest snapshot up to this step is also kept.
     replayed_step: int = 0
 
 

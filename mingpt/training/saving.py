@@ -100,7 +100,10 @@ class Saving:
         return self.saver.newest_written if self.is_main else 0
 
     def allocate(self) -> None:
-        """Allocate the staging buffers before the first step, so that no save allocates memory. Collective."""
+        """Allocate the staging buffers, so that no save has to do so. Collective.
+
+        Call this before the first step.
+        """
         if self.writes_to_disk:
             self.saver.allocate(self.tensors(self.is_main))
         if self.config.snapshot.memory_every and self.writes_to_memory:
