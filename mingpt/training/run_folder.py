@@ -243,7 +243,7 @@ class NodeRecords(NamedTuple):
     job_start: int | None  # the step from which the newest job in run.json began; None: not recorded
     durable_step: int  # the step of the newest snapshot on disk; 0 for none
     suspects: list[dict[str, Any]]  # an entry for each time that workers computed differently
-    is_reported: bool  # whether the end of the run is on record
+    is_reported: bool  # whether the end of the run is on record; also true if nothing is recorded
 
 
 @dataclass(frozen=True)
