@@ -29,7 +29,9 @@ def test_the_commands_of_the_readme_that_start_jobs_run(text: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_commands_of_pages_that_are_marked_run(text: Path, tmp_path: Path) -> None:
-    lines = [line for name in ("scale", "clusters") for line in commands(ROOT / f"docs/{name}.md", True)]
+    lines = [
+        line for name in ("scale", "clusters", "tuning") for line in commands(ROOT / f"docs/{name}.md", True)
+    ]
     assert len(lines) > 4
     run_all(lines, text, tmp_path)
 

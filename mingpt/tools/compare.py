@@ -2,14 +2,14 @@
 
 A RUN is a run folder, or a metrics.jsonl that was copied from one. The snapshots of a run may also lie at its
 snapshot.path. Prints a row for each run, and draws the losses of all runs into one picture, compare.png in
-the working directory, which is replaced if it is there. Compares each run with the first, and prints the
-settings, data and versions that differ, with * if they can change the result; the first value of each metric
-that differs; the tensors that differ in the newest snapshots of the same step; what is not compared; and,
-last, the finding. Exit code 0: what was compared has the same bits; 1: it differs; 2: a run is missing or
-cannot be read, or two runs have nothing in common.
+the working directory, which is replaced if it is there. Compares each run with the first, and prints which
+one has the lower validation loss at the last step that both have evaluated; the settings, data and versions
+that differ, with * if they can change the result; the first value of each metric that differs; the tensors
+that differ in the newest snapshots of the same step; what is not compared; and, last, the finding. Exit code
+0: what was compared has the same bits; 1: it differs; 2: a run is missing or cannot be read, or two runs have
+nothing in common.
 """
 
-import logging
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,7 +60,6 @@ ROUNDING_SHARE, OTHER_SHARE = 1e-4, 1e-2
 MAX_UNSEEN = 20  # steps without a record, after which rounding may have grown to any size
 HEADER = "  steps  val/loss  lowest  bits/byte  lowest  seconds         tokens  run"
 ROW = "{:7}{:10.3f}{:8.3f}{:11.3f}{:8.3f}{:9.0f}{:15,}  "
-log = logging.getLogger(__name__)
 Facts = Mapping[str, str]  # settings, data, tokenizer, software and workers of a run; empty if unknown
 Pair = tuple[float, float]
 
@@ -155,19 +154,17 @@ def share(pair: Pair) -> float:
     return abs(pair[0] - pair[1]) / max(map(abs, pair))
 
 
-def classify(norms: Mapping[int, Pair]) -> str:
-    """Tell rounding from another computation by the first gradient norms that differ, {step: both}.
+def classify(step: int, pair: Pair, steps: Sequence[int]) -> str:
+    """Tell rounding from another computation by the first gradient norms that differ.
 
-    Rounding begins in the last digits and grows from step to step; other samples or dropout masks change the
-    norm at once.
+    `steps` are those with gradient norms of both runs. Rounding begins in the last digits and grows from step
+    to step; other samples or dropout masks change the norm at once.
     """
-    shares = {step: share(pair) for step, pair in norms.items() if pair[0] != pair[1]}
-    step = min(shares, default=0)
-    unseen = step - max((equal for equal in norms if equal < step), default=0)
-    if shares and unseen <= MAX_UNSEEN:
-        if shares[step] < ROUNDING_SHARE * unseen:
+    unseen = step - max((equal for equal in steps if equal < step), default=0)
+    if unseen <= MAX_UNSEEN:
+        if share(pair) < ROUNDING_SHARE * unseen:
             return ROUNDING
-        if shares[step] > OTHER_SHARE:
+        if share(pair) > OTHER_SHARE:
             return OTHER
     return f"{ROUNDING} or {OTHER}"
 
@@ -231,8 +228,9 @@ def compare(one: Run, other: Run) -> Comparison:
     compared, not_compared = f"{len(pairs)} values", list[str]()
     only = sorted(ours.keys() ^ theirs.keys())
     if only:
-        steps = f"steps {only[0][0]} to {only[-1][0]}"
-        not_compared.append(f"not compared: {len(only)} values of {steps}, in one run only")
+        not_compared.append(
+            f"not compared: {len(only)} values of steps {only[0][0]} to {only[-1][0]}, in one run only"
+        )
     if saved is None:
         not_compared.append("not compared: tensors, as no step has a snapshot of both runs")
     else:
@@ -248,7 +246,13 @@ def compare(one: Run, other: Run) -> Comparison:
     facts = [read_facts(run) for run in runs]
     known, others = facts if all(facts) else ({}, {})
     differing = [key for key in known | others if known.get(key) != others.get(key)]
-    lines = [
+    verdict = [
+        f"val/loss at step {step}, the last of both runs: {a:.4f} and {b:.4f}, "
+        f"lower in {one.name if a < b else other.name}"
+        for (step, name), (a, b) in pairs.items()
+        if name == "val/loss" and a != b
+    ]
+    lines = verdict[-1:] + [
         f"{'*' if affects_result(key) else ' '} {key}: {known.get(key)} -> {others.get(key)}"
         for key in differing
     ]
@@ -257,8 +261,9 @@ def compare(one: Run, other: Run) -> Comparison:
         moments = [(step, STAGES.get(name, EVALUATION)) for name, (step, _) in first.items()]
         moment = min(moments, default=(saved or 0, EVALUATION))
         able = [key for key in differing if can_act(key, facts, moment)]
-        norms = {step: pair for (step, name), pair in pairs.items() if name == "grad_norm"}
-        finding = explain(able, facts, OTHER if "lr" in first else classify(norms))
+        steps = [step for step, name in pairs if name == "grad_norm"]
+        kind = OTHER if "lr" in first else classify(*first.get("grad_norm", (0, (1.0, 1.0))), steps)
+        finding = explain(able, facts, kind)
     return Comparison(lines, differences, not_compared, finding)
 
 
@@ -277,13 +282,13 @@ def tabulate(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def draw(runs: Sequence[Run], path: str) -> Iterator[str]:
-    """Draw the losses of all runs into a PNG and yield a line that names it; log why it cannot be drawn."""
+    """Draw the losses of all runs into a PNG and yield a line that names it, or says why there is none."""
     try:
         curves = {run.name: read_curves(run.file) for run in runs}
         write_atomic(path, to_png("compare.png", draw_curves, curves))
         yield f"losses of all runs: {path}"
     except (OSError, ImportError) as error:
-        log.warning(f"{path} cannot be drawn ({reason_of(error)}): give another file with --plot FILE")
+        yield f"{path} is not drawn ({reason_of(error)}): give another --plot FILE"
 
 
 def main(arguments: Sequence[str]) -> int:

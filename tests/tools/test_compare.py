@@ -202,9 +202,9 @@ def test_tensors_of_the_same_step_are_compared_unless_a_snapshot_is_damaged(
 
 
 def test_the_first_lines_tell_which_of_several_runs_is_best_and_a_picture_shows_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, compare: Compare
+    tmp_path: Path, compare: Compare
 ) -> None:
-    for name, losses in (("a", (2.5, 1.5, 1.75)), ("b", (2.5, 1.5, 1.75)), ("c", (2.5, 1.25, 1.125))):
+    for name, losses in (("a", (2.5, 1.5, 1.75)), ("b", (2.5, 1.5, 1.75)), ("c", (2.5, 1.25, 1.5, 1.125))):
         records = [
             {"step": 10 * number, "val/loss": loss, "val/bits_per_byte": 2 * loss, "tokens": 4000 * number}
             for number, loss in enumerate(losses)
@@ -216,13 +216,15 @@ def test_the_first_lines_tell_which_of_several_runs_is_best_and_a_picture_shows_
         ["steps", "val/loss", "lowest", "bits/byte", "lowest", "seconds", "tokens", "run"],
         ["20", "1.750", "1.500", "3.500", "3.000", "-", "8,000", "a"],
         ["20", "1.750", "1.500", "3.500", "3.000", "-", "8,000", "b"],
-        ["20", "1.125", "1.125", "2.250", "2.250", "-", "8,000", "c"],
+        ["30", "1.125", "1.125", "2.250", "2.250", "-", "12,000", "c"],
         ["losses", "of", "all", "runs:", "compare.png"],
     ]
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert lines.index("a and b:") < lines.index("the same bits: 6 values") < lines.index("a and c:")
-    assert compare("a", "b", "--plot", "none/x.png")[0] == 0
-    assert "none/x.png cannot be drawn (No such file or directory): give another file with" in caplog.text
+    assert "val/loss at step 20, the last of both runs: 1.7500 and 1.5000, lower in c" in lines
+    assert compare("a", "b", "--plot", "none/x.png")[1][3] == (
+        "none/x.png is not drawn (No such file or directory): give another --plot FILE"
+    )
 
 
 def test_a_run_that_cannot_be_compared_is_refused_in_one_sentence(tmp_path: Path, compare: Compare) -> None:

@@ -9,6 +9,7 @@ from support.pages import blocks
 
 PAGES = [
     ROOT / "README.md",
+    ROOT / "AGENTS.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "configs" / "README.md",
