@@ -63,8 +63,7 @@ class ExitPlan:
 
     code: int
     ends_agent: bool = False  # send SIGTERM to the agent, last: no exit code ends a job under torchrun
-    # Write to the status file, for the agent of `python train.py`: the job's exit code and a line. "": nothing
-    status: str = ""
+    status: str = ""  # for the status file, which plain python's agent reads: the job's exit code, and a line
     reason: str = ""  # store this exit reason, for other workers and the next generation; "": store none
     text: str = ""  # print this to stderr
     kills: Sequence[int] = ()  # ranks; kill those on this agent that store no exit reason in time
