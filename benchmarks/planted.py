@@ -8,7 +8,7 @@ in a copy of the working tree. The fast tests of the file's package run first, t
 through the package, its slow tests, and the jobs that run weekly, until a test fails. Prints a row per fault,
 as JSON, with that test or null; exit code 1 if a fault cannot be planted or no test has found it. If you
 delete tests or move code, run this before and after. If your change has removed the `old` text of a fault,
-write a new `old` and `new` with which the program has the same fault again, as its `name` describes it.
+write a new `old` and `new`, with which the program again has the fault that its `name` describes.
 """
 
 import argparse

@@ -135,7 +135,7 @@ class DistributedContext(Group):
     def find_own(
         self, wanted: str, dtype: str, address: "Address | None"
     ) -> "tuple[torch.device, torch.dtype, Place, Address | None]":
-        """Return (device, dtype, place, address) of this rank; without a CPU as device, the address is None.
+        """Return (device, dtype, place, address) of this rank; the address is None if the device is a GPU.
 
         `wanted` and `dtype` are the settings trainer.device and trainer.dtype. `address` is where peers
         connect to share memory with this rank; None: it cannot share memory. Raises UserError if this rank
@@ -182,7 +182,7 @@ class DistributedContext(Group):
     def use_threads(self, recorded: int) -> None:
         """Set the number of CPU threads to `recorded`, the number with which this run began.
 
-        The results of a run depend on that number. A change is logged.
+        The results of a run depend on that number. If it changes here, one line is logged.
         """
         import torch
 

@@ -74,9 +74,9 @@ def check_device_types(types: list[str]) -> None:
 
 
 def check_gloo() -> None:
-    """Raise NodeRefused if gloo cannot use the network that the environment asks for.
+    """Raise NodeRefused if gloo cannot use the network that environment variables ask for.
 
-    The environment variables are GLOO_SOCKET_IFNAME (interfaces) and GLOO_DEVICE_TRANSPORT.
+    The variables are GLOO_SOCKET_IFNAME (network interfaces) and GLOO_DEVICE_TRANSPORT.
     """
     from torch.distributed import ProcessGroupGloo
 
@@ -99,9 +99,9 @@ def check_gloo() -> None:
 def has_fast_bfloat16() -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32, judged by its instruction sets.
 
-    A CPU does if it has AMX, or if it has AVX512_BF16 but not AVX512_FP16, as AMD's Zen 4. Intel's cores from
-    Sapphire Rapids on have AVX512_FP16, and need AMX, which some virtual machines hide: without AMX, bfloat16
-    takes twice the time of float32 on these cores.
+    A CPU does if it has AMX, or if, like AMD's Zen 4, it has AVX512_BF16 but not AVX512_FP16. Intel's cores
+    from Sapphire Rapids on have AVX512_FP16, and need AMX, which some virtual machines hide: without AMX,
+    bfloat16 takes twice the time of float32 on these cores.
     """
     import torch
 
@@ -167,7 +167,7 @@ def device_name(device: "torch.device") -> str:
 
 
 def gpu_facts(device: "torch.device") -> dict[str, str]:
-    """Return a CUDA GPU's card, memory, compute capability, driver and NCCL version, under these names.
+    """Return {name: value} of a CUDA GPU: card, memory, compute capability, driver, and version of nccl.
 
     Returns {} for any other device. A value that cannot be found is "unknown".
     """

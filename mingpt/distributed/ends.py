@@ -34,8 +34,8 @@ class GenerationEnd:
         """Return why the workers ended, as a sentence such as "worker 1 vanished".
 
         The sentence names the workers that failed or stored no exit reason. If there are no such workers, it
-        gives the exit reasons of the others. If workers timed out, and the folder `stacks` has the files to
-        which stuck workers wrote their stacks, the sentence also says at which lines of code they hung.
+        gives the exit reasons that were stored. If workers timed out, and the folder `stacks` has the files
+        to which stuck workers wrote their stacks, the sentence also says at which lines of code they hung.
         """
         whys = {rank: reason["why"] for rank, reason in enumerate(self.exit_reasons) if reason}
         silent = [rank for rank, reason in enumerate(self.exit_reasons) if reason is None]
@@ -64,7 +64,7 @@ class GenerationEnd:
 
 
 def clause(why: str) -> str:
-    """Return a clause, such as "the workers lost a peer", from the `why` of workers with this exit reason."""
+    """Return `why`, an exit reason that workers share, as a clause such as "the workers lost a peer"."""
     return f"the workers were {why}" if why.startswith((TOLD, "stopped")) else f"the workers {why}"
 
 

@@ -203,7 +203,7 @@ class StackFile:
         faulthandler.register(signal.SIGUSR2, self.file)
 
     def note_progress(self) -> None:
-        """Start again to count the time after which the process counts as stuck.
+        """Restart the timer: the process counts as stuck only if nothing calls this for `limit_s` seconds.
 
         At the first call, or if the process was stuck until now, also empty the file.
         """
@@ -257,7 +257,7 @@ class ProcessExit:
         self.nccl = nccl
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
-        """Register `release_claims`, which an exit calls if its plan has `releases_claims`: the job ends."""
+        """Register `release_claims`, which is called at an exit whose ExitPlan has `releases_claims`."""
         self.release_claims = release_claims
 
     def start_run(
@@ -304,8 +304,8 @@ class ProcessExit:
     ) -> NoReturn:
         """Exit because of `error`; None means that the work is finished.
 
-        If another thread is already exiting, wait until that ends this process. `is_told` returns whether the
-        agent has sent SIGTERM to this process.
+        If another thread is already exiting, wait until that thread has ended this process. `is_told` returns
+        whether the agent has sent SIGTERM to this process.
         """
         self.exiting.acquire()
         self.perform(self.plan(error), is_told)
@@ -387,7 +387,7 @@ class ProcessExit:
 
 
 def write_stderr(text: str) -> None:
-    """Write `text` to stderr, with the credentials in URLs hidden. After `open_streams`, never raises."""
+    """Write `text` to stderr, with the credentials in URLs hidden. Never raises after `open_streams`."""
     sys.stderr.write(redact(text))
     sys.stderr.flush()
 

@@ -1,9 +1,9 @@
 """Collectives on Python objects, and work whose result or error reaches all ranks.
 
 All ranks must call a method whose docstring says "Collective", in the same order. `on_rank` runs a function
-on one rank, `on_all` and `gather_on_all` run it on all ranks; if it raises an error on one rank, all ranks
-raise that error, as `on_all` says. During these calls the ranks also exchange requests to stop. torch is
-imported inside functions, as in context.py.
+on one rank, `on_all` and `gather_on_all` run one on all ranks. If the function raises an error on one rank,
+all ranks raise that error, as `on_all` says. During these calls the ranks also exchange requests to stop.
+torch is imported inside functions, as in context.py.
 """
 
 import pickle

@@ -46,7 +46,7 @@ class Launch:
     rdzv_round: int | None = None
     has_known_launcher: bool = False  # one of the variables in LAUNCHERS is set
     slurm_tasks: int = 1  # number of tasks in the job step that srun started
-    # To this file a worker that ends the job writes its exit code; see mingpt.launch.agent.
+    # A worker that ends the job writes the job's exit code to this file; see mingpt.launch.agent.
     status_file: Path | None = None
     memory_file: Path | None = None  # a worker writes there the folder of the run's snapshots in memory
 
@@ -55,7 +55,7 @@ class Launch:
         """Return the Launch that this process's environment variables describe.
 
         Raises UserError if RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is missing, if a
-        variable that must be a number is none, or if OMP_NUM_THREADS is more than MAX_THREADS.
+        variable that must be a number is not one, or if OMP_NUM_THREADS is more than MAX_THREADS.
         """
         env = os.environ
 
@@ -112,7 +112,7 @@ class Launch:
         return self.master_addr is not None
 
     def describe_leftovers(self) -> str:
-        """Return a warning if variables such as RANK are set, but none of a known launcher's (LAUNCHERS).
+        """Return a warning if variables such as RANK are set, but none of a known launcher (LAUNCHERS).
 
         Returns "" if there is nothing to warn of, and on all ranks but 0.
         """

@@ -233,7 +233,7 @@ def exit_reason_key(generation: str, rank: int) -> str:
 
 
 def read_exit_reason(store: Any, generation: str, rank: int) -> ExitReason | None:
-    """Return the exit reason that `rank` of a generation recorded in the TCPStore `store`; None if none."""
+    """Return the exit reason that `rank` of `generation` has in the TCPStore `store`; None if it has none."""
     content = read_key(store, exit_reason_key(generation, rank))
     return None if content is None else json.loads(content)
 

@@ -54,7 +54,7 @@ class Peers:
     def barrier(self) -> None:
         """Wait until all ranks have called `barrier`.
 
-        Then each rank sees what the others wrote to shared memory before they called it.
+        Then each rank sees what the other ranks wrote to shared memory before their calls.
         """
         for rank, peer in self.sockets.items():
             self.ask(rank, peer.send, b"\0")

@@ -57,7 +57,7 @@ class Transport:
         """Return a copy of this transport with a new process group, for use by another thread. Collective.
 
         `timeout_s` limits each collective of the new group. Shared memory, if any, is that of this transport:
-        then no two threads may use both transports at the same time.
+        in this case two threads must not use the two transports at the same time.
         """
         if not dist.is_initialized():  # without a launcher
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -106,7 +106,7 @@ class Transport:
     def all_gather_parts(
         self, pieces: list[Tensor], sizes: list[int], at_once: bool = False
     ) -> Iterator[Tensor]:
-        """Yield the vectors of all ranks, in the order of the ranks; each has `sizes[rank]` elements.
+        """Yield the vectors of all ranks, in the order of the ranks; `sizes` has their numbers of elements.
 
         A vector is valid until the next one is yielded. `pieces` are the pieces of this rank's vector. All
         ranks must iterate to the end. With `at_once`, which is for vectors of about equal sizes, one
@@ -170,7 +170,10 @@ class Transport:
         yield received.view(self.world_size, -1).unbind()
 
     def reduce_scatter(self, chunk: Tensor, vector: Tensor, op: Any) -> None:
-        """Reduce all ranks' vectors by `op`, in any order; write this rank's chunk of the sum to `chunk`."""
+        """Reduce the `vector` of all ranks by `op`; write this rank's chunk of the result to `chunk`.
+
+        The backend chooses the order of the additions.
+        """
         reduce_scatter_single(chunk, vector, op=op, group=self.group)
 
 

@@ -108,7 +108,7 @@ class StopRequest:
     """The first signal that told this job to stop. torch's agent obeys it at its next rendezvous call.
 
     Until then the signal handler raises nothing, for two reasons. torch's rendezvous may swallow a
-    SignalException. And if a SignalException is raised while workers are being started, they keep running.
+    SignalException. And if a SignalException is raised while workers are being started, these keep running.
     """
 
     def __init__(self, status_file: Path) -> None:
@@ -179,10 +179,11 @@ def job_exit(
 
 
 def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
-    """Run `python *command` in `workers` processes, with restarts; then exit with the job's exit code.
+    """Run `python *command` in `workers` processes; then exit with the job's exit code.
 
-    Signals go to `stop_signal` until torchrun's agent takes over. Raises UserError if the system allows too
-    few open files, and NonRetryableError if it allows too few processes.
+    If a worker fails, all workers are restarted, at most `max_restarts` times. Signals go to `stop_signal`
+    until torchrun's agent takes over. Raises UserError if the system allows too few open files, and
+    NonRetryableError if it allows too few processes.
     """
     allow_open_files(workers)
     from torch.distributed import TCPStore
@@ -248,9 +249,9 @@ def avoid_names() -> None:
 
 
 def register_rendezvous(store: "TCPStore", stop: StopRequest) -> None:
-    """Register with torch, as BACKEND, a rendezvous for a single agent on which workers use `store`.
+    """Register a rendezvous for a single agent with torch, under the name BACKEND.
 
-    The rendezvous needs no host name, and obeys `stop`.
+    The workers use the TCPStore `store`. The rendezvous needs no host name, and obeys `stop`.
     """
     from torch.distributed.elastic.rendezvous import (
         RendezvousInfo,

@@ -82,7 +82,7 @@ def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | N
 
 
 def mark_ended(run_dir: Path, status: str) -> None:
-    """Replace the status "running" in run_dir/run.json, if that is the status, by `status`.
+    """If the status in run_dir/run.json is "running", replace it by `status`.
 
     Call this if the job ends before this generation has a RunLogger, which records an end otherwise. Never
     raises: errors are ignored.
@@ -115,7 +115,7 @@ def hosts_joined(last: Mapping[str, Any], start: RunStart) -> list[str]:
 def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str, Any]:
     """Return the fields "exact", "to_step" and "end" of generation `last`, which did not record its end.
 
-    They follow from the exit reasons in `start.previous`; if that is None, from the hosts that are gone.
+    These follow from the exit reasons in `start.previous`; if that is None, from the hosts that are gone.
     `last` is the generation's entry in run.json, `stacks` the folder where stuck workers write their stacks.
     """
     reported = start.previous.step() if start.previous else None
@@ -225,8 +225,9 @@ class RunHistory:
     def close_generation(self, last: dict[str, Any], start: RunStart) -> str | None:
         """Count the steps of generation `last` that are done again, and complete the record of its end.
 
-        `last` is the generation's entry in run.json. Returns one line on how the generation ended, if it did
-        not record that itself, or if it was stopped so that a node could join. Otherwise returns None.
+        `last` is the generation's entry in run.json. Returns one line on how the generation ended, if the
+        generation did not record that itself, or was stopped so that a node could join. Otherwise returns
+        None.
         """
         recorded, waited, was_running = last["to_step"], 0.0, last["end"] == "running"
         joined = hosts_joined(last, start)

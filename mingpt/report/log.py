@@ -1,4 +1,4 @@
-"""The package's log, which goes to the terminal and, on ranks that keep a run folder, to run_dir/log.txt.
+"""The package's log, which goes to the terminal and, on ranks that write to a run folder, to its log.txt.
 
 Training shows a progress bar or one line per record, an evaluation shows one line.
 """

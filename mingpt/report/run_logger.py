@@ -216,8 +216,8 @@ class RunLogger:
         """Report that the run finished, or that the request `stopped_by` stopped it. Closes the sinks.
 
         Call this last, once the snapshot of `step` is durable. `stopped_by` None means that the run finished.
-        `best` is (lowest validation loss of a snapshot that is kept, step of this snapshot). Raises ClaimLost
-        as `log_values` does.
+        `snapshots` is the folder or URL of the snapshots. `best` is (lowest validation loss of a snapshot
+        that is kept, step of this snapshot). Raises ClaimLost as `log_values` does.
         """
         self.start.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"

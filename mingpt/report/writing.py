@@ -47,7 +47,7 @@ class ReportFile:
             self.put(lambda: write_atomic(self.path, content, sync="file", before_rename=self.may_write))
 
     def append(self, line: bytes, sync: bool = False) -> None:
-        """Append `line`, one whole line with its newline, or nothing; with `sync`, make the file durable."""
+        """Append `line`, one whole line with its newline, or b""; with `sync`, make the file durable."""
         self.put(lambda: append(self.path, line, sync))
 
     def put(self, write: Callable[[], None]) -> None:
@@ -57,7 +57,7 @@ class ReportFile:
             self.retry()
 
     def retry(self) -> None:
-        """Do the kept writes in order, up to the first one that fails; none if `may_write` is false."""
+        """Do the kept writes in order, up to the first one that fails; none if `may_write` returns False."""
         with self.lock:
             if not self.may_write():
                 return
@@ -141,9 +141,9 @@ class JsonlSink(Sink):
     def drop_records(self) -> None:
         """Truncate the file before the first record of a step past `run.step`, where this generation starts.
 
-        If it starts at step 0, all records are dropped, also those of step 0, which are written again. A last
-        line that a crash left incomplete is dropped, too. Truncating needs no space on the disk. Raises
-        OSError if it fails.
+        If this generation starts at step 0, all records are dropped, also those of step 0, which are written
+        again. A last line that a crash left incomplete is dropped, too. Truncating needs no space on the
+        disk. Raises OSError if the file cannot be read or truncated.
         """
         kept_bytes, step = 0, self.run.step
         for line, record in read_lines(self.file.path):

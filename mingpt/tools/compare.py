@@ -118,9 +118,9 @@ def read_values(run: Run) -> dict[tuple[int, str], float]:
 def read_facts(run: Run) -> dict[str, str]:
     """Return {name: value} of a run's settings, data, tokenizer, software and numbers of workers.
 
-    They come from config.yaml and run.json; the result is empty if either file is missing or run.json has no
-    `inputs`. A setting has its value of the run's start; each later change of the setting has a name of its
-    own, such as "optimizer.lr after step 100".
+    The values are from config.yaml and run.json; the result is empty if either file is missing, or if
+    run.json has no `inputs`. A setting has the value that it had at the run's start. Each later change of the
+    setting has a name of its own, such as "optimizer.lr after step 100".
     """
     config, inputs = run.folder / "config.yaml", run.history.get("inputs")
     if not inputs or not config.is_file():
@@ -169,9 +169,9 @@ def share(pair: Pair) -> float:
 def classify(step: int, pair: Pair, steps: Sequence[int]) -> str:
     """Return why two runs differ: ROUNDING, OTHER (another computation), or both joined if that is not clear.
 
-    `pair` has the first two gradient norms that differ, those of `step`; `steps` are all steps with gradient
-    norms of both runs. Rounding begins in the last digits and grows from step to step; different samples or
-    dropout masks change the norm at once.
+    `pair` has the gradient norms of both runs at `step`, the first step at which they differ; `steps` are all
+    steps with gradient norms of both runs. Rounding begins in the last digits and grows from step to step;
+    different samples or dropout masks change the norm at once.
     """
     unseen = step - max((equal for equal in steps if equal < step), default=0)
     if unseen <= MAX_UNSEEN:
@@ -297,7 +297,7 @@ def tabulate(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def draw(runs: Sequence[Run], path: str) -> Iterator[str]:
-    """Draw the losses of all runs into a PNG at `path`; yield a line that names it or says why it failed."""
+    """Draw the losses of all runs into a PNG at `path`; yield a line that names the PNG or an error."""
     try:
         curves = {run.name: read_curves(run.file) for run in runs}
         write_atomic(path, to_png("compare.png", draw_curves, curves))

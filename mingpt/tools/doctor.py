@@ -220,7 +220,7 @@ def receive_from(there: Facts, own: Collection[str] = ()) -> tuple[str, float]:
 
 
 def receive_mb_s(address: str, port: int) -> float:
-    """Return the rate, in MB/s, at which data arrive from a ZeroServer. Raises OSError if none arrive."""
+    """Return the rate, in MB/s, at which data arrive from a ZeroServer. Raises OSError if no data arrive."""
     buffer, received = bytearray(CHUNK), 0
     with socket.create_connection((address, port), CONNECT_S) as connection:
         began = time.monotonic()

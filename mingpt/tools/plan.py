@@ -149,7 +149,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def find_vocab_size(config: Config) -> int:
-    """Return the vocabulary size of the data's tokenizer, which may be trained for this.
+    """Return the vocabulary size of the data's tokenizer; if need be, train the tokenizer for this.
 
     Raises UserError if the data or the tokenizer cannot be used, or if the tokenizer is that of
     snapshot.init_from.

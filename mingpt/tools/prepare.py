@@ -117,8 +117,8 @@ def split(
     """Return (iterator over the documents for training, iterator over those for validation).
 
     Read the first one to its end before the second. `sizes` has the bytes of each document. Documents that
-    begin in the last `val_fraction` of all bytes are for validation. So is the last document in any case, but
-    never the first. If there is a single document, its last `val_fraction` of characters is for validation.
+    begin in the last `val_fraction` of all bytes are for validation; the last document always is, the first
+    never. If there is a single document, its last `val_fraction` of characters is for validation.
     """
     texts = chain.from_iterable(map(read, files))
     if len(sizes) == 1:
@@ -151,7 +151,7 @@ def progress(what: str, total: int | None = None) -> "tqdm[Never]":
 
 
 def measure(files: Sequence[Any], wants_alphabet: bool) -> tuple[np.ndarray, set[str]]:
-    """Return (bytes of each document, (documents,) int64; the set of all characters in the documents).
+    """Return the bytes of each document, (documents,) int64, and the set of all characters in the documents.
 
     The set is empty unless `wants_alphabet`. Raises UserError if there is no text.
     """
@@ -196,7 +196,7 @@ def pieces(texts: Iterable[str]) -> Iterator[str]:
 def sample(texts: Iterable[str]) -> Iterator[str]:
     """Yield the texts in pieces from the beginning, until SAMPLE_BYTES are yielded.
 
-    Yields less if the pieces so far have SAMPLE_WORD_BYTES of distinct words.
+    Stops earlier if the pieces have SAMPLE_WORD_BYTES of distinct words.
     """
     words = set[str]()
     size = word_bytes = 0

@@ -38,7 +38,7 @@ BIND_S = 3.0  # between attempts to listen on a port that is taken
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
     """Send a message to the Server at (host, port); return the answer.
 
-    `timeout_s` limits each wait, in seconds. Raises OSError if no answer comes in time, or none that is JSON.
+    `timeout_s` limits each wait, in seconds. Raises OSError if no answer comes in time, or if it is not JSON.
     """
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
@@ -175,7 +175,7 @@ class BoardMemory:
 
 
 def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -> None:
-    """Wait until `port` is free, because an earlier agent may use it; then answer requests there forever."""
+    """Wait until no other process, such as an earlier agent, uses `port`; then answer requests on it."""
     while True:
         try:
             Server(address, port, operations).serve_forever()

@@ -152,10 +152,10 @@ def is_complete(
 ) -> bool:
     """Return whether the group may start a round.
 
-    It may if it has `max_nodes` agents, or if it has at least `min_nodes` and has waited for others for long
-    enough: `unchanged_s` is for how many seconds the group has been the same. `gone` has the ids of agents
-    that have ended or are silent. After the job's first round, the group need not wait if each member of the
-    last round is in the group or gone.
+    A group may start if it has `max_nodes` agents, or if it has at least `min_nodes` agents and has waited
+    long enough for others. `unchanged_s` is for how many seconds the group has been the same. `gone` has the
+    ids of agents that have ended or are silent. After the job's first round, the group need not wait if each
+    member of the last round is in the group or gone.
     """
     if len(group) < min_nodes:
         return False

@@ -66,7 +66,7 @@ RETRY_S = (0.1, 0.3)  # wait after a failed proposal; random, because two leader
 
 
 def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
-    """Return what torchrun's agents would tell each other through a store: the keys and values of all ranks.
+    """Return {key: value}: the ranks of all workers, as torchrun's agents would write them to a shared store.
 
     `nprocs` has the number of workers of each node, by the nodes' ranks. All workers have the same role.
     """
@@ -93,7 +93,7 @@ class RoundStore(HashStore):
             self.set(key, value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Do nothing: torchrun's agent of rank 0 writes the workers' ranks, which are already here."""
+        """Do nothing: torchrun's agent of rank 0 writes the workers' ranks, which this store has already."""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return at once. torchrun's agent calls this when its workers have finished."""
@@ -161,7 +161,7 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait, without a time limit, until a round with this agent starts; return what torchrun needs of it.
+        """Wait, without a time limit, until a round with this agent starts; return its RendezvousInfo.
 
         If this agent leads, it proposes the round. Raises SystemExit(0) if the job is finished.
         """
@@ -287,7 +287,7 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def _free_memory(self, only_left: bool = False) -> None:
-        """Remove the snapshots that this agent's workers kept in memory, because it starts no more workers.
+        """Remove the snapshots that this agent's workers kept in memory: this agent starts no more workers.
 
         With `only_left`, remove them only if the last workers left them on purpose, for the workers after a
         restart.
@@ -318,7 +318,7 @@ def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
 def flush_stderr() -> None:
     """Flush stderr at this process's exit, before Python does it.
 
-    If nobody reads stderr any more, it is replaced, because Python would then exit with 120.
+    If nobody reads stderr any more, replace it by /dev/null, because Python would exit with 120.
     """
     try:
         sys.stderr.flush()

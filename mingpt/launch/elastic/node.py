@@ -1,6 +1,6 @@
 """A Node works for one of torchrun's agents, in threads: it posts the entry of the agent, and watches others.
 
-To watch other agents, it reads the entries that they post, and pings them.
+To watch other agents, the Node reads the entries that these agents post, and pings them.
 
 No public method of `Node` waits for the network or for storage, except `end` for a limited time. So an agent
 whose storage hangs still obeys a signal. While an agent waits for a round, its `Meeting` chooses the group to
