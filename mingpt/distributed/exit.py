@@ -63,10 +63,10 @@ class ExitPlan:
 
     code: int
     ends_agent: bool = False  # send SIGTERM to the agent, last: no exit code ends a job under torchrun
-    status: str = ""  # for the status file, which plain python's agent reads: the job's exit code, and a line
+    status: str = ""  # write this to the status file: the job's exit code, and a line; "": write nothing
     reason: str = ""  # store this exit reason, for other workers and the next generation; "": store none
     text: str = ""  # print this to stderr
-    kills: Sequence[int] = ()  # ranks; kill those on this agent that store no exit reason in time
+    kills: Sequence[int] = ()  # ranks; kill those of this agent's workers that store no exit reason in time
     failure: str = ""  # record in run.json that this made the job fail; "": nothing is recorded
     releases_claims: bool = False  # give up the job's right to write to the run folder
     removes: Path | None = None  # remove this temporary folder of an agent that is gone

@@ -69,7 +69,7 @@ class StopSignal:
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
         self.launch, self.exit = launch, process_exit
         self.received: str | None = None
-        self.pause_at = math.inf  # when trainer.pause_after stops the run, by the monotonic clock
+        self.pause_at = math.inf  # when trainer.pause_after stops the run, by the monotonic clock; inf: never
         self.deferred = False
         self.has_sigterm = False  # whether SIGTERM has come, also right after another signal
         self.stop_file: Path | None = None

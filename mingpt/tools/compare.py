@@ -63,7 +63,7 @@ ROUNDING_SHARE, OTHER_SHARE = 1e-4, 1e-2
 MAX_UNSEEN = 20  # steps without a record, after which rounding may have grown to any size
 HEADER = "  steps  val/loss  lowest  bits/byte  lowest  seconds         tokens  run"
 ROW = "{:7}{:10.3f}{:8.3f}{:11.3f}{:8.3f}{:9.0f}{:15,}  "
-Facts = Mapping[str, str]  # {name: value} of a run's settings, data, tokenizer, software and workers
+Facts = Mapping[str, str]  # {name: value} of a run's settings, data, software and so on; {} if unknown
 Pair = tuple[float, float]
 
 
