@@ -150,7 +150,7 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 def find_device(wanted: str) -> "torch.device":
-    """Return the device that `--device` names. Raises UserError if it cannot be used."""
+    """Return the device that `wanted`, the option --device, names. Raises UserError if it cannot be used."""
     import torch
 
     if wanted == "auto":
@@ -162,7 +162,7 @@ def find_device(wanted: str) -> "torch.device":
 
 
 def answer_prompts(model: "GPT", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
-    """Ask for prompts until Ctrl-D, and write the samples for each; Ctrl-C stops a text early."""
+    """Ask for prompts until Ctrl-D, and write the samples for each prompt; Ctrl-C stops a sample early."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (if Python has it, it gives input() a history)
     while True:
@@ -196,7 +196,10 @@ def write_samples(
 def samples(
     model: "GPT", tokenizer: "Tokenizer | None", prompt: list[int], arguments: argparse.Namespace
 ) -> Iterator[Iterable[int]]:
-    """Yield the tokens of each sample, without the prompt; a single sample's tokens as they are generated."""
+    """Yield the tokens of each sample, without the prompt.
+
+    If there is only one sample, its tokens come as they are generated.
+    """
     from mingpt.model import generate_batch
 
     for first in range(0, arguments.num_samples, BATCH):
@@ -221,9 +224,9 @@ def samples(
 
 
 def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
-    """Return the text of --prompt or --prompt_file, or the tokenizer's default prompt, and its tokens.
+    """Return the text and the tokens of --prompt or --prompt_file; without both, of the default prompt.
 
-    Raises UserError if the text is empty or cannot be read or encoded.
+    The default prompt is the tokenizer's. Raises UserError if the text is empty or cannot be read or encoded.
     """
     text = arguments.prompt
     if arguments.prompt_file is not None:
@@ -239,7 +242,7 @@ def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[
 
 
 def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
-    """Return a prompt and its tokens. If `text` is None, it is the tokenizer's default prompt.
+    """Return a prompt and its tokens: the prompt `text` or, if that is None, the tokenizer's default prompt.
 
     Raises UserError if the text is empty or cannot be encoded.
     """
@@ -253,7 +256,10 @@ def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[i
 
 
 def read_prompt_tokens(arguments: argparse.Namespace, vocab_size: int) -> list[int]:
-    """Return the tokens of --prompt_tokens. Raises UserError without any, or if one is invalid."""
+    """Return the tokens of --prompt_tokens.
+
+    Raises UserError if the option is not given, names no token or names one that is not below `vocab_size`.
+    """
     text = arguments.prompt_tokens
     if text is None:
         raise UserError("the run has no tokenizer: give tokens to continue, as in --prompt_tokens 464,3290")
@@ -267,7 +273,8 @@ def read_prompt_tokens(arguments: argparse.Namespace, vocab_size: int) -> list[i
 def write_pieces(pieces: Iterator[str], stop: str | None) -> None:
     """Write pieces of text to stdout as they arrive, until the text `stop` occurs, and then a newline.
 
-    The last characters of a piece may be the beginning of `stop`, so they are written with the next piece.
+    If `stop` is None, all pieces are written. The last characters of a piece may be the beginning of `stop`,
+    so they are written with the next piece.
     """
     held, waiting = "", len(stop) - 1 if stop else 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Do the tests find what they are for? Each fault of planted.toml is put into a copy, and tests run there.
+"""Do the tests find faults? Each fault of planted.toml is put into a copy of the program and tested there.
 
     python benchmarks/planted.py                 # all 40, about half an hour on two cores
     python benchmarks/planted.py --faults 7 22   # only these, by their number from 1
@@ -7,8 +7,8 @@ A fault is two pieces of text: `old`, which stands once in a file of mingpt/, an
 in a copy of the working tree. The fast tests of the file's package run first, then tests with jobs that go
 through the package, its slow tests, and the jobs that run weekly, until a test fails. Prints a row per fault,
 as JSON, with that test or null; exit code 1 if a fault cannot be planted or no test has found it. If you
-delete tests or move code, run this before and after; a fault whose code has changed gets a new text that
-breaks the same promise.
+delete tests or move code, run this before and after. If your change has removed the `old` text of a fault,
+write a new `old` and `new`, with which the program again has the fault that its `name` describes.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc_per_node=2 --max-restarts=3 examples/own_loop.py
 
-This project must be on PYTHONPATH, or installed. The last line, a hash of the weights, is the same for any
-number of workers and of kills, on one kind of device. Snapshots are saved in the folder own_loop/; started
-again, the same command goes on from the newest.
+This project must be on PYTHONPATH, or installed. The last line of output, a hash of the weights, is the same
+for any number of workers and kills, on one kind of device. Snapshots are saved in the folder own_loop/; the
+same command, when started again, goes on from the newest snapshot.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ def make_model() -> nn.Module:
 
 
 def train(context: DistributedContext) -> str | None:
-    """Train until step STEPS or until a request to stop; return the request, if any."""
+    """Train until step STEPS or a request to stop; return the request that all ranks agreed on, or None."""
     enable_determinism()
     torch.manual_seed(SEED)  # all workers draw the same weights: nothing broadcasts them
     model, data = make_model().to(context.device), make_images(6000)

@@ -1,7 +1,8 @@
 """The parts that all commands share: a parser, standard streams, messages and an exit code.
 
-A user's mistake is reported in one sentence that begins with "error:", with exit code 2. This sentence, log
-lines and `write_lines` hide the credentials of URLs; the traceback of any other error does not.
+A user's mistake is reported in one sentence that begins with "error:", with exit code 2. The credentials of
+URLs are hidden in this sentence, in log lines and in what `write_lines` writes, but not in the traceback that
+Python prints of any other error.
 
 A worker imports this file before it listens for signals, so this file imports little.
 """
@@ -45,9 +46,9 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class StandardStream(io.FileIO):
-    """The raw file of stdout or stderr. A failed write sets `error`, drops its content and never raises."""
+    """The raw file of stdout or stderr. A failed write never raises: `error` is set, its content is lost."""
 
-    error: OSError | None = None
+    error: OSError | None = None  # of the last write that failed; None if no write has failed
 
     def write(self, content: Any) -> int:
         try:
@@ -58,7 +59,7 @@ class StandardStream(io.FileIO):
 
 
 def open_streams() -> None:
-    """Replace stdout and stderr by streams whose writes never raise; `write_stdout` raises their errors.
+    """Replace stdout and stderr by streams whose writes never raise; `write_stdout` reports failed writes.
 
     Characters that the encoding lacks are written as escapes, such as \\u6d77. A stdin that is closed is
     replaced by an empty one. A stdout or stderr that a notebook or a test has replaced stays as it is.
@@ -66,7 +67,7 @@ def open_streams() -> None:
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - open as long as the process
     for name, stream in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
         if getattr(sys, name) is not stream:
-            continue  # a notebook has replaced it, or a test
+            continue  # a notebook or a test has replaced it
         # A closed stream's descriptor is free, and the next file to be opened would get it.
         descriptor = stream.fileno() if stream else os.open(os.devnull, os.O_RDONLY)
         os.set_blocking(descriptor, True)
@@ -78,8 +79,8 @@ def open_streams() -> None:
 def write_stdout(text: str) -> None:
     """Write text to stdout, and flush it.
 
-    Raises UserError if stdout is closed or the write fails, and SystemExit if the process that reads it has
-    exited, as `head` does after some lines.
+    Raises UserError if stdout is closed or the write fails, and SystemExit(1) if the process that reads
+    stdout has exited, as `head` does after some lines.
     """
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -92,7 +93,10 @@ def write_stdout(text: str) -> None:
 
 
 def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run a command with logs on stderr; return its exit code, or print its UserError and return 2."""
+    """Run `command(arguments)` and return its exit code, or 2 if it raises UserError.
+
+    The message of a UserError and log lines are written to stderr. Any other exception is raised.
+    """
     open_streams()
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(message)s"))

@@ -1,4 +1,4 @@
-"""Exceptions, named by what a failure means for the job. `distributed.Worker` turns them into exit codes."""
+"""Exceptions, named by what a failure means for the job. `distributed.Worker` makes exit codes of them."""
 
 from collections.abc import Sequence
 
@@ -16,15 +16,22 @@ class ExpectedError(RuntimeError):
 
 
 class PeersMissing(ExpectedError):
-    """Other workers did not reach the rendezvous, or raised NodeRefused. A restart may go on without them."""
+    """Other workers did not reach the rendezvous, or raised NodeRefused.
+
+    After a restart the job may go on without these workers.
+    """
 
     def __init__(self, sentence: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(sentence)
-        self.ranks = ranks  # that are missing at the rendezvous
+        self.ranks = ranks  # the ranks that did not reach the rendezvous; none if workers raised NodeRefused
 
 
 class StopRequested(Exception):
-    """All ranks agreed to stop before the first step after a start or restart. There is nothing to save."""
+    """All ranks agreed to stop, because of the request `reason`, such as "SIGTERM".
+
+    Ranks raise this exception only before the first step after a start or restart, when there is nothing to
+    save. For a later stop `distributed.Worker` makes one without raising it, and exits as the request asks.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"stopped by {reason}")
@@ -34,7 +41,8 @@ class StopRequested(Exception):
 class NonRetryableError(ExpectedError):
     """A failure that a restart would repeat. It ends the job with exit code 1, without restarts.
 
-    In training all ranks raise it, but the subclass SupersededError is raised only on ranks that write.
+    In training all ranks raise it, except for the subclass SupersededError, which only ranks that write to
+    the run folder raise.
     """
 
 
@@ -43,24 +51,33 @@ class ClaimLost(ExpectedError):
 
 
 class SupersededError(ClaimLost, NonRetryableError):
-    """Another job has taken over the run folder, or the claim was removed. Only ranks that write raise it."""
+    """Another job has taken over the run folder, or this job's claim to the folder was removed.
+
+    Only ranks that write to the folder raise it.
+    """
 
 
 class LaterGeneration(ClaimLost):
-    """Restarted workers of this job took over the run folder while this worker was frozen or cut off."""
+    """Restarted workers of this job took over the run folder while this worker was frozen or unreachable."""
 
 
 class NodeRefused(UserError):
-    """This node cannot take part in the job, which continues without it. Only this node's ranks raise it."""
+    """This node cannot take part in the job, which goes on without this node.
+
+    Only the ranks on this node raise it.
+    """
 
 
 class NonFiniteError(NonRetryableError):
-    """A loss or a gradient is NaN or infinite. No snapshot contains the update that it led to."""
+    """A loss or a gradient is NaN or infinite. No snapshot contains the update of the step that had it."""
 
 
 class CorruptSnapshot(Exception):
-    """A snapshot that must not be used: incomplete, damaged, ill-formed or suspect; the message says why."""
+    """A snapshot must not be used; the message says why.
+
+    The snapshot is incomplete, damaged or ill-formed, or a worker may have computed its content wrongly.
+    """
 
 
 class UnreadableSnapshot(Exception):
-    """A snapshot, or folder of snapshots, that cannot be read now or is another job's, but may be valid."""
+    """A snapshot, or a folder of snapshots, cannot be read now or belongs to another job; it may be valid."""

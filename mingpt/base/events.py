@@ -1,9 +1,10 @@
-"""Named points in a run at which tests, benchmarks and `verify` can act.
+"""Named points in a run at which tests, benchmarks and `python -m mingpt verify` can act.
 
     events.subscribe("forward_end", lambda step, micro_batch: ...)
 
-A callback runs in the thread that emits the event, where its errors are raised. In EVENTS, an event's text
-begins with the names of the callback's keyword arguments, if any. Tensors among them may be changed in place.
+A callback runs in the thread that emits the event, and its errors are raised in that thread. In EVENTS, the
+text of an event begins with the names of the keyword arguments that the callback gets, if any. The callback
+may change tensors among these arguments in place.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,10 @@ _subscribers: dict[str, list[Callback]] = {}
 
 
 def subscribe(name: str, callback: Callback) -> None:
-    """Call `callback(**details)` at each event `name` from now on. Raises ValueError for an unknown name."""
+    """Call `callback` at each event `name` from now on, with the keyword arguments that EVENTS names.
+
+    Raises ValueError for an unknown name.
+    """
     if name not in EVENTS:
         raise ValueError(f"there is no event {name!r}; there are {', '.join(EVENTS)}")
     _subscribers.setdefault(name, []).append(callback)

@@ -21,13 +21,13 @@ import pydantic
 
 from mingpt.base.errors import UserError
 
-# Each driver of fsspec raises exceptions of its own, from aiohttp, botocore or paramiko for example.
+# Each driver of fsspec raises exceptions of its own library, such as aiohttp, botocore or paramiko.
 DriverError = Exception
 RETRIES_S = (0.5, 2.0)  # pauses between attempts, for the short failures of object stores
 PIECE_BYTES = 16 << 20  # per request for a large file; drivers end a request to a URL after a few minutes
 LIMITS = {errno.EFBIG: "ulimit -f", errno.EMFILE: "ulimit -n"}  # by errno: the limit that was reached
 MAX_JSON_BYTES = 64 << 20  # per file; a run's or data set's JSON file has a few thousand bytes
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # the marks of UTF-32 contain these, and NULs
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # a mark of UTF-32 is one of these and two NULs
 # Types of values in JSON, for several packages.
 Count = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**63)]
 Seconds = Annotated[float, pydantic.Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
@@ -54,8 +54,8 @@ def atomic_file(
     the rename. If the folder's fsync fails, OSError is raised although the new file is at `path`.
 
     `before_rename` is called right before the rename, for example to check that no other job has taken over
-    the folder during a long write. It prevents the rename by raising an error or returning False. After False
-    the partial file stays.
+    the folder during a long write. If it raises an error or returns False, the file is not renamed. After
+    False, the partial file stays and nothing is raised.
     """
     partial = partial or Path(path).with_name(f"{Path(path).name}.partial")
     try:
@@ -81,14 +81,21 @@ def write_atomic(
     sync: Sync = "folder",
     before_rename: Callable[[], bool | None] = lambda: None,
 ) -> None:
-    """Write a whole file by `atomic_file`; a str as UTF-8. Raises OSError, or an error of `before_rename`."""
+    """Write `content` to the file `path`, by `atomic_file`, which gets the other arguments.
+
+    A str is encoded as UTF-8. Raises OSError, or an error of `before_rename`.
+    """
     with atomic_file(path, partial, sync, before_rename) as file:
         write = functools.partial(os.write, file.fileno())
         write_all(write, content.encode() if isinstance(content, str) else content)
 
 
 def write_all(write: Callable[[memoryview], int | None], content: bytes | memoryview) -> None:
-    """Write all of `content` by calls of `write`, each of which may write a part and returns its length."""
+    """Write all of `content`, by calling `write` until nothing remains.
+
+    A call of `write` may write only a part of what it gets. It returns the number of bytes that it has
+    written; None counts as 0.
+    """
     remaining = memoryview(content)
     while remaining:
         written = write(remaining) or 0
@@ -96,7 +103,10 @@ def write_all(write: Callable[[memoryview], int | None], content: bytes | memory
 
 
 def fsync_path(path: str | Path) -> None:
-    """Make a file's content durable, or the renames and removals in a folder, by fsync. Raises OSError."""
+    """Call fsync on `path`: the content of a file, or the renames and removals in a folder, become durable.
+
+    Raises OSError.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -115,7 +125,10 @@ def remove_quietly(path: str | Path) -> None:
 
 
 def temporary_folder(prefix: str = "mingpt-") -> "tempfile.TemporaryDirectory[str]":
-    """Make a temporary folder, which the end of a `with` block removes. Raises UserError if that fails."""
+    """Make a temporary folder, which is removed at the end of a `with` block.
+
+    Raises UserError if the folder cannot be made.
+    """
     try:
         return tempfile.TemporaryDirectory(prefix=prefix)
     except OSError as error:
@@ -127,8 +140,8 @@ def temporary_folder(prefix: str = "mingpt-") -> "tempfile.TemporaryDirectory[st
 def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable[[Exception], None]) -> T:
     """Return the result of `work()`. If it raises, call it again after each pause of `pauses_s`, in seconds.
 
-    Before a pause, `on_failure` is called with the error. It may log the error, or raise it to prevent
-    another attempt. The error of the last attempt is raised.
+    Before a pause, `on_failure` is called with the error. `on_failure` may log the error, or raise it to
+    prevent another attempt. The error of the last attempt is raised without a call of `on_failure`.
     """
     for pause_s in pauses_s:
         try:
@@ -140,9 +153,12 @@ def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an error says in one line: its `strerror`, if any, else its type and its first line.
+    """Return in one line what an error says: its `strerror`, if any, else its type and its message.
 
-    If the error means that a limit of the shell was reached, the `ulimit` command is added.
+    Only the first line of the message is returned, up to 300 characters.
+
+    If the error means that a limit of the shell was reached, the `ulimit` command that shows the limit is
+    added.
     """
     lines = str(error).splitlines() or [""]
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {lines[0][:300]}"
@@ -151,9 +167,11 @@ def reason_of(error: BaseException) -> str:
 
 
 def decode_text(content: bytes, offset: int = 0) -> str:
-    """Decode UTF-8, and drop a byte order mark at the start. `offset` is the place of `content` in its file.
+    """Decode UTF-8, and drop a byte order mark at the start.
 
-    Raises ValueError, whose message begins with "not UTF-8" and names the place of a wrong byte in the file.
+    Raises ValueError for other content. Its message begins with "not UTF-8" and says that the content is
+    probably UTF-16, or names the first wrong byte and its place in the file. `offset` is the place of
+    `content` in the file, in bytes.
     """
     # UTF-16 without a mark may be valid UTF-8, with a NUL beside each letter.
     if content.startswith(UTF16_MARKS) or 3 * content.count(0) > len(content):
@@ -166,7 +184,10 @@ def decode_text(content: bytes, offset: int = 0) -> str:
 
 
 class BadJson(ValueError):
-    """Content that is not JSON or has another form than expected; `place` is the path to the wrong value."""
+    """Content that is not JSON, or not JSON of the expected form.
+
+    `place` has the keys and indices that lead to the wrong value; it is empty for the whole content.
+    """
 
     def __init__(self, reason: str, place: tuple[str | int, ...] = ()) -> None:
         self.place = place
@@ -175,9 +196,10 @@ class BadJson(ValueError):
 
 
 def read_json(path: Path, form: Any = Any) -> Any:
-    """Return the content of a JSON file as `json.loads` returns it, after `check_json` against `form`.
+    """Return the content of a JSON file, as `json.loads` returns it, if it fits `form`: see `check_json`.
 
-    Raises OSError if the file cannot be read, and BadJson if it is longer than MAX_JSON_BYTES or wrong.
+    Raises OSError if the file cannot be read, and BadJson if the file is longer than MAX_JSON_BYTES, is not
+    JSON or does not fit `form`.
     """
     with open(path, "rb") as file:
         content = file.read(MAX_JSON_BYTES + 1)
@@ -189,7 +211,7 @@ def read_json(path: Path, form: Any = Any) -> Any:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON, a str or UTF-8 bytes. Raises BadJson if it is not JSON, or is nested too deeply."""
+    """Parse JSON, a str or UTF-8 bytes. Raises BadJson if `content` is not JSON, or is nested too deeply."""
     try:
         return json.loads(decode_text(content) if isinstance(content, bytes) else content)
     except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError, too
@@ -197,10 +219,10 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def check_json(value: Any, form: type[T]) -> T:
-    """Check a value from `json.loads` against `form`, any type that pydantic knows; return it converted.
+    """Check a value from `json.loads` against `form`, and return the value converted to `form`.
 
-    Raises BadJson if it does not fit. Declare numbers and booleans in `form` as strict: otherwise pydantic
-    accepts "1" for 1, and 1 for true.
+    `form` is any type that pydantic knows. Raises BadJson if the value does not fit. Declare numbers and
+    booleans in `form` as strict: otherwise pydantic accepts "1" for 1, and 1 for true.
     """
     try:
         return make_adapter(form).validate_python(value)  # type: ignore[arg-type]

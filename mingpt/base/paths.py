@@ -9,7 +9,7 @@ from mingpt.base.errors import UserError
 from mingpt.base.files import reason_of
 from mingpt.base.urls import redact
 
-# Patterns of what cannot be meant as a path, in the order in which they are tried; what to write instead.
+# {pattern of a text that cannot be meant as a path: why, and what to write instead}, in the order of trial.
 REFUSED = {
     r"(?i)\A(none|null|)\Z": "is not a path: leave it out, or write ./NAME for a file of that name",
     r"[\x00-\x1f\x7f-\x9f]": "has a line end or another control character in it: leave that out",
@@ -25,9 +25,9 @@ class WrongPath(UserError, argparse.ArgumentTypeError):
 
 
 def typed_path(text: str, what: str = "the path") -> str:
-    """Return a path or URL with the home folder in place of ~ or ~user at its beginning.
+    """Return `text`, a path or URL, with the home folder in place of ~ or ~user at its beginning.
 
-    Raises WrongPath for a text that cannot be meant as a path; its message begins with `what`.
+    Raises WrongPath for a text that cannot be meant as a path; the error's message begins with `what`.
     """
     path = os.path.expanduser(text)
     shown = redact(path)  # a password or a query may have a $ in it
@@ -42,13 +42,16 @@ def refuse_pipe(path: str, what: str) -> None:
 
     The message begins with `what`.
     """
-    real = os.path.realpath(path.removeprefix("file://"))  # of a shell's <(command) it does not exist
+    real = os.path.realpath(path.removeprefix("file://"))  # a shell's <(command) has one that does not exist
     if Path(real).is_fifo():
         raise UserError(f"{what} {path} is a named pipe: write its content to a file")
 
 
 def describe_obstacle(path: str | Path, error: BaseException) -> str:
-    """Return why no folder could be made at `path`: the file that is in its place, or the error's reason."""
+    """Return why no folder could be made at `path`.
+
+    The reason is a file at `path` or at one of the folders above; without such a file, what `error` says.
+    """
     for place in (Path(path), *Path(path).parents):
         if os.path.lexists(place) and not os.path.isdir(place):
             link = f"a link to {os.readlink(place)}, which is " if os.path.islink(place) else ""

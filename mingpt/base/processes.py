@@ -23,7 +23,7 @@ class Process:
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # pydantic is imported late: it takes a while
     host: str
-    machine: str  # one boot and one pid namespace, within which process ids are valid
+    machine: str  # from `this_machine`: one boot and one pid namespace, within which process ids are valid
     pid: int
     start_time: str | None  # in clock ticks since the machine's boot; None if the system does not tell
 
@@ -32,7 +32,10 @@ class Process:
             raise ValueError("this is not a process id")
 
     def is_alive(self) -> bool | None:
-        """Return whether the process is alive; None if it is on another machine, or if /proc hides it."""
+        """Return whether the process is alive; a zombie is not.
+
+        Returns None if this is unknown, because the process is on another machine or /proc hides it.
+        """
         if self.machine != this_machine():
             return None
         try:
@@ -54,7 +57,10 @@ def this_process(pid: int | None = None) -> Process:
 
 
 def this_machine() -> str:
-    """Return a name that is equal in two processes if and only if each can see the other's process id."""
+    """Return a name that is equal in two processes if and only if each can see the other's process id.
+
+    On systems other than Linux it is the host's name.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -63,7 +69,10 @@ def this_machine() -> str:
 
 
 def read_stat(pid: int) -> tuple[str, str, str] | tuple[None, None, None]:
-    """Return the state, parent id and start time in /proc/PID/stat; three None if there is no such file."""
+    """Return the state, the parent's id and the start time from /proc/PID/stat.
+
+    Returns three None if the file cannot be read, as for a process that is gone.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -72,9 +81,10 @@ def read_stat(pid: int) -> tuple[str, str, str] | tuple[None, None, None]:
 
 
 def open_siblings(parent: int | None) -> dict[int, int]:
-    """Open a pidfd of each other child of `parent` that has a rank; return {rank: pidfd}.
+    """Open a pidfd of each child of `parent` that has RANK in its environment, except for this process.
 
-    The result is empty if the system has no /proc or no pidfds.
+    Returns {rank: pidfd}. The result is empty if `parent` is None, or if the system has no /proc or no
+    pidfds.
     """
     found: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*"):
@@ -89,7 +99,7 @@ def open_siblings(parent: int | None) -> dict[int, int]:
 
 
 def rank_of(pid: int) -> int | None:
-    """Return the RANK in a process's environment; None if it is not set, or cannot be read."""
+    """Return RANK from a process's environment; None if RANK is not set or the environment is unreadable."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -99,9 +109,10 @@ def rank_of(pid: int) -> int | None:
 
 
 def wait_readable(fds: Mapping[int, int], timeout_s: float) -> list[int]:
-    """Wait up to `timeout_s` seconds for a readable file descriptor; return the keys of those readable.
+    """Wait until a file descriptor is readable; return the keys of all that are readable.
 
-    `fds` is {key: file descriptor}. A pidfd is readable once its process has exited.
+    `fds` is {key: file descriptor}. A pidfd is readable once its process has exited. The result is empty if
+    none is readable after `timeout_s` seconds.
     """
     poller = select.poll()
     keys = {fd: key for key, fd in fds.items()}

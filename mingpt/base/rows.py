@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def split_rows(rows: int, workers: int) -> list[range]:
-    """Return each rank's rows: chunks of ceil(rows / workers), of which the last may be shorter or empty.
+    """Return each rank's rows: chunks of ceil(rows / workers) rows; the last ones may be shorter or empty.
 
     FSDP2 shards dimension 0 of a parameter in the same way, by torch.chunk.
     """
@@ -48,9 +48,10 @@ class RowMap:
 
 
 def in_batches(items: Iterable[T], size_of: Callable[[T], int], largest: int) -> Iterator[list[T]]:
-    """Yield the items in order, in lists whose sizes, by `size_of`, add up to at most `largest`.
+    """Yield the items in order, in lists.
 
-    A larger item has a list of its own.
+    The sizes of a list's items, as `size_of` returns them, add up to at most `largest`. An item that is
+    larger has a list of its own.
     """
     batch, size = list[T](), 0
     for item in items:

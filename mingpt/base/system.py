@@ -20,20 +20,20 @@ from mingpt.base.errors import UserError
 try:
     import fcntl
     import resource
-except ModuleNotFoundError:  # each command imports this file before anything else that Windows lacks
+except ModuleNotFoundError:  # each command imports this file before another module that Windows lacks
     os.write(2, b"error: mingpt-distributed does not run on Windows: use WSL (Windows Subsystem for Linux)\n")
     raise SystemExit(2) from None
 
 T = TypeVar("T")
 SIOCGIFCONF, SIOCGIFNETMASK = 0x8912, 0x891B
 IFREQ_BYTES, MAX_ADDRESSES = 40, 512
-FILES_OF_AGENT, FILES_PER_WORKER = 24, 6  # measured with up to 8 workers, under fsdp, too
+FILES_OF_AGENT, FILES_PER_WORKER = 24, 6  # open files, measured with up to 8 workers, under fsdp, too
 # Constants of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 
 
 class OutOfTime(Exception):
-    """The work did not end within its time limit. Its thread keeps running, and nothing waits for it."""
+    """Work in a thread did not end within its time limit. The thread runs on, and nothing waits for it."""
 
 
 def check_working_directory() -> None:
@@ -49,7 +49,7 @@ def check_working_directory() -> None:
 def run_within(limit_s: float, work: Callable[[], T]) -> T:
     """Run `work` in a thread, and return its result or raise its exception.
 
-    Raises OutOfTime if it does not end within `limit_s` seconds.
+    Raises OutOfTime if `work` does not end within `limit_s` seconds.
     """
     outcome = start(work)
     if wait([outcome], limit_s).not_done:
@@ -58,9 +58,10 @@ def run_within(limit_s: float, work: Callable[[], T]) -> T:
 
 
 def try_within(limit_s: float, work: Callable[[], object]) -> bool:
-    """Run `work` in a daemon thread; return whether it ends within `limit_s` seconds, also by an exception.
+    """Run `work` in a daemon thread; return whether it ends within `limit_s` seconds.
 
-    The thread prints the exception. After the limit it keeps running, and nothing waits for it.
+    An exception ends `work`, too, and the thread prints it. After the limit the thread keeps running, and
+    nothing waits for the thread.
     """
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -84,7 +85,7 @@ def complete(outcome: Future[T], work: Callable[[], T]) -> None:
 
 
 def loopback_address() -> str:
-    """Return 127.0.0.1, or ::1 on a host without IPv4. With them, no host name has to be resolved."""
+    """Return 127.0.0.1, or ::1 on a host without IPv4. Unlike localhost, these need no name resolution."""
     try:
         with socket.socket(socket.AF_INET) as probe:
             probe.bind(("127.0.0.1", 0))
@@ -115,12 +116,12 @@ def ipv4_addresses() -> list[tuple[str, ipaddress.IPv4Interface]]:
 
 def use_one_arena() -> None:
     """Make all threads share one malloc arena of glibc. Call this before a second thread is started."""
-    # Each thread would have an arena of its own, and could not use memory that another thread has freed.
+    # Otherwise each thread has its own arena, and cannot use memory that another thread has freed.
     set_malloc_option(M_ARENA_MAX, 1)
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory: returned to the kernel, it would cost page faults in every step."""
+    """Make glibc keep freed memory: if glibc returned it to the kernel, every step would have page faults."""
     set_malloc_option(M_MMAP_MAX, 0)
     set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1)
     set_malloc_option(M_TOP_PAD, 64 << 20)
@@ -161,7 +162,9 @@ def allow_open_files(workers: int) -> None:
 
 
 def cgroup_quota(membership: Path, mount: Path) -> float:
-    """Return the smallest CPU quota, in cores, of a process's cgroup (v2) and its parents; inf without any.
+    """Return the smallest CPU quota, in cores, of a process's cgroup (v2) and its parents.
+
+    The result is inf if none of these has a quota.
 
     `membership` is the process's /proc/PID/cgroup, `mount` the folder where cgroups are mounted.
     """

@@ -1,8 +1,8 @@
 """Open URLs by the drivers of fsspec, and hide their credentials in messages, logs and the run's files.
 
-Code that writes to one of these calls `redact` first. URLs are shown as `sftp://user:***@host/path` and
-`https://host/file?***`. Other secrets belong in environment variables, which are not printed, except for
-PYTHONPATH and variables for the launch, such as RANK or GLOO_SOCKET_IFNAME.
+Code that writes a message, a log line or a file of the run first calls `redact`. URLs are shown as
+`sftp://user:***@host/path` and `https://host/file?***`. Other secrets belong in environment variables, which
+are not printed, except for PYTHONPATH and variables for the launch, such as RANK or GLOO_SOCKET_IFNAME.
 """
 
 import logging
@@ -14,7 +14,7 @@ from mingpt.base.errors import UserError
 HIDDEN = "***"
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 PASSWORD = re.compile(r"(://[^/?#@:]*:)[^/?#]*@")
-TOKEN = re.compile(r"(https?://)[^/?#@:]*@")  # in other schemes it is a name: abfs://container@account
+TOKEN = re.compile(r"(https?://)[^/?#@:]*@")  # other schemes have a name there: abfs://container@account
 QUERY = re.compile(r"\?[^?]*=.*")  # a signed query, as of S3; a ? without = belongs to a pattern of names
 
 
@@ -29,17 +29,20 @@ def redact(text: str) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """Apply `redact` to a string, or to the string values in nested dictionaries. All else is unchanged."""
+    """Apply `redact` to a string, or to the strings that are values in nested dictionaries.
+
+    Any other value, such as a list, is returned unchanged.
+    """
     if isinstance(value, dict):
         return {key: redact_all(one) for key, one in value.items()}
     return redact(value) if isinstance(value, str) else value
 
 
 def open_url(where: str, what: str | None = None) -> tuple[Any, str]:
-    """Return the fsspec file system of a path or URL, and the path in that file system.
+    """Return the fsspec file system of `where`, a path or URL, and the path in that file system.
 
-    The file system caches no listings. Raises UserError if the URL's driver is not installed; the message
-    begins with `what`, by default `where`.
+    The file system caches no listings. Raises UserError if the URL's driver is not installed. The message
+    begins with `what`; if `what` is None, with `where`.
     """
     import fsspec  # takes a while, and a worker does not need it before it listens for signals
 

@@ -1,8 +1,8 @@
 """Turn a command line and a YAML file into a checked Config, and report a mistake in one sentence.
 
-A command line is `[CONFIG.yaml] [section.key=value ...]`: the file is applied first, wherever it stands, then
-the settings on the line; settings.py has the defaults. `--section.key value` works too. Without a file,
-DEFAULT_FILE beside train.py is read.
+A command line is `[CONFIG.yaml] [section.key=value ...]`: the file is applied first, wherever its name stands
+on the line, then the settings on the line; settings.py has the defaults. `--section.key value` works too. If
+no file is named, DEFAULT_FILE beside train.py is read.
 """
 
 import dataclasses
@@ -22,15 +22,16 @@ from mingpt.base.paths import refuse_pipe, typed_path
 from mingpt.config.settings import PATHS, PROJECT, Config, Setting, check, flatten, settings, to_yaml
 
 DEFAULT_FILE = "gpt2_train_cfg.yaml"
-# The YAML tags that are allowed, also implicit ones. None stands for all others, which it refuses.
+# The YAML tags that are allowed, also implicit ones. PyYAML's constructor for None refuses all other tags.
 TAGS = (None, "tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
 
 
 def parse(argv: Sequence[str]) -> Config:
     """Return the configuration that command-line arguments, without the program's name, ask for.
 
-    Their form is `[CONFIG.yaml] [section.key=value ...]`. If --help or --print_config is among them, print
-    what it asks for and raise SystemExit(0). Raises UserError, in one sentence, if anything is wrong.
+    The form of the arguments is `[CONFIG.yaml] [section.key=value ...]`. If --help is among them, this
+    function prints the help text, and if --print_config is, the configuration; then it raises SystemExit(0).
+    Raises UserError, whose message is one sentence, if anything is wrong.
     """
     if "--help" in argv or "-h" in argv:
         write_stdout(help_text())
@@ -45,7 +46,7 @@ def parse(argv: Sequence[str]) -> Config:
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """Return the config file's path, None if none is given, and the settings as {dotted key: text}.
+    """Return the config file's path (None if no file is given) and the settings as {dotted key: text}.
 
     Raises UserError for an argument of another form, a second file, or a key with two different values. Does
     not check whether keys and values are valid.
@@ -160,9 +161,10 @@ def build(flat: dict[str, Any]) -> Config:
 
 
 def convert(text: Any, setting: Setting) -> Any:
-    """Convert the text of a setting: null to None, and a path by `typed_path`, which may raise UserError.
+    """Convert the text of a setting: null to None, if allowed, and the text of a path by `typed_path`.
 
-    Other texts are returned unchanged; pydantic converts them to numbers and booleans.
+    Any other text is returned unchanged; pydantic converts it to a number or a boolean. Raises UserError for
+    a text that cannot be a path.
     """
     if setting.is_optional and text in ("null", "~"):  # both are null in YAML
         return None

@@ -40,16 +40,19 @@ DURATION = re.compile(r"(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?|(\d+(?:\.\d+)?(?
 
 
 def Field(default: Any, description: str, *, affects_result: bool = False, **limits: Any) -> Any:
-    """Declare a setting, within `limits` as in pydantic, such as ge=1.
+    """Declare a setting. `limits` are those of pydantic, such as ge=1.
 
-    `affects_result` says whether it can change the result of a run.
+    `affects_result` says whether the setting can change the result of a run.
     """
     extra: dict[str, Any] = {"affects_result": affects_result}
     return pydantic.Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 def to_seconds(value: Any) -> float:
-    """Convert a number of seconds, or a text such as 90 or 5h30m, to seconds. Raises ValueError."""
+    """Convert a number of seconds, or a text such as 90 or 5h30m, to seconds.
+
+    Raises ValueError for any other text.
+    """
     match = DURATION.fullmatch(str(value))
     if match is None:
         raise ValueError("it should be seconds, or hours, minutes and seconds as in 5h30m")
@@ -348,7 +351,7 @@ class Setting:
 
 
 def find_kinds(kind: Any) -> list[Any]:
-    """Return what an annotation is made of, nested parts included: types, literal values and limits."""
+    """Return the innermost parts of an annotation `kind`: types, literal values and limits, in order."""
     parts = typing.get_args(kind)
     return [one for part in parts for one in find_kinds(part)] if parts else [kind]
 
@@ -378,7 +381,10 @@ def settings() -> dict[str, Setting]:
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Turn {"model": {"n_layer": 4}} into {"model.n_layer": 4}; an empty dictionary stays as a value."""
+    """Turn {"model": {"n_layer": 4}} into {"model.n_layer": 4}; an empty dictionary stays as a value.
+
+    `prefix` is put before every key.
+    """
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, dict) and value:
@@ -391,7 +397,8 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return {dotted key: value} for the settings of a nested configuration that can change the result.
 
-    A setting that the configuration lacks has its default; keys that are not settings are left out.
+    For a setting that the configuration lacks, the value is the default. Keys that are not settings are left
+    out.
     """
     given = flatten(dict(config))
     known = settings().items()
@@ -399,7 +406,7 @@ def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return "key: old -> new" for each setting that differs and can change the result.
+    """Return "key: old -> new" for each setting that differs and can change the result of a run.
 
     `old` and `new` are nested configurations, as `to_dict` returns them.
     """

@@ -2,7 +2,7 @@
 
 The data are split first, and the model never trains on the validation part; only a tokenizer may be made from
 all of a text. `TextData` and `ShardData` have the same methods, so code that uses data need not know which of
-them it has; `is_shards` decides when data.path is opened.
+the two it has. `open_data` chooses between them, by `is_shards`.
 """
 
 import codecs
@@ -28,16 +28,19 @@ class Corpus:
 
     train: WindowDataset
     val: WindowDataset
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None for token shards whose tokenizer is not known
     vocab_size: int  # rows of the embedding; at least the tokenizer's size
     fingerprint: str  # a hash of the data, 64 hexadecimal digits
     files: Mapping[str, str] = field(default_factory=dict)  # {shard's name: fingerprint}; empty for a text
-    val_bytes: int | None = None  # of the validation text in UTF-8, after its first token; None: unknown
-    entropy_floor: float | None = None  # nats per token of the validation part, if known
+    val_bytes: int | None = None  # bytes of the validation text after its first token; None if unknown
+    entropy_floor: float | None = None  # lowest possible validation loss, nats per token; None if unknown
 
 
 class TextData:
-    """A text, not yet split. Raises UserError if it is empty, not UTF-8, or named *.jsonl or *.ndjson."""
+    """The text of data.path, not yet split; `content` has its bytes.
+
+    Raises UserError if the text is empty or not UTF-8, or if data.path ends in .jsonl or .ndjson.
+    """
 
     def __init__(self, content: bytes, config: DataConfig) -> None:
         if config.path.endswith((".jsonl", ".ndjson")):
@@ -52,22 +55,23 @@ class TextData:
         local = local_path(config.resolved_path)
         self.folder = None if local is None else Path(local).parent
         self.val_fraction = config.val_fraction
-        # Without a byte order mark, so that a run that has trained on one does not go on with other windows.
+        # Without a byte order mark, which is not part of the text. Older versions of this program trained on
+        # the mark and hashed it, so their runs have another hash, and do not go on with other windows.
         self.fingerprint = hashlib.sha256(content.removeprefix(codecs.BOM_UTF8)).hexdigest()
 
     def train_tokenizer(self, name: str) -> Tokenizer:
         """Make a tokenizer from the text. `name` is data.tokenizer: a kind in TOKENIZERS, or auto for char.
 
-        Raises KeyError for an unknown kind, UserError for a kind that is not made from the run's text.
+        Raises KeyError for an unknown kind, and UserError for a kind that is not made from a run's text.
         """
         return TOKENIZERS["char" if name == "auto" else name].train(self.text)
 
     def take_tokenizer(self, tokenizer: Tokenizer | None, where: str) -> Tokenizer | None:
         """Return the tokenizer that encodes the text if the run starts with weights that use `tokenizer`.
 
-        It is `tokenizer` itself, but None for a CharTokenizer: one is made from this text instead. Raises
-        UserError if `tokenizer` is None, because no embedding row of the weights could be taken over; the
-        message names the weights by `where`.
+        This is `tokenizer` itself. But if `tokenizer` is a CharTokenizer, None is returned, and the caller
+        makes a tokenizer from this text. Raises UserError if `tokenizer` is None, because then no embedding
+        row of the weights can be taken over; the message names the weights by `where`.
         """
         if tokenizer is None:
             raise UserError(
@@ -82,8 +86,9 @@ class TextData:
     def encode(self, tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray, int, int | None]:
         """Return the training tokens, the validation tokens, the vocabulary's size, and a number of bytes.
 
-        The last is the size of the validation text in UTF-8, without its first token, or None if the
-        tokenizer loses text. Raises UserError if the tokenizer cannot encode the text.
+        The number of bytes is that of the validation text in UTF-8, without the text of its first token,
+        which is never a target; it is None if the tokenizer loses some of the text. `tokenizer` must not be
+        None. Raises UserError if the tokenizer cannot encode the text.
         """
         assert tokenizer is not None, "a text needs a tokenizer"
         n_train = int(len(self.text) * (1 - self.val_fraction))
@@ -98,14 +103,20 @@ Data = TextData | ShardData
 
 
 def open_data(config: DataConfig) -> Data:
-    """Read the text, or open the token shards, of data.path on this machine. Raises UserError if unusable."""
+    """Read the text, or open the token shards, of data.path on this machine.
+
+    Raises UserError if the data cannot be used.
+    """
     if is_shards(config.path):
         return open_shards(config.path, config.val_fraction)
     return TextData(read_bytes(config), config)
 
 
 def tokenizer_file(data: Data) -> Path | None:
-    """Return the path of the tokenizer.json beside the data; None if there is none, or for data at a URL."""
+    """Return the path of the tokenizer.json beside the data.
+
+    Returns None if there is no such file, or if the data are at a URL.
+    """
     path = data.folder / "tokenizer.json" if data.folder else None
     return path if path and path.is_file() else None
 
@@ -122,10 +133,12 @@ def make_corpus(content: bytes, config: DataConfig) -> Corpus:
 def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: int | None = None) -> Corpus:
     """Return the Corpus of `data`. A text is encoded by `tokenizer`; shards are tokens already.
 
-    The last `data.val_fraction` of a text is for validation. The `vocab_size` of the corpus is `rows`, if
-    given: the number of embedding rows of a model that is trained further. Otherwise it is data.vocab_size,
-    else the vocabulary's size. Raises UserError if the training or validation part is shorter than a window,
-    if the tokenizer cannot encode the text or, without `rows`, if it has more tokens than data.vocab_size.
+    The last `data.val_fraction` of a text is for validation. `rows` is the number of embedding rows of a
+    model that is trained further; None for a new model. The `vocab_size` of the corpus is `rows`; if `rows`
+    is None, it is the setting data.vocab_size or, if that is null, the vocabulary's size.
+
+    Raises UserError if the training or validation part is shorter than a window, if the tokenizer cannot
+    encode the text, or if `rows` is None and the tokenizer has more tokens than data.vocab_size.
     """
     train, val, size, val_bytes = data.encode(tokenizer)
     vocab_size = rows or config.vocab_size or size
@@ -154,7 +167,8 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
 def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
     """Return the lowest possible loss, in nats per character, that a .json file beside the text gives.
 
-    Return None if there is no such file, or if it is for another text or val_fraction.
+    Returns None if there is no such file, if it is for another text or val_fraction, or if it has no such
+    number.
     """
     beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
     try:

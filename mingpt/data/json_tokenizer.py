@@ -1,8 +1,8 @@
 """Find and run any Hugging Face tokenizer.json, by the `tokenizers` package, which is imported on first use.
 
-`inspect_spec` reads from the file whether the bytes of each token can be counted, and whether a text can be
-cut in pieces without a change of its tokens. The functions that take a `spec`, a parsed tokenizer.json, raise
-KeyError, TypeError or AttributeError for an unknown form.
+`inspect_spec` finds out from the file whether the bytes of each token can be counted, and whether a text can
+be split into pieces without a change of its tokens. If a tokenizer.json has an unknown form, functions that
+take its parsed content, or a part of it, raise KeyError, TypeError or AttributeError.
 """
 
 import codecs
@@ -26,12 +26,13 @@ from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as PackageTokenizer
 
-# GPT-2's pattern ends a word before each whitespace that follows another character: a text can be cut there.
-# After whitespace it cannot, because the pattern looks ahead; nor with patterns such as cl100k's, which join
-# punctuation and line breaks.
+# Places at which a text can be split: GPT-2's pattern ends a word before whitespace that follows a character
+# other than whitespace. A text cannot be split after whitespace, because the pattern looks ahead. Nor can it
+# be split for a pattern that joins punctuation and line breaks, such as cl100k's.
 CUT = re.compile(r"(?<=\S)\n")
 CUT_IN_A_LINE = re.compile(r"(?<=\S)[\n ]")
-KEEPS_TEXT = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")  # all of Split's but Removed
+# The behaviors of the pre-tokenizer Split that keep all text: all but Removed.
+KEEPS_TEXT = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
 PIECE_CHARACTERS = 1 << 16
 PIECES_AT_ONCE = 16  # few: while it encodes, the package needs about 100 bytes per token
@@ -50,9 +51,10 @@ def byte_alphabet() -> set[str]:
 
 
 def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """Return the members of a part of a tokenizer.json: for a Sequence, the list under the key `name`.
+    """Return the members of `part`, the pre-tokenizer or the decoder of a tokenizer.json.
 
-    Return [part] for any other part, and [] for None.
+    For a part of type Sequence this is the list under the key `name`; for any other part, [part]; for None,
+    an empty list.
     """
     if part is None:
         return []
@@ -60,11 +62,11 @@ def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 
 def inspect_spec(spec: dict[str, Any], is_bpe: bool) -> tuple[bool, bool, bool]:
-    """Return three booleans, each of which is true only if its claim surely holds for every text.
+    """Return three booleans about a tokenizer: true if a claim holds for every text, false if it may not.
 
-    The claims are: decoding joins the bytes of the tokens; the tokens stand for exactly the text's bytes; the
-    tokens of the pieces that `split_text` yields, concatenated, are the tokens of the whole text. `is_bpe`
-    says whether the tokenizer's model is a BPE.
+    The three claims are: decoding joins the bytes of the tokens; the tokens stand for exactly the bytes of
+    the text; the tokens of the pieces that `split_text` yields, concatenated, are the tokens of the whole
+    text. `is_bpe` says whether the tokenizer's model is a BPE.
     """
     *before, last = parts_of(spec.get("pre_tokenizer"), "pretokenizers") or [{}]
     added, model = spec.get("added_tokens") or [], spec["model"]
@@ -94,17 +96,18 @@ def inspect_spec(spec: dict[str, Any], is_bpe: bool) -> tuple[bool, bool, bool]:
 
 
 def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Return whether an added token is not special and may stand for other bytes than its `content` has."""
+    """Return whether an added token is not special, and may stand for other bytes than its `content`."""
     is_spelled_in_bytes = token["content"] in model["vocab"] and not token["content"].isascii()
     takes_blanks = token.get("lstrip") or token.get("rstrip")
     return not token.get("special") and bool(is_spelled_in_bytes or takes_blanks)
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
-    """Yield the pieces of `text`, in order; each but the last has at least `size` characters, maybe far more.
+    """Split `text`, and yield the pieces in order.
 
-    After `size` characters a piece ends before the first line break in the `size` characters that follow,
-    else before the next line break or space. A line break or space after other whitespace does not count.
+    All pieces but the last have at least `size` characters, and may have far more. A piece ends before the
+    first line break that is among the `size` characters after its first `size`; if there is none, before the
+    next line break or space. A line break or space that follows whitespace does not count.
     """
     start = 0
     while start < len(text):
@@ -122,9 +125,9 @@ class JsonTokenizer(Tokenizer):
     """
 
     def __init__(self, content: bytes) -> None:
-        """Parse a tokenizer.json.
+        """Parse the content of a tokenizer.json.
 
-        Raises ValueError if it cannot be used, UserError if the package `tokenizers` is missing.
+        Raises ValueError if the content cannot be used, UserError if the package `tokenizers` is missing.
         """
         self._content = content
         self._tokenizer = load_with_package(content)
@@ -162,11 +165,11 @@ class JsonTokenizer(Tokenizer):
     to_tokenizer_json = to_bytes
 
     def __len__(self) -> int:
-        """Return the highest token + 1. Some numbers below it may be unused."""
+        """Return the highest token + 1. Some smaller numbers may not be tokens."""
         return self._size
 
     def encode(self, text: str) -> np.ndarray:
-        """Return a text's tokens, (tokens,), in the smallest unsigned type.
+        """Return a text's tokens, (tokens,), in the smallest unsigned dtype that has all tokens.
 
         Raises UserError for a lone surrogate.
         """
@@ -192,10 +195,11 @@ class JsonTokenizer(Tokenizer):
         return "".join(self.decode_pieces(tokens))
 
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text in pieces as tokens arrive; an incomplete character waits for its bytes, or the end.
+        """Yield the text in pieces, as tokens arrive.
 
-        Tokens are decoded together with those of the piece before, because a decoder may treat the first
-        token specially. A piece that ends in U+FFFD waits, because its last character may be incomplete.
+        A piece that ends in U+FFFD is not yielded before more tokens or the end arrive, because the bytes of
+        its last character may be incomplete. The tokens of a piece are decoded together with those of the
+        previous piece, because a decoder may treat the first token specially.
         """
         before: list[int] = []
         pending: list[int] = []
@@ -217,12 +221,12 @@ class JsonTokenizer(Tokenizer):
     def token_bytes(self) -> np.ndarray | None:
         """Return the number of bytes per token, (len(self),) int64; 0 for special tokens and unused numbers.
 
-        Return None unless the tokens of any text surely stand for exactly its bytes.
+        Returns None if, for some text, the tokens might not stand for exactly the bytes of that text.
         """
         special = [token for token, is_special in self._is_special.items() if is_special]
         if not self._has_bytes:
             return None
-        for token in special:  # counts no bytes, but plain text may encode to it
+        for token in special:  # a special token counts no bytes, but plain text may encode to it
             if token in self.encode(self._tokenizer.id_to_token(token) or ""):
                 return None
         sizes, alphabet = np.zeros(self._size, dtype=np.int64), byte_alphabet()
@@ -233,9 +237,9 @@ class JsonTokenizer(Tokenizer):
         return sizes
 
     def loses(self, text: str) -> bool:
-        """Return whether encoding and then decoding changes the text's first LOSS_CHARACTERS.
+        """Return whether encoding and then decoding changes the first LOSS_CHARACTERS characters of a text.
 
-        Changes of whitespace at their ends do not count.
+        Changes of whitespace at the beginning or at the end of these characters do not count.
         """
         if self.token_bytes() is not None:
             return False
@@ -249,9 +253,9 @@ class JsonTokenizer(Tokenizer):
         return next((token for token in named if self._is_special.get(token)), None)
 
     def tokens_by_meaning(self) -> dict[Any, int]:
-        """Return {(string, is special, is byte-level): token}.
+        """Return {(string, whether the token is special, whether the tokenizer is byte-level): token}.
 
-        Tokens of different tokenizers mean the same if they have the same key.
+        Tokens of different tokenizers have the same meaning if they have the same key.
         """
         return {
             (name, self._is_special.get(token, False), self.is_byte_level): token
@@ -260,7 +264,7 @@ class JsonTokenizer(Tokenizer):
 
 
 def import_tokenizers(what: str) -> Any:
-    """Import the package `tokenizers`. If it is missing, raises a UserError that begins with `what`."""
+    """Import the package `tokenizers`. Raises UserError, which begins with `what`, if that is impossible."""
     try:
         return importlib.import_module("tokenizers")
     except ImportError as error:
@@ -309,10 +313,10 @@ def check_unicode(text: str) -> None:
 
 
 def parse_tokenizer_json(content: bytes) -> Tokenizer:
-    """Return the tokenizer in a tokenizer.json: a CharTokenizer if one wrote it, else a JsonTokenizer.
+    """Return the tokenizer in a tokenizer.json: a CharTokenizer if that class wrote it, else a JsonTokenizer.
 
-    Raises ValueError for content that cannot be used, and UserError if a JsonTokenizer needs the package
-    `tokenizers` and it is missing.
+    Raises ValueError for content that cannot be used, and UserError if the package `tokenizers`, which a
+    JsonTokenizer needs, is missing.
     """
     content = content.removeprefix(codecs.BOM_UTF8)
     with contextlib.suppress(ValueError):
@@ -321,12 +325,20 @@ def parse_tokenizer_json(content: bytes) -> Tokenizer:
 
 
 def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenizer:
-    """Read by `read_named_tokenizer` the tokenizer that `name` stands for, and parse it. Raises UserError."""
+    """Return the tokenizer that `name` stands for, read by `read_named_tokenizer`.
+
+    Raises UserError if the tokenizer cannot be read or used; the message has `setting`, the name of the
+    setting, in it.
+    """
     return parse_named_tokenizer(read_named_tokenizer(name, setting), name, setting)
 
 
 def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
-    """Parse a tokenizer.json. Raises UserError if it is unusable; the message has `setting` and `name`."""
+    """Return the tokenizer in `content`, a tokenizer.json.
+
+    Raises UserError if the content cannot be used; the message begins with `setting` and `name`. Also raises
+    UserError if the package `tokenizers` is needed and missing.
+    """
     try:
         return parse_tokenizer_json(content)
     except UserError:
@@ -338,8 +350,9 @@ def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
 def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
     """Return the content of a tokenizer.json. `name` is gpt2, or a path or URL of the file or its folder.
 
-    A local folder may hold GPT-2's vocab.json and merges.txt, or encoder.json and vocab.bpe, instead. Raises
-    UserError for files that cannot be read or used; the message begins with `setting`.
+    Instead of a tokenizer.json, a local folder may hold vocab.json and merges.txt, or encoder.json and
+    vocab.bpe, in the form of GPT-2's. Raises UserError for files that cannot be read or used; the message
+    begins with `setting`.
     """
     if name == "gpt2":
         return download_gpt2(setting)
@@ -362,7 +375,10 @@ def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
 
 
 def download_gpt2(setting: str) -> bytes:
-    """Return GPT-2's tokenizer.json, from the Hugging Face hub or its local cache. Raises UserError."""
+    """Return GPT-2's tokenizer.json, from the Hugging Face hub or the hub's local cache.
+
+    Raises UserError if the file cannot be read; the message begins with `setting`.
+    """
     try:
         from huggingface_hub import hf_hub_download  # `tokenizers` depends on it
 
@@ -375,9 +391,9 @@ def download_gpt2(setting: str) -> bytes:
 
 
 def read_vocabulary(paths: Sequence[str], source: str) -> bytes:
-    """Return a tokenizer.json made from files like GPT-2's: `paths` are the vocabulary and the merges.
+    """Return a tokenizer.json made from files like GPT-2's: `paths` name the vocabulary and the merges.
 
-    Raises UserError if they cannot be used; the message begins with `source`.
+    Raises UserError if the files cannot be used; the message begins with `source`.
     """
     library = import_tokenizers(source)
     try:

@@ -1,11 +1,11 @@
-"""Find and check token shards, which are files of tokens, and read windows as if they were one array.
+"""Find and check token shards, which are files of tokens, and read windows as if the files were one array.
 
 Formats: nanoGPT's (little-endian uint16, no header, files named train.bin and val.bin) and llm.c's, which is
 modded-nanogpt's too (256 int32: magic, version, number of tokens; then uint16 or uint32). `python -m mingpt
 prepare` describes its shards in a meta.json beside them, which is checked before it is used.
 
-No file is mapped into memory: if a mapped file were cut short, or its network file system failed, a signal
-would end the process, and resident memory would grow with the data.
+No file is mapped into memory. If a mapped file became shorter, or its network file system failed, a signal
+would end the process; and resident memory would grow with the data.
 """
 
 import bisect
@@ -35,9 +35,9 @@ UINT16: np.dtype[Any] = np.dtype("<u2")
 UINT32: np.dtype[Any] = np.dtype("<u4")
 FORMATS = {(20240520, 1): UINT16, (20240801, 7): UINT32}  # magic and version: type of a token
 HEADERLESS = ("train.bin", "val.bin")
-BLOCK_BYTES = 4096  # a fingerprint (a hash) covers the first block, the last and two between
-SAMPLE_BYTES = 16384  # from a file's middle; they show the type of its tokens
-MIN_NONZERO = 128  # tokens; only one in 2^128 files of uint16 would have all of them at even places by chance
+BLOCK_BYTES = 4096  # a fingerprint (a hash) covers a file's first block, its last and two between them
+SAMPLE_BYTES = 16384  # bytes from the middle of a file that show the type of its tokens
+MIN_NONZERO = 128  # nonzero tokens; one in 2^128 files of uint16 has all of them at even places by chance
 VALIDATION = re.compile(r"(?<![^\W\d_])val(id|idation)?(?![^\W\d_])")  # not in medieval or eval
 Positive = Annotated[int, pydantic.Field(strict=True, gt=0)]
 
@@ -59,7 +59,7 @@ class Meta(pydantic.BaseModel):
 
     format: Literal[1]
     complete: Literal[True]
-    val_bytes: Count | None  # of the validation text, after its first token; None if tokens lose text
+    val_bytes: Count | None  # bytes of the validation text after its first token; None if tokens lose text
     tokenizer: TokenizerMeta
     files: Annotated[list[FileMeta], pydantic.Field(min_length=1)]
 
@@ -94,17 +94,17 @@ def is_shards(path: str) -> bool:
 
 
 def local_path(path: str) -> str | None:
-    """Return the local path, ~ expanded, of a path or a file:// or local:// URL; None for any other URL."""
+    """Return the path, with ~ expanded, of a local path or a file:// or local:// URL; None for other URLs."""
     for scheme in LOCAL:
         path = path.removeprefix(scheme)
     return None if "://" in path else os.path.expanduser(path)
 
 
 def find_files(path: str) -> list[Path]:
-    """Return the files to read, sorted: a folder's .bin files, those of a pattern, or the file `path`.
+    """Return the files that `path` stands for: .bin files of a folder or a pattern, sorted, or one file.
 
-    The file `path` need not exist. Raises UserError if a folder or pattern has no .bin file, or if the files
-    of a pattern are in several folders.
+    If `path` is neither a folder nor a pattern, the file need not exist. Raises UserError if a folder or
+    pattern has no .bin file, or if the files of a pattern are in several folders.
     """
     if os.path.isdir(path):
         pattern = f"{glob.escape(path)}/*.bin"
@@ -114,7 +114,7 @@ def find_files(path: str) -> list[Path]:
         pattern = path
     found = sorted(Path(name) for name in glob.glob(pattern) if name.endswith(".bin"))
     if not found:
-        read_meta(Path(path))  # its error says so if prepare was interrupted before the first shard
+        read_meta(Path(path))  # raises an error if prepare was interrupted before the first shard
         raise UserError(
             f"data.path {path} has no file whose name ends in .bin{relative_to(path)}: name a text, or token "
             "shards, which `python -m mingpt prepare` makes of other files"
@@ -140,11 +140,11 @@ def is_validation(name: str) -> bool:
 def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
     """Check a file's header, type and size; return its layout and fingerprint as a ShardFile.
 
-    `entry` is the file's entry in meta.json, if any. Its numbers of tokens and bytes must be the file's; its
-    SHA-256 is not compared, but is part of the fingerprint. Raises UserError, naming the file, if the file
-    cannot be read or used.
+    `entry` is the file's entry in meta.json, None without one. The entry's numbers of tokens and bytes must
+    be those of the file. The entry's SHA-256 is not compared with the file, but is part of the fingerprint.
+    Raises UserError, which names the file, if the file cannot be read or used.
     """
-    if not os.path.isfile(path):  # to open a pipe might wait forever
+    if not os.path.isfile(path):  # opening a pipe might wait forever
         raise UserError(f"{path} does not exist, or is not a regular file{relative_to(path)}")
     try:
         with open(path, "rb") as file:
@@ -181,8 +181,8 @@ def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]
     """Return a file's number of tokens, the byte offset of the first token, and the tokens' type.
 
     `header` is the file's first HEADER_BYTES, `size` its length in bytes, which is not compared with the
-    header. A file named as in HEADERLESS, without a known magic number, has only uint16 tokens. Raises
-    UserError, naming the file, for any other unknown header.
+    header. A file whose name is in HEADERLESS, and which does not begin with a known magic number, has no
+    header, only uint16 tokens. Raises UserError, which names the file, for any other unknown header.
     """
     magic, version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (0, 4, 8))
     known = [magic for magic, _ in FORMATS]
@@ -199,7 +199,10 @@ def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]
 
 
 def check_type(path: str, sample: bytes) -> None:
-    """Raise UserError if `sample`, bytes from the middle of a file of uint16, seems to have wider tokens."""
+    """Raise UserError if a file that would be read as uint16 seems to hold tokens of 4 or 8 bytes.
+
+    `sample` has bytes from the middle of the file.
+    """
     low, high = np.frombuffer(sample, UINT16).reshape(-1, 2).T
     if np.count_nonzero(low) >= MIN_NONZERO and high.sum() * 4096 <= low.sum():
         raise UserError(
@@ -211,8 +214,8 @@ def check_type(path: str, sample: bytes) -> None:
 def read_meta(folder: Path) -> dict[str, Any] | None:
     """Return the checked content of the folder's meta.json; None if there is no such file.
 
-    Raises UserError if the file cannot be read, is damaged, is another program's, or says that `prepare` did
-    not finish.
+    Raises UserError if the file cannot be read, is damaged, was written by another program, or says that
+    `prepare` did not finish.
     """
     path = folder / "meta.json"
     try:
@@ -235,10 +238,11 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def open_unchanged(file: ShardFile) -> Iterator[BinaryIO]:
-    """Open a checked file for reading; turn an OSError, also of the block, into an error with one sentence.
+    """Open a checked file for a `with` block, and turn an OSError into an error with one sentence.
 
-    Raises UserError if the file is gone, may not be read or has changed its size since it was checked, and
-    ExpectedError for any other OSError, which may be temporary.
+    An OSError of opening, or of the block, becomes a UserError if the file is gone or may not be read, and
+    otherwise an ExpectedError, because the failure may be temporary. Also raises UserError if the size of the
+    file has changed since the check.
     """
     try:
         with open(file.path, "rb") as stream:
@@ -259,7 +263,7 @@ def open_unchanged(file: ShardFile) -> Iterator[BinaryIO]:
 class TokenShards:
     """The tokens `first` to `stop` - 1 of the concatenated `files`, as an array that is read in windows.
 
-    A file is open only while some of it is read, so any thread or forked process may read.
+    A file is open only while tokens are read from it, so any thread or forked process may call `read`.
     """
 
     def __init__(self, files: Sequence[ShardFile], first: int, stop: int) -> None:
@@ -270,10 +274,11 @@ class TokenShards:
         return self._stop - self._first
 
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """Return `length` tokens from each of `starts` on, across files, too: (len(starts), length) int64.
+        """Return the `length` tokens from each of `starts` on, (len(starts), length) int64.
 
-        Raises IndexError for a window outside of the array, UserError if a file is gone, may not be read or
-        has changed its size since it was checked, ExpectedError if reading fails otherwise.
+        A window may extend over several files. Raises IndexError for a window outside of the array, UserError
+        if a file is gone, may not be read or has changed its size since the check, and ExpectedError if
+        reading fails for another reason.
         """
         first = np.asarray(starts, dtype=np.int64) + self._first
         last = first + length
@@ -312,9 +317,9 @@ class TokenShards:
 class ShardData:
     """Checked token shards, split into a training and a validation part; the methods are those of `TextData`.
 
-    `files` has each file's fingerprint (a hash) by name, in the order of reading; `fingerprint` is, in hex,
-    the SHA-256 over these. `meta` is the content of the folder's meta.json, if there is one; its `val_bytes`
-    is replaced by None if the files that are read are not exactly those that meta.json lists.
+    `files` is {file's name: its fingerprint (a hash)}, in the order of reading; `fingerprint` is the SHA-256,
+    in hex, over all these fingerprints. `meta` is the content of the folder's meta.json, or None if there is
+    no such file. Its `val_bytes` is None if the files that are read are not exactly those in meta.json.
     """
 
     path: str
@@ -326,7 +331,10 @@ class ShardData:
     meta: dict[str, Any] | None
 
     def train_tokenizer(self, name: str) -> None:
-        """Return None: tokens need no tokenizer. Raises UserError unless `name`, data.tokenizer, is auto."""
+        """Return None, because token shards need no tokenizer.
+
+        Raises UserError if `name`, which is data.tokenizer, is not auto.
+        """
         if name != "auto":
             raise UserError(
                 f"data.tokenizer={name} is made from a text, and data.path {self.path} holds token shards: "
@@ -334,13 +342,14 @@ class ShardData:
             )
 
     def take_tokenizer(self, tokenizer: Tokenizer | None, _where: str) -> Tokenizer | None:
-        """Return `tokenizer`, that of the weights with which the run starts; None if they have none."""
+        """Return `tokenizer`, that of the weights that the run starts with; None if the weights have none."""
         return tokenizer
 
     def check_tokenizer(self, tokenizer: Tokenizer | None, name: str) -> None:
         """Raise UserError if meta.json says that the shards were made with another tokenizer.
 
-        `tokenizer` is the one that `name`, data.tokenizer, stands for.
+        `tokenizer` is the tokenizer that `name`, which is data.tokenizer, stands for. Nothing is checked if
+        `tokenizer` is None, or if no meta.json says with which tokenizer the shards were made.
         """
         content = tokenizer.to_tokenizer_json() if tokenizer else None
         made_with = self.meta["tokenizer"]["sha256"] if self.meta else None
@@ -353,8 +362,9 @@ class ShardData:
     def encode(self, tokenizer: Tokenizer | None) -> tuple[TokenShards, TokenShards, int, int | None]:
         """Return the training part, the validation part, the vocabulary's size, and a number of bytes.
 
-        The size is the tokenizer's, else that in meta.json, else GPT-2's. The last is the size of the
-        validation text in UTF-8, without its first token, or None if it is not known.
+        The vocabulary's size is that of `tokenizer`; without a tokenizer that in meta.json, and without a
+        meta.json that of GPT-2. The number of bytes is that of the validation text in UTF-8, without the text
+        of its first token; None if it is not known.
         """
         size, val_bytes = GPT2_VOCABULARY, None
         if self.meta:
@@ -363,12 +373,12 @@ class ShardData:
 
 
 def open_shards(path: str, val_fraction: float) -> ShardData:
-    """Find, order and check the files of `path`: a folder, a pattern or one .bin file; split their tokens.
+    """Return the token shards of `path`, a folder, a pattern or one .bin file: checked, sorted and split.
 
-    Files with the word val, valid or validation in their names are for validation. If there are none, the
-    last `val_fraction` of all tokens is. Raises UserError for a URL, for files that are missing, unreadable
-    or not complete token shards, for an unusable meta.json, or if `path` is a folder and meta.json lists
-    other files than it has.
+    Files with the word val, valid or validation in their names are for validation. If no file has such a
+    name, the last `val_fraction` of all tokens is for validation. Raises UserError for a URL, for files that
+    are missing, unreadable or not complete token shards, for an unusable meta.json, or if `path` is a folder
+    that does not have exactly the files that meta.json lists.
     """
     local = local_path(path)
     if local is None:
@@ -407,7 +417,10 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
 
 
 def check_listed(folder: Path, names: Sequence[str], entries: dict[str, Any]) -> None:
-    """Raise UserError unless `names`, the shards in the folder, are exactly those in meta.json, `entries`."""
+    """Raise UserError if `names`, the shards in the folder, are not exactly the keys of `entries`.
+
+    The keys are the names of the files that meta.json lists.
+    """
     different = sorted(entries.keys() ^ set(names))
     if different:
         raise UserError(

@@ -1,6 +1,6 @@
-"""Read the bytes at a path or any fsspec URL; if that fails, an error says why in one sentence.
+"""Read the bytes at a path or any fsspec URL; if reading fails, an error says why in one sentence.
 
-A remote text is cached; any text is checked against `data.sha256`, if that is set.
+A remote text is cached; any text is checked against `data.sha256`, if that setting is not null.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from mingpt.config import DataConfig
 LOCAL = ("file://", "local://", "memory://")
 # Files that `python -m mingpt prepare` reads and training does not.
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-KINDS = {".jsonl": "line", ".ndjson": "line", ".parquet": "row"}  # what holds one document
+KINDS = {".jsonl": "line", ".ndjson": "line", ".parquet": "row"}  # {suffix: what holds one document}
 log = logging.getLogger(__name__)
 
 
@@ -30,14 +30,14 @@ class AbsentFile(UserError):
 
 
 def read_bytes(config: DataConfig) -> bytes:
-    """Return the bytes at data.path. A remote text comes from the cache, if it is there.
+    """Return the bytes at data.path. A remote text is read from the cache, if the cache has it.
 
-    It is downloaded again if the cached bytes have another SHA-256 than data.sha256. Raises UserError if the
-    text cannot be read, or has another SHA-256 even then.
+    If the SHA-256 of the cached bytes is not data.sha256, the text is downloaded again. Raises UserError if
+    the text cannot be read, or if the SHA-256 of a local or downloaded text is not data.sha256.
     """
     path, sha256 = config.resolved_path, config.sha256
     is_remote = "://" in path and not path.startswith(LOCAL)
-    with contextlib.suppress(OSError, RuntimeError):  # not in the cache, or there is none
+    with contextlib.suppress(OSError, RuntimeError):  # not in the cache, or there is no cache
         content = cache_path(path).read_bytes() if is_remote else None
         if content is not None and has_checksum(content, sha256):
             return content
@@ -62,7 +62,7 @@ def write_cache(url: str, content: bytes) -> None:
 
 
 def cache_path(url: str) -> Path:
-    """Return the path of a URL's cache file. Raises RuntimeError without a home folder."""
+    """Return the path of a URL's cache file. Raises RuntimeError if the home folder is not known."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mingpt"
     digest = hashlib.sha256(url.encode(errors="surrogateescape")).hexdigest()
     return folder / f"{digest[:16]}-{url.partition('?')[0].rsplit('/', 1)[-1][:80]}"
@@ -85,9 +85,9 @@ def download(path: str, setting: str) -> bytes:
 
 @contextlib.contextmanager
 def readable(path: str, begin: str = "") -> Iterator[None]:
-    """Turn an Exception of the block, which reads `path`, into a UserError with one sentence.
+    """Turn an Exception of the `with` block, which reads `path`, into a UserError with one sentence.
 
-    It is an AbsentFile if the file does not exist. The message begins with `begin` and `path`.
+    The UserError is an AbsentFile if the file does not exist. The message begins with `begin` and `path`.
     """
     try:
         yield
@@ -108,10 +108,10 @@ def relative_to(path: str) -> str:
 
 
 def failed_request(error: Exception) -> BaseException | None:
-    """Return the failure of an HTTP request (no connection, a timeout or a refusal) behind `error`, or None.
+    """Return the exception of a failed HTTP request (no connection, a timeout or a refusal) behind `error`.
 
-    fsspec's HTTP driver raises FileNotFoundError for these, too. Status 404 or 410 is not such a failure:
-    it means that the file is absent.
+    fsspec's HTTP driver raises FileNotFoundError for such a failure, too. Returns None if no request failed,
+    or if the status of the answer was 404 or 410, which means that the file is absent.
     """
     cause = error.__cause__
     is_of_driver = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
@@ -119,7 +119,7 @@ def failed_request(error: Exception) -> BaseException | None:
 
 
 def hint_to_prepare(path: str) -> str:
-    """Return a hint for an error message to run `prepare`, if only that can read the file; else ""."""
+    """Return a hint, for an error message, to run `prepare`, if only `prepare` can read the file; else ""."""
     is_for_prepare = suffix_of(path) in KINDS or name_of(path).endswith(COMPRESSED)
     return ": make token shards of it with `python -m mingpt prepare`" if is_for_prepare else ""
 
@@ -130,6 +130,6 @@ def name_of(path: str) -> str:
 
 
 def suffix_of(path: str) -> str:
-    """Return the suffix of a path or URL without that of a compression: .jsonl for a.jsonl.gz."""
+    """Return the suffix of a path or URL, not counting the suffix of a compression: .jsonl for a.jsonl.gz."""
     stem, suffix = os.path.splitext(name_of(path))
     return os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix

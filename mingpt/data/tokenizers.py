@@ -24,7 +24,10 @@ class Tokenizer(ABC):
     @classmethod
     @abstractmethod
     def train(cls, text: str) -> "Tokenizer":
-        """Make a tokenizer from the run's text. Raises UserError if the class makes none from a text."""
+        """Make a tokenizer from the run's text.
+
+        Raises UserError if tokenizers of this class are not made from a text.
+        """
 
     @classmethod
     @abstractmethod
@@ -44,7 +47,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Return a text's tokens, (tokens,), in the smallest unsigned type.
+        """Return a text's tokens, (tokens,), in the smallest unsigned dtype that has all tokens.
 
         Raises UserError if the text cannot be encoded.
         """
@@ -54,7 +57,10 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def split(self, text: str) -> Iterable[str]:
-        """Cut a text in pieces, so that their tokens, concatenated, are those of the whole text."""
+        """Split a text into pieces whose tokens, concatenated, are the tokens of the whole text.
+
+        By default the whole text is the only piece.
+        """
         return [text]
 
     @abstractmethod
@@ -72,26 +78,26 @@ class Tokenizer(ABC):
     def token_bytes(self) -> np.ndarray | None:
         """Return the number of UTF-8 bytes of each token, (len(self),) int64; 0 for special tokens.
 
-        Return None if the number does not depend only on the token.
+        Returns None if, in some texts, a token might stand for another number of bytes.
         """
         return None
 
     def loses(self, text: str) -> bool:
-        """Return whether encoding loses some of the text, other than whitespace at its ends.
+        """Return whether encoding loses some of the text. Whitespace at the ends of the text does not count.
 
-        Only the beginning of a long text may be tried.
+        A class may try only the beginning of a long text.
         """
         return False
 
     @property
     def end_of_text(self) -> int | None:
-        """The token that ends a document; None if there is none."""
+        """The token that ends a document; None if the tokenizer has no such token."""
         return None
 
     def default_prompt(self) -> list[int]:
         """Return the tokens that a sample without a prompt begins with: `end_of_text`, else a line break.
 
-        Return [0] if there is no `end_of_text` and a line break has no token.
+        If there is no `end_of_text`, and a line break has no token, the result is [0].
         """
         end = self.end_of_text
         return [end] if end is not None else self.encode("\n").tolist() or [0]
@@ -119,16 +125,16 @@ def bytes_of_token(tokenizer: Tokenizer, token: int) -> int:
     return len(tokenizer.decode([token]).encode()) if sizes is None else int(sizes[token])
 
 
-TOKENIZERS: dict[str, type[Tokenizer]] = {}  # by kind, which `data.tokenizer` may name
+TOKENIZERS: dict[str, type[Tokenizer]] = {}  # {kind, such as "char": class}; data.tokenizer may be a kind
 
 
 def kind_of(tokenizer: Tokenizer) -> str:
-    """Return the name under which TOKENIZERS has the tokenizer's class."""
+    """Return the key of the tokenizer's class in TOKENIZERS, such as "char"."""
     return next(kind for kind, registered in TOKENIZERS.items() if type(tokenizer) is registered)
 
 
 def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
-    """Return the tokenizer of this kind, a name in TOKENIZERS, whose `to_bytes` returned `content`.
+    """Return the tokenizer of this kind (a key of TOKENIZERS) whose `to_bytes` returned `content`.
 
     Raises ValueError for an unknown kind, for other bytes, or if a package that the kind needs is missing.
     """
@@ -138,7 +144,7 @@ def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
 
 
 class CharTokenizer(Tokenizer):
-    """A tokenizer with a token per character: the character's place among the sorted `characters`."""
+    """A tokenizer with one token per character: the character's index in the sorted `characters`."""
 
     def __init__(self, characters: str) -> None:
         if not 0 < len(characters) <= sys.maxunicode + 1:
@@ -166,7 +172,10 @@ class CharTokenizer(Tokenizer):
         return len(self.characters)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return a text's tokens, (len(text),). Raises UserError, naming it, for an unknown character."""
+        """Return a text's tokens, (len(text),).
+
+        Raises UserError, which names the character, if one is not in the vocabulary.
+        """
         codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
         dtype = np.min_scalar_type(len(self) - 1)
         table = np.zeros(int(max(codes.max(initial=0), self._codes[-1])) + 1, dtype=dtype)
@@ -185,7 +194,7 @@ class CharTokenizer(Tokenizer):
         return "".join(self.characters[token] for token in tokens)
 
     def token_bytes(self) -> np.ndarray:
-        codes = self._codes[:, np.newaxis]  # two bytes from U+0080 on, and so forth
+        codes = self._codes[:, np.newaxis]  # a character has two bytes from U+0080 on, and so forth
         return 1 + (codes >= np.array([0x80, 0x800, 0x10000])).sum(axis=1)
 
     def default_prompt(self) -> list[int]:

@@ -1,7 +1,7 @@
-"""Windows of tokens: read them in batches, and choose those that each worker reads.
+"""Read windows of tokens in batches, and choose the windows that each worker reads.
 
-A window is `block_size + 1` consecutive tokens: an input, and its targets one token to the right. The order
-of windows is a seeded permutation per epoch, cut into micro-batches.
+A window is `block_size + 1` consecutive tokens: an input, and its targets one token to the right. The windows
+of an epoch are ordered by a seeded permutation, and split into micro-batches.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from mingpt.data.shards import TokenShards
 PREFETCH_BATCHES = 64  # batches that are gathered, and moved to the device, together
 PREFETCH_FROM_DISK = 128  # windows of token shards that are read ahead
 FEISTEL_ROUNDS = 6
-PREFETCH_STEPS = 32  # steps permuted at once: a thousand windows cost about as much as ten
+PREFETCH_STEPS = 32  # steps whose windows are computed at once: a thousand windows take as long as ten
 MIX_1, MIX_2, GOLDEN = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
 MASK_64 = 0xFFFFFFFFFFFFFFFF
 
@@ -30,7 +30,8 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     """All windows of a token array or of token shards, by the position of their first token.
 
     `dataset[start]` is (inputs, targets), each (block_size,) int64; `__getitems__` gathers a batch at once.
-    Tokens of shards are checked when they are read: UserError is raised if one is not below `vocab_size`.
+    The tokens of shards are checked when they are read: a token that is not below `vocab_size`, if that is
+    given, raises UserError.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
         return len(self.tokens) - self.block_size
 
     def file_count(self) -> int:
-        """Return the number of token shards that hold some of the tokens; 0 for an array."""
+        """Return the number of token shards that hold some of the tokens; 0 if the tokens are an array."""
         return 0 if isinstance(self.tokens, Tensor) else self.tokens.file_count()
 
     def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
@@ -58,8 +59,9 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> Tensor:
         """Return the `length` tokens from each of `starts` on, (len(starts), length) int64.
 
-        Raises IndexError past the end; with shards also UserError for a token outside of the vocabulary or a
-        file that is gone or has changed, and ExpectedError if reading fails otherwise.
+        Raises IndexError past the end. With shards, also raises UserError for a token outside of the
+        vocabulary or a file that is gone or has changed, and ExpectedError if reading fails for another
+        reason.
         """
         if isinstance(self.tokens, Tensor):
             return self.tokens[torch.as_tensor(starts).unsqueeze(1) + torch.arange(length)].long()
@@ -107,8 +109,8 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
         """Return the arguments of `read` for each batch of an evaluation: (starts, length).
 
         The windows lie end to end: every token but the first is a target exactly once, and a last window of
-        fewer than `block_size` targets is a batch of its own. If `max_windows` is less than the number of
-        these windows, the batches have `max_windows` evenly spaced whole windows instead.
+        fewer than `block_size` targets is a batch of its own. If `max_windows` is given, and less than the
+        number of these windows, the batches have only `max_windows` whole windows, evenly spaced.
         """
         whole, rest = divmod(len(self.tokens) - 1, self.block_size)
         count = whole if max_windows is None else min(max_windows, whole)
@@ -121,14 +123,14 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
         return batches
 
 
-CharDataset = WindowDataset  # its name elsewhere, from the time when tokens were characters
+CharDataset = WindowDataset  # the name of this class in minGPT, where tokens are characters
 
 
 def to_device(batch: tuple[Tensor, Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
     """Return inputs and targets, two tensors of equal shape, on `device`, without waiting for a GPU."""
     if torch.device(device).type != "cuda":
         return tuple(part.to(device) for part in batch)
-    # The allocator of pinned memory gives the pages to nobody else until the copy has ended.
+    # The allocator of pinned memory does not use the pages again until the copy has ended.
     return torch.stack(batch).pin_memory().to(device, non_blocking=True).unbind()
 
 
@@ -144,7 +146,7 @@ def mix(*numbers: int) -> int:
 
 
 def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Return the images of `indices`, (N,) uint64, under the permutation of range(size) that `key` selects.
+    """Return where the permutation of range(size) that `key` selects sends `indices`, (N,) uint64.
 
     Memory does not grow with `size`: the permutation is a balanced Feistel network over the next power of
     four, repeated until the result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite
@@ -180,7 +182,8 @@ class ElasticSampler(DistributedSampler[int]):
 
     The order depends only on the data, `seed` and the epoch: if a different number of workers resumes, each
     window of the epoch is still read exactly once. The only state is the integer `windows_seen`, the number
-    of windows that all workers together read before iteration begins. `seek` sets it, iterating does not.
+    of windows that all workers together read before iteration begins. `seek` sets `windows_seen`; iteration
+    does not change it.
 
     `dataset` may be any data set with a length and samples by index. The samples of a WindowDataset overlap,
     so an epoch of it has the windows that lie end to end from a random offset. A step takes the next
@@ -237,7 +240,10 @@ class ElasticSampler(DistributedSampler[int]):
         return self.micro_batches_by_rank()[self.rank]
 
     def window_starts(self, first: int, count: int) -> np.ndarray:
-        """Return the indices in `dataset` of the run's windows `first`, `first` + 1, ..., (count,) int64."""
+        """Return the indices in `dataset` of `count` consecutive windows of the run, (count,) int64.
+
+        The first of these is window `first` of the run, counted from 0 over all epochs.
+        """
         starts = []
         while count:
             epoch, place = divmod(first, self.windows_per_epoch)

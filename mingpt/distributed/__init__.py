@@ -1,7 +1,8 @@
-"""What a worker process does beside training: rendezvous, collectives, requests to stop, and exit codes.
+"""What a worker process does besides training: rendezvous, collectives, requests to stop, and exit codes.
 
-A generation is the workers between two restarts; ends.py says in words how it ended. transport.py decides how
-tensors travel among ranks: by gloo, by NCCL, or through the shared memory of shared_memory.py.
+A generation is the workers between two restarts; ends.py says in words how a generation ended. transport.py
+decides how tensors travel among ranks: by gloo, by NCCL, or through memory that the workers of one node share
+(shared_memory.py).
 
 Importing this package does not import torch.
 `Worker`, `Launch`, `StopSignal` (signals.py) and `ProcessExit` work without torch until there is a process

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from mingpt.distributed.shared_memory import Address
 T = TypeVar("T")
 SLOWEST_START = 3.0  # a worker waits for the others up to this many times as long as its own start took
-UNMANAGED_WAIT_S = 180.0  # without an agent, workers are started one by one, and are not restarted
+# The least time that a worker waits for the others if there is no agent: then workers are started one by one,
+# and are not restarted.
+UNMANAGED_WAIT_S = 180.0
 log = logging.getLogger(__name__)
 
 
@@ -54,13 +56,14 @@ class DistributedContext(Group):
     """A worker's rank, world size, device, dtype and transport. Constructing it waits for all other workers.
 
     `device`, `dtype` and `threads` are the settings trainer.device, trainer.dtype and trainer.threads.
-    Without a launcher such as torchrun this worker is the only one. All ranks raise UserError if a rank lacks
-    the device or if the ranks' kinds of devices differ, and StopRequested after a request to stop. Raises
-    PeersMissing if some workers do not arrive in the time that `join_generation` allows.
+    `timeout_s` limits each collective. Without a launcher such as torchrun this worker is the only one. All
+    ranks raise UserError if any rank lacks the device or if the ranks have different kinds of devices, and
+    StopRequested after a request to stop. Raises the errors of `join_generation`, such as PeersMissing, and
+    those of `connect_gpus`.
 
-    If a peer is lost, or all ranks agree to stop before training, while `on_rank`, `on_all` or
-    `gather_on_all` run their work, then this process exits. If the work raises UserError on any rank, all
-    ranks raise that error after the work.
+    While `on_rank`, `on_all` or `gather_on_all` run their work, this process exits if a peer is lost, or if
+    all ranks agree to stop before training begins. If the work raises UserError on any rank, all ranks raise
+    that error once the work has ended on all ranks.
     """
 
     shared_errors = UserError
@@ -92,7 +95,7 @@ class DistributedContext(Group):
         check_device_types([device.type for device in devices])
         self.device, self.places = devices[self.rank], list(places)
         self.idle_gpus = idle_gpus(device, launch)
-        # If auto differs among the ranks, take what all of them support: all GPUs have float16.
+        # If dtype=auto means different dtypes on the ranks, take one that all support: all GPUs have float16.
         common = torch.float16 if self.device.type == "cuda" else torch.float32
         self.dtype = dtypes[0] if len(set(dtypes)) == 1 else common
         self.transport = connect(self.rank, listener, addresses, self.all_gather_object, timeout_s)
@@ -104,8 +107,9 @@ class DistributedContext(Group):
     def join_generation(self, timeout_s: float) -> Rendezvous:
         """Wait until all workers have arrived; initialize torch's default process group. Collective.
 
-        `timeout_s` limits each later collective. The wait may be longer than that if this worker's own start
-        was slow, or without torchrun's agent. Raises PeersMissing if some workers do not arrive.
+        Returns this worker's Rendezvous. `timeout_s` limits each later collective. The wait for the workers
+        has the same limit, or a longer one if this worker's own start was slow or if torchrun's agent is
+        missing. Raises NodeRefused as `check_gloo` does, and PeersMissing or another error of Rendezvous.
         """
         import torch
 
@@ -131,10 +135,11 @@ class DistributedContext(Group):
     def find_own(
         self, wanted: str, dtype: str, address: "Address | None"
     ) -> "tuple[torch.device, torch.dtype, Place, Address | None]":
-        """Return this rank's device, dtype and place, and `address` if the device is the CPU, else None.
+        """Return (device, dtype, place, address) of this rank; the address is None if the device is a GPU.
 
-        `wanted` and `dtype` are the settings trainer.device and trainer.dtype. At `address` peers can connect
-        to share memory.
+        `wanted` and `dtype` are the settings trainer.device and trainer.dtype. `address` is where peers
+        connect to share memory with this rank; None: it cannot share memory. Raises UserError if this rank
+        lacks the device.
         """
         device = find_device(wanted, self.launch)
         place = Place(self.launch.node_rank, self.launch.local_rank, platform.node())
@@ -142,25 +147,26 @@ class DistributedContext(Group):
         return device, resolve_dtype(dtype, device), place, address if shares else None
 
     def connect_gpus(self, timeout_s: float) -> None:
-        """Connect the GPUs of all ranks by NCCL, which StopSignal's thread watches from then on. Collective.
+        """Connect the GPUs of all ranks by NCCL; from then on StopSignal's thread watches NCCL. Collective.
 
-        Raises NCCL's DistError if a peer is lost, and UserError on all ranks if NCCL fails otherwise on any.
+        Raises NCCL's DistError if a peer is lost or the network fails. If NCCL fails on any rank for another
+        reason, all ranks raise UserError.
         """
         from mingpt.distributed.nccl import NcclWatch
 
         watch = NcclWatch(timeout_s)
         self.exit.watch_gpus(watch)
         lost = self.on_all(lambda: watch.connect(self.device))
-        if lost is not None:  # no other rank knows why, and all are alive
+        if lost is not None:  # all ranks are alive, and none has raised a UserError that says more
             raise lost
 
     @property
     def previous_generation(self) -> GenerationEnd | None:
-        """How the workers before the last restart ended; None if that is not known."""
+        """How the workers before the last restart ended; None if there were none or that is not known."""
         return self.rendezvous.previous_generation if self.rendezvous else None
 
     def environment(self) -> Environment:
-        """Return what the weights' bits depend on besides the configuration, for a model not compiled yet."""
+        """Return what the weights' bits depend on besides the configuration, with `compiled` set to False."""
         import torch
 
         return Environment(
@@ -174,7 +180,10 @@ class DistributedContext(Group):
         )
 
     def use_threads(self, recorded: int) -> None:
-        """Set the number of CPU threads to `recorded`, as at the run's beginning: results depend on it."""
+        """Set the number of CPU threads to `recorded`, the number with which this run began.
+
+        The results of a run depend on that number. If it changes here, one line is logged.
+        """
         import torch
 
         if recorded != self.threads:
@@ -183,16 +192,17 @@ class DistributedContext(Group):
             torch.set_num_threads(recorded)
 
     def was_started(self) -> bool:
-        """Return whether workers of this job called `mark_started` before a restart.
+        """Return whether an earlier generation of this job called `mark_started`.
 
-        If the job's store does not outlive its workers, the launcher's restart count decides.
+        That call is recorded in the TCPStore of torchrun's agent. If no agent hosts a TCPStore, return
+        whether the launcher's restart count is above 0.
         """
         return self.rendezvous is not None and self.rendezvous.is_restart()
 
     def mark_started(self) -> None:
-        """Record in the job's store that the job has started, so that workers after a restart know it.
+        """Record in the job's TCPStore that the job has started, so that workers after a restart know that.
 
-        Only rank 0 calls this; it is not collective.
+        Only rank 0 calls this method; it is not collective.
         """
         if self.rendezvous is not None:
             self.rendezvous.mark_started()
@@ -209,8 +219,9 @@ class DistributedContext(Group):
 
         `losses`, (micro-batches of the step,), is zero for micro-batches of other ranks. `newest_written` is
         the step of the newest snapshot that these workers have put on disk, and zero on all ranks but one.
-        The returned function also sets `agreed_stop` if any rank has a request to stop. Collective: all ranks
-        must call both functions. If the losses are on a GPU, the exchange begins only in the second one.
+        The returned function returns (losses of all micro-batches, that step), and sets `agreed_stop` if any
+        rank has received a request to stop. Collective: all ranks must call this method and the function
+        that it returns. If the losses are on a GPU, the exchange begins only when that function is called.
         """
         import torch
 
@@ -236,13 +247,16 @@ class DistributedContext(Group):
         return wait
 
     def fail_beside_work(self, error: Exception) -> None:
-        """Exit because of `error`, a lost peer or an agreed stop, which the busy main thread cannot raise."""
+        """Exit because of `error` (a lost peer or an agreed stop): the main thread, busy, cannot raise it."""
         if isinstance(error, StopRequested):
             self.stop_signal.exit_before_training(error.reason)
         self.exit.exit_process(error)
 
     def should_stop(self) -> bool:
-        """Return whether the ranks agreed to stop, so work may be cut short. Other ranks may see it later."""
+        """Return whether all ranks agreed to stop, so that the caller may end its work early.
+
+        On other ranks the result may become true only later. Not collective.
+        """
         if self.world_size == 1:
             self.agree_to_stop([self.stop_signal.reason])
         return self.agreed_stop is not None

@@ -1,4 +1,4 @@
-"""A worker's device, the dtype it computes in, and the environment that the weights' bits depend on."""
+"""A worker's device, the dtype of its matrix products, and what else the weights' bits depend on."""
 
 import hashlib
 import os
@@ -22,8 +22,8 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def find_device(wanted: str, launch: Launch) -> "torch.device":
     """Return the device for `wanted`, the setting trainer.device. Raises UserError if it cannot be used.
 
-    auto means GPU `local_rank` if the node has a GPU for each of its workers, else the CPU. A GPU becomes
-    torch's current device.
+    auto means the GPU with the number `launch.local_rank` if the node has a GPU for each of its workers, else
+    the CPU. If the device is a CUDA GPU, it becomes torch's current device.
     """
     import torch
 
@@ -45,7 +45,11 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
 
 
 def idle_gpus(wanted: str, launch: Launch) -> str | None:
-    """Return a warning if auto takes the CPU because this machine has fewer GPUs than workers, else None."""
+    """Return a warning if trainer.device=auto takes the CPU because there are fewer GPUs than workers.
+
+    `wanted` is the setting trainer.device. GPUs and workers are those of this machine. Returns None if there
+    is nothing to warn of.
+    """
     import torch
 
     gpus, workers = torch.cuda.device_count(), launch.local_world_size
@@ -58,7 +62,10 @@ def idle_gpus(wanted: str, launch: Launch) -> str | None:
 
 
 def check_device_types(types: list[str]) -> None:
-    """Raise UserError unless the `types`, by rank, are all the same, as a process group requires."""
+    """Raise UserError if the ranks' devices have different types, which a process group cannot connect.
+
+    `types` has the type of each rank's device, such as "cuda", in the order of the ranks.
+    """
     if len(set(types)) > 1:
         raise UserError(
             f"the workers have different kinds of devices (by rank: {', '.join(types)}): start the job where "
@@ -67,7 +74,10 @@ def check_device_types(types: list[str]) -> None:
 
 
 def check_gloo() -> None:
-    """Raise NodeRefused if gloo cannot use what GLOO_SOCKET_IFNAME or GLOO_DEVICE_TRANSPORT asks for."""
+    """Raise NodeRefused if gloo cannot use the network that environment variables ask for.
+
+    The variables are GLOO_SOCKET_IFNAME (network interfaces) and GLOO_DEVICE_TRANSPORT.
+    """
     from torch.distributed import ProcessGroupGloo
 
     names = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
@@ -87,11 +97,11 @@ def check_gloo() -> None:
 
 
 def has_fast_bfloat16() -> bool:
-    """Return whether this CPU multiplies bfloat16 faster than float32, by its instruction sets.
+    """Return whether this CPU multiplies bfloat16 faster than float32, judged by its instruction sets.
 
-    It does with AMX, or with AVX512_BF16 but no AVX512_FP16, as on AMD's Zen 4. Intel's cores from Sapphire
-    Rapids on have AVX512_FP16 and need AMX, which some virtual machines hide: without AMX, bfloat16 takes
-    twice the time of float32 on them.
+    A CPU does if it has AMX, or if, like AMD's Zen 4, it has AVX512_BF16 but not AVX512_FP16. Intel's cores
+    from Sapphire Rapids on have AVX512_FP16, and need AMX, which some virtual machines hide: without AMX,
+    bfloat16 takes twice the time of float32 on these cores.
     """
     import torch
 
@@ -103,7 +113,7 @@ def has_fast_bfloat16() -> bool:
 def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
     """Return the dtype of matrix products for `wanted`, the setting trainer.dtype.
 
-    auto means bfloat16 if the device is fast at it, float16 on CUDA GPUs without bfloat16, else float32.
+    auto means bfloat16 if the device computes bfloat16 fast, float16 on CUDA GPUs that do not, else float32.
     """
     import torch
 
@@ -124,7 +134,8 @@ def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
 
-# Counts changes of this program after which the same configuration gives other bits; docs/LOG.md has a list.
+# The number of changes of this program after which the same configuration gives different bits; docs/LOG.md
+# lists them.
 NUMERICS = 3
 
 
@@ -133,16 +144,19 @@ class Environment:
     """What the weights' bits depend on besides the configuration; saved in snapshots as `software`."""
 
     torch: str
-    device: str  # from device_name
-    device_type: str
-    threads: int  # per worker, on the CPU
-    numerics: int  # NUMERICS
-    dtype: str  # type that the model computes in
-    compiled: bool | str  # whether the model is compiled as a whole; "blocks": each block by itself
+    device: str  # what `device_name` returns
+    device_type: str  # such as "cuda"
+    threads: int  # CPU threads per worker
+    numerics: int  # NUMERICS of the program that trained
+    dtype: str  # of matrix products, such as "bfloat16"
+    compiled: bool | str  # True: the model as a whole; "blocks": each block by itself; False: not compiled
 
 
 def device_name(device: "torch.device") -> str:
-    """Return the GPU's name, else the device's type and the CPU's instruction set, as "cpu AVX512 AMX"."""
+    """Return a CUDA GPU's name; for other devices, the type and the CPU's instruction sets.
+
+    An example of the latter is "cpu AVX512 AMX".
+    """
     import torch
 
     if device.type == "cuda":
@@ -153,7 +167,10 @@ def device_name(device: "torch.device") -> str:
 
 
 def gpu_facts(device: "torch.device") -> dict[str, str]:
-    """Return a GPU's card, memory, compute capability, driver and NCCL version; {} if it is no GPU."""
+    """Return {name: value} of a CUDA GPU: card, memory, compute capability, driver, and version of nccl.
+
+    Returns {} for any other device. A value that cannot be found is "unknown".
+    """
     import torch
 
     if device.type != "cuda":
@@ -162,7 +179,7 @@ def gpu_facts(device: "torch.device") -> dict[str, str]:
     try:
         driver = re.search(r"\s(\d+\.[.\d]+)\s", DRIVER.read_text())
     except OSError:
-        driver = None  # such as a container without the driver's folder
+        driver = None  # for example in a container without the driver's folder
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     return {
         "card": card.name,
@@ -174,7 +191,10 @@ def gpu_facts(device: "torch.device") -> dict[str, str]:
 
 
 def find_program() -> str:
-    """Return a digest of this program's code and torch's version, as "code 5b38d4aaf91b and torch 2.13.0"."""
+    """Return which program this is, by a digest of its code and by torch's version.
+
+    For instance "code 5b38d4aaf91b and torch 2.13.0".
+    """
     import torch
 
     root = Path(__file__).parents[2]
@@ -184,14 +204,14 @@ def find_program() -> str:
 
 
 def enable_determinism() -> None:
-    """Have torch use deterministic kernels only; operations without one raise RuntimeError.
+    """Make torch use only deterministic kernels; an operation that has none raises RuntimeError.
 
-    Call it before a GPU is used.
+    Call this before a GPU is used.
     """
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at its first product
     # torch.use_deterministic_algorithms would import torch._inductor, which takes as long as torch itself.
     torch.set_deterministic_debug_mode("error")
-    # Filling memory finds bugs in kernels, and writes every tensor twice.
+    # Filling new tensors helps to find bugs in kernels, but every tensor is then written twice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

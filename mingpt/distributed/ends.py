@@ -1,7 +1,7 @@
-"""How workers ended: the exit reason that each stores, and the sentence that is made of all of them.
+"""How workers ended: the exit reason that each worker stores, and the sentence made of all exit reasons.
 
-An exit reason is {"why": text, "step": the worker's last completed step}. A worker without one was killed, or
-cut off from the store. A generation is the workers between two restarts.
+An exit reason is {"why": text, "step": the worker's last completed step}. A worker that stored none was
+killed, or was cut off from the job's TCPStore. A generation is the workers between two restarts.
 """
 
 import re
@@ -10,31 +10,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What `why` begins with.
+# The texts with which `why` may begin.
 TIMED_OUT = "timed out waiting for a peer after"
 LOST_PEER = "lost a peer"
 FAILED = "failed"
 TOLD = "told to stop"
-DISORDER = (TIMED_OUT, LOST_PEER, FAILED)  # the other workers have to exit, too
+DISORDER = (TIMED_OUT, LOST_PEER, FAILED)  # if a worker ended so, the other workers have to exit, too
 ExitReason = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class GenerationEnd:
-    """How the workers between two restarts (a generation) ended, by the exit reasons that they stored."""
+    """How the workers between two restarts (a generation) ended: the exit reasons that they stored."""
 
-    exit_reasons: Sequence[ExitReason | None]  # by rank
-    name: str = ""
+    exit_reasons: Sequence[ExitReason | None]  # in the order of the ranks; None: the worker stored none
+    name: str = ""  # the generation's name; the names of its workers' stack files contain it
 
     def step(self) -> int | None:
-        """Return the latest step that a worker recorded when it exited; None without any exit reason."""
+        """Return the highest step in the exit reasons; None if no worker stored an exit reason."""
         return max((reason["step"] for reason in self.exit_reasons if reason), default=None)
 
     def sentence(self, stacks: Path | None = None) -> str:
         """Return why the workers ended, as a sentence such as "worker 1 vanished".
 
-        It names workers that failed or stored no exit reason; if there are none, it has the others' reasons.
-        If `stacks` is the folder of the workers' stacks, it says after a timeout at which lines they hung.
+        The sentence names the workers that failed or stored no exit reason. If there are no such workers, it
+        gives the exit reasons that were stored. If workers timed out, and the folder `stacks` has the files
+        to which stuck workers wrote their stacks, the sentence also says at which lines of code they hung.
         """
         whys = {rank: reason["why"] for rank, reason in enumerate(self.exit_reasons) if reason}
         silent = [rank for rank, reason in enumerate(self.exit_reasons) if reason is None]
@@ -51,7 +52,10 @@ class GenerationEnd:
         return "; ".join(map(clause, [*sorted(losses, key=len)[-1:], *sorted(others)])) + where
 
     def places(self, stacks: Path, ranks: Iterable[int]) -> str:
-        """Return ": " and the lines where these ranks hung, by their files in `stacks`; "" without files."""
+        """Return ": " and the lines of code at which `ranks` hung, as their files in `stacks` say.
+
+        Returns "" if none of the ranks has a file there.
+        """
         paths = [stack_path(stacks, self.name, rank) for rank in ranks]
         found = dict.fromkeys(
             stuck_place(path.read_text(errors="replace")) for path in paths if path.exists()
@@ -60,7 +64,7 @@ class GenerationEnd:
 
 
 def clause(why: str) -> str:
-    """Return an exit reason that several workers share as a clause, such as "the workers lost a peer"."""
+    """Return `why`, an exit reason that workers share, as a clause such as "the workers lost a peer"."""
     return f"the workers were {why}" if why.startswith((TOLD, "stopped")) else f"the workers {why}"
 
 
@@ -71,12 +75,13 @@ def list_workers(ranks: Sequence[int]) -> str:
 def stuck_place(stacks: str) -> str:
     """Return where a worker's main thread hung, as "FILE:LINE in FUNCTION".
 
-    `stacks` is what faulthandler wrote. The line is the innermost one outside libraries, if there is one.
-    Returns a clause that says so if there are no stacks.
+    `stacks` is the text that faulthandler wrote for the worker. The line is the innermost one outside
+    libraries, or the innermost one of all if all lines are in libraries. If the worker wrote no stacks when
+    it was stuck, returns a clause that says so.
     """
-    # Only the timer's stacks have the title "Timeout ("; those of SIGUSR2 may be of an earlier moment.
+    # Only the timer's stacks have the title "Timeout ("; stacks written at SIGUSR2 may be older.
     _, was_stuck, dump = stacks.rpartition("Timeout (")
-    # The main thread is the last, after "Thread 0x" or "Current thread 0x".
+    # The stack of the main thread is the last one. It begins with "Thread 0x" or "Current thread 0x".
     main_thread = dump.rpartition("hread 0x")[2] if was_stuck else ""
     frames = re.findall(r'File "(.+)", line (\d+) in (.+)', main_thread)
     own = [frame for frame in frames if "/lib/python" not in frame[0]] or frames

@@ -1,4 +1,4 @@
-"""How this worker exits: `how_to_exit` makes a plan from plain values, and `ProcessExit` carries it out."""
+"""How this worker exits: `how_to_exit` makes a plan from plain values; `ProcessExit` carries the plan out."""
 
 import contextlib
 import faulthandler
@@ -33,16 +33,20 @@ from mingpt.distributed.rendezvous import Rendezvous
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
 STACKS_S = 0.5
-STORAGE_S = 5.0  # time for what needs storage, which may be the cause of the exit
-STACKS_AFTER = 0.9  # share of timeout_s: a stuck worker writes its stacks before others time out
+STORAGE_S = 5.0  # the limit of work that needs storage, because storage that hangs may be the exit's cause
+STACKS_AFTER = 0.9  # share of timeout_s after which a stuck worker writes its stacks: before others time out
 MAX_STACK_FILES = 20
-NCCL_LOST = "remote process exited or there was a network error"  # the only one that means a lost peer
-PAUSE = "trainer.pause_after"  # the request to stop that this setting makes
-JOB_ENDS = ("SIGUSR1", "STOP", PAUSE)  # requests that end the job; after any other, the agent decides
+NCCL_LOST = "remote process exited or there was a network error"  # NCCL's only text that means a lost peer
+PAUSE = "trainer.pause_after"  # the name of the request to stop that this setting makes
+JOB_ENDS = ("SIGUSR1", "STOP", PAUSE)  # requests to stop that end the job; after others, the agent decides
 
 
 class SignalReceived(Exception):
-    """A signal that ends this process at once: a second one, or a first one before training or if stuck."""
+    """A signal that ends this process at once.
+
+    It is a second signal, a first one before training begins (`is_first`), or one that has waited for too
+    long, because this process is stuck.
+    """
 
     def __init__(self, number: signal.Signals, is_first: bool) -> None:
         super().__init__(number.name)
@@ -50,23 +54,23 @@ class SignalReceived(Exception):
 
 
 class PeerLost(Exception):
-    """Another worker is gone or silent, as the message says. A thread beside the main one has noticed it."""
+    """Another worker is gone or silent, as the message says. StopSignal's thread has noticed that."""
 
 
 @dataclass(frozen=True)
 class ExitPlan:
-    """What a worker does when it exits, in the order of the fields; then it exits with `code`."""
+    """What a worker does when it exits, in the order of the fields; then the worker exits with `code`."""
 
     code: int
-    ends_agent: bool = False  # by SIGTERM, at the end: no exit code ends a job under torchrun
-    status: str = ""  # the job's exit code and a line, for the agent of `python train.py`; "": not written
-    reason: str = ""  # the exit reason for other workers and the next generation; "": none is stored
-    text: str = ""  # for stderr
-    kills: Sequence[int] = ()  # ranks: kill this agent's workers that store no exit reason in time
-    failure: str = ""  # why the job failed, for run.json
-    releases_claims: bool = False
-    removes: Path | None = None  # the temporary folder of an agent that is gone
-    awaits_agent: bool = False  # wait until the agent passes on the SIGTERM that another worker sends to it
+    ends_agent: bool = False  # send SIGTERM to the agent, last: no exit code ends a job under torchrun
+    status: str = ""  # write this to the status file: the job's exit code, and a line; "": write nothing
+    reason: str = ""  # store this exit reason, for other workers and the next generation; "": store none
+    text: str = ""  # print this to stderr
+    kills: Sequence[int] = ()  # ranks; kill those of this agent's workers that store no exit reason in time
+    failure: str = ""  # record in run.json that this made the job fail; "": nothing is recorded
+    releases_claims: bool = False  # give up the job's right to write to the run folder
+    removes: Path | None = None  # remove this temporary folder of an agent that is gone
+    awaits_agent: bool = False  # wait for the agent to pass on the SIGTERM that another worker sends to it
 
 
 def how_to_exit(
@@ -77,11 +81,12 @@ def how_to_exit(
     has_met: bool = True,
     is_orphan: bool = False,
 ) -> ExitPlan:
-    """Return the plan by which a worker exits because of `error`; None means that its work is finished.
+    """Return the plan by which a worker exits because of `error`.
 
-    `step` is the last completed step, `has_met` whether the worker has met the others at the rendezvous,
-    `is_orphan` whether torchrun's agent, its parent, is gone. `timed_out` is the exit reason to store if no
-    collective has ended for the time limit, else "".
+    `error` is None if the worker's work is finished. `step` is the last completed step, `has_met` whether the
+    worker has met the others at the rendezvous, `is_orphan` whether torchrun's agent, the worker's parent, is
+    gone. If no collective has ended within the time limit, `timed_out` is the exit reason that says so; else
+    it is "".
     """
     is_last = not launch.has_restarts_left()
     if is_orphan:  # no generation follows
@@ -114,7 +119,7 @@ def how_to_exit(
         )
     if not has_met:
         return ExitPlan(1, text=f"worker {launch.rank} could not rendezvous with the other workers: {said}\n")
-    if isinstance(error, PeerLost):  # a step may take longer than timeout_s
+    if isinstance(error, PeerLost):  # its text decides, because a step may take longer than timeout_s
         timed_out = said if said.startswith(TIMED_OUT) else ""
     line = (
         f"worker {launch.rank} lost a peer after step {step}, and no restart is left "
@@ -122,19 +127,19 @@ def how_to_exit(
     )
     return ExitPlan(
         1,
-        text=line if is_last and launch.status_file is None else "",  # plain python's agent tells it once
+        text=line if is_last and launch.status_file is None else "",  # plain python's agent prints it, once
         reason=timed_out or f"{LOST_PEER} ({said})",
-        kills=range(launch.world_size) if timed_out else (),  # a frozen one; the agent would wait for 30 s
+        kills=range(launch.world_size) if timed_out else (),  # the agent would wait 30 s for a frozen worker
         failure=said if is_last else "",
     )
 
 
 def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
-    """Return the plan to exit together with all workers, at a `request` to stop or, if None, when finished.
+    """Return the plan for an exit of all workers together, which obey `request` or have finished.
 
-    The exit code is 0. But under torchrun's agent, if the request is a signal other than SIGUSR1, the code is
-    128 + signal, and the job keeps its claim (right to write) to the run folder: the agent decides whether
-    workers start again.
+    `request` is the request to stop; None: the workers have finished. The exit code is 0, with one exception:
+    for a signal other than SIGUSR1 under torchrun's agent, it is 128 + signal, and the job keeps its claim
+    (right to write) to the run folder, because the agent decides whether workers start again.
     """
     status = "" if launch.rank else "0 "
     if request is None or request in JOB_ENDS or launch.agent_pid is None:
@@ -145,12 +150,15 @@ def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
 
 
 def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
-    """Return the plan to exit at once: with 128 + signal, or 0 for a first signal without an agent."""
+    """Return the plan to exit at once because of a signal.
+
+    The exit code is 128 + signal, or 0 for a first signal without an agent.
+    """
     line = before_first_step(received.number.name) if received.is_first and launch.rank == 0 else ""
     is_alone = launch.agent_pid is None
     return ExitPlan(
         0 if is_alone and received.is_first else 128 + received.number,
-        status=f"0 {line}" if line else "",  # the agent prints the line, if it was itself told to stop
+        status=f"0 {line}" if line else "",  # the agent prints the line if the agent was told to stop, too
         text=line if is_alone else "",
         reason=f"{TOLD} by {received.number.name}",
     )
@@ -160,8 +168,8 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
     """Return the plan to end the job because of `error`, even if restarts are left.
 
     Local rank 0 of each node ends torchrun's agent there, and the node's other workers wait for that. Rank 0
-    prints the error. If rank 0 may not know it (before the rendezvous, or if it is NodeRefused or ClaimLost),
-    local rank 0 of each node (without an agent, each worker) prints it, too.
+    prints the error. If rank 0 may not know the error (before the rendezvous, or if the error is NodeRefused
+    or ClaimLost), local rank 0 of each node prints the error, too; without an agent, each worker does.
     """
     is_first = launch.local_rank == 0 or launch.agent_pid is None
     is_printed = launch.rank == 0 or not has_met or isinstance(error, (NodeRefused, ClaimLost))
@@ -172,7 +180,7 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
         status=f"{code} " if is_first else "",
         text=f"error: {error}\n" if is_first and is_printed else "",
         reason=f"ended the job ({type(error).__name__}: {first_line(error)})",
-        # The code that raises a NonRetryableError has recorded it.
+        # The code that raises a NonRetryableError has recorded the failure already.
         failure="" if isinstance(error, NonRetryableError) else str(error),
         releases_claims=is_first,
         awaits_agent=not is_first,
@@ -182,9 +190,9 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
 class StackFile:
     """The file to which a process writes the stacks of its threads when it is stuck, and at each SIGUSR2.
 
-    A process is stuck if `note_progress` was called, and not again for about `limit_s` seconds. The timer is
-    faulthandler's, which works even if C code holds the interpreter lock. Constructing raises OSError if the
-    file cannot be opened.
+    A process counts as stuck about `limit_s` seconds after the last call of `note_progress`. The timer is
+    faulthandler's, which works even if C code holds the interpreter lock. Constructing a StackFile raises
+    OSError if the file cannot be opened.
     """
 
     def __init__(self, path: Path, limit_s: float) -> None:
@@ -195,17 +203,17 @@ class StackFile:
         faulthandler.register(signal.SIGUSR2, self.file)
 
     def note_progress(self) -> None:
-        """Restart the time limit after which the process counts as stuck.
+        """Restart the timer: the process counts as stuck only if nothing calls this for `limit_s` seconds.
 
-        At the first call, and if the process was stuck, also empty the file.
+        At the first call, or if the process was stuck until now, also empty the file.
         """
         now = time.monotonic()
         waited_s = now - self.armed_at
-        if waited_s > self.limit_s / 20:  # seldom, because each call starts a thread
+        if waited_s > self.limit_s / 20:  # not each time, because each call of faulthandler starts a thread
             self.armed_at = now
             faulthandler.dump_traceback_later(self.limit_s, file=self.file)
         if waited_s > self.limit_s:
-            with contextlib.suppress(OSError):  # the stacks stay then
+            with contextlib.suppress(OSError):  # the old stacks stay then
                 self.file.truncate(0)
 
     def close(self) -> None:
@@ -216,9 +224,9 @@ class StackFile:
 
 
 class ProcessExit:
-    """Ends this process as `how_to_exit` decides; holds what that needs, such as the last completed step.
+    """Ends this process as `how_to_exit` decides, and holds the values that this decision needs.
 
-    Any thread may call its methods. Only the first thread that begins an exit carries it out, but
+    Any thread may call the methods. Only the first thread that begins an exit carries the exit out, but
     `exit_at_once` exits even while another thread is exiting.
     """
 
@@ -232,24 +240,24 @@ class ProcessExit:
         self.release_claims: Callable[[], None] = lambda: None
         self.note_failure: Callable[[str], None] | None = None
         self.stacks: StackFile | None = None
-        self.exiting = threading.Lock()  # never released
+        self.exiting = threading.Lock()  # taken by the first thread that exits, and never released
         if launch.rank == 0 and launch.status_file:
-            launch.status_file.unlink(missing_ok=True)  # of an earlier generation
+            launch.status_file.unlink(missing_ok=True)  # left by an earlier generation
 
     def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        """From now on store exit reasons through `rendezvous`, where all ranks have met.
+        """From now on, store exit reasons through `rendezvous`, at which all ranks have met.
 
-        `timeout_s` is the limit of a collective, in seconds.
+        `timeout_s` is the time limit of a collective, in seconds.
         """
         self.rendezvous, self.timeout_s = rendezvous, timeout_s
         self.note_progress()
 
     def watch_gpus(self, nccl: Any) -> None:
-        """From now on let `exit_if_nccl_stuck` check the GPUs' collectives by `nccl`, an NcclWatch."""
+        """From now on, let `exit_if_nccl_stuck` check the GPUs' collectives by `nccl`, an NcclWatch."""
         self.nccl = nccl
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
-        """Register `release_claims`, which is called at an exit after which the job starts no workers."""
+        """Register `release_claims`, which is called at an exit whose ExitPlan has `releases_claims`."""
         self.release_claims = release_claims
 
     def start_run(
@@ -258,13 +266,13 @@ class ProcessExit:
         """Register what an exit calls during a run, and open this worker's file of stacks, a StackFile.
 
         `last_step` returns the last completed step. `note_failure` records in run.json why the job failed; it
-        is None on ranks that do not write to `run_dir`. Each worker has a file in `run_dir`/stacks; if it
-        cannot be opened, no stacks are written. The rank with `note_failure` first removes files of
-        earlier workers that are empty or not among the newest MAX_STACK_FILES.
+        is None on ranks that do not write to `run_dir`. Each worker has a StackFile in `run_dir`/stacks; if
+        the file cannot be opened, no stacks are written. A rank with a `note_failure` first removes the files
+        of earlier generations that are empty, or that are not among the MAX_STACK_FILES newest.
         """
         self.last_step, self.note_failure = last_step, note_failure
         folder, name = run_dir / "stacks", self.rendezvous.generation if self.rendezvous else ""
-        with contextlib.suppress(OSError):  # a full disk, which other files report: no stacks then
+        with contextlib.suppress(OSError):  # such as a full disk, which is reported for other files
             found = sorted(folder.glob("*.txt"), key=os.path.getmtime, reverse=True) if note_failure else []
             for number, old in enumerate(found):
                 # A worker that was killed leaves an empty file.
@@ -274,62 +282,74 @@ class ProcessExit:
             self.stacks = StackFile(stack_path(folder, name, self.launch.rank), STACKS_AFTER * self.timeout_s)
 
     def note_progress(self) -> None:
-        """Record that a collective of all ranks is complete, so this worker is not stuck."""
+        """Record that a collective of all ranks has ended, so that this worker does not count as stuck."""
         self.progress_at = time.monotonic()
         if self.stacks and self.launch.world_size > 1:
             self.stacks.note_progress()
 
     def timed_out(self) -> str:
-        """Return the exit reason for a timeout if no collective has ended for `timeout_s`, else ""."""
+        """Return the exit reason of a timeout if no collective has ended for `timeout_s` seconds, else ""."""
         is_stuck = time.monotonic() - self.progress_at >= self.timeout_s
         return f"{TIMED_OUT} {self.timeout_s:g} s" if is_stuck else ""
 
     def read_exit_reason(self, rank: int) -> tuple[bool, ExitReason | None]:
-        """Return whether the store answers in time, and the exit reason of `rank`, None if it has none."""
+        """Return (whether the job's TCPStore answers in time, the exit reason that `rank` stored there).
+
+        The exit reason is None if the rank stored none. Returns (False, None) before the rendezvous.
+        """
         return self.rendezvous.read_exit_reason(rank) if self.rendezvous else (False, None)
 
     def exit_process(
         self, error: BaseException | None = None, is_told: Callable[[], bool] = lambda: False
     ) -> NoReturn:
-        """Exit because of `error`, or without one because the work is finished.
+        """Exit because of `error`; None means that the work is finished.
 
-        If another thread is exiting, wait for its exit. `is_told` returns whether the agent has sent SIGTERM.
+        If another thread is already exiting, wait until that thread has ended this process. `is_told` returns
+        whether the agent has sent SIGTERM to this process.
         """
         self.exiting.acquire()
         self.perform(self.plan(error), is_told)
 
     def exit_beside_main_thread(self, error: BaseException | None = None) -> None:
-        """Exit because of `error`; do nothing if another thread is exiting."""
+        """Exit because of `error`, or return if another thread is already exiting.
+
+        `error` None means that the work is finished. Call this in a thread other than the main one.
+        """
         is_first = self.exiting.acquire(blocking=False)
         if is_first:
             self.perform(self.plan(error))
 
     def exit_at_once(self, error: SignalReceived | None = None) -> NoReturn:
-        """Exit, even if another thread is exiting, because of a signal; None: because the agent is gone."""
+        """Exit because of the signal `error`, even if another thread is already exiting.
+
+        `error` None means that torchrun's agent is gone.
+        """
         self.perform(self.plan(error))
 
     def exit_if_nccl_stuck(self) -> None:
-        """Exit if a collective on GPUs has waited for longer than `timeout_s`, or NCCL has lost a peer."""
+        """Exit if a collective on GPUs has waited for more than `timeout_s` seconds, or NCCL lost a peer."""
         if self.nccl and self.nccl.waited_s() > self.timeout_s:
             self.exit_beside_main_thread(PeerLost(f"{TIMED_OUT} {self.timeout_s:g} s"))
         elif self.nccl and self.nccl.backend.get_error().name == "COMM_ERROR":
             self.exit_beside_main_thread(PeerLost(f"NCCL: {NCCL_LOST}"))
 
     def plan(self, error: BaseException | None) -> ExitPlan:
-        """Return the plan of `how_to_exit` for `error`, by what this object knows now."""
+        """Return the plan of `how_to_exit` for `error`, from the values that this object has now."""
         has_met, is_orphan = self.rendezvous is not None, self.launch.is_orphan()
         return how_to_exit(error, self.launch, self.last_step(), self.timed_out(), has_met, is_orphan)
 
     def perform(self, plan: ExitPlan, is_told: Callable[[], bool] = lambda: False) -> NoReturn:
-        """Carry out a plan, then exit. Whatever needs a disk or the job's store has a time limit.
+        """Carry out a plan, then exit. What needs the run folder or the job's TCPStore has a time limit.
 
-        `is_told` returns whether the agent has sent SIGTERM, for which some plans wait.
+        `is_told` returns whether the agent has sent SIGTERM to this process; a plan with `awaits_agent` waits
+        for that.
         """
         launch = self.launch
         if plan.ends_agent:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its workers
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes SIGTERM on to all its workers
         if plan.status and launch.status_file:
-            # Without the file the agent exits with 1. If it exists, another worker has ended the job.
+            # Without a status file the agent exits with 1. If the file exists, another worker has ended the
+            # job.
             mode = "w" if plan.ends_agent else "x"
             with contextlib.suppress(OSError), launch.status_file.open(mode) as file:
                 file.write(plan.status)
@@ -356,7 +376,7 @@ class ProcessExit:
         os._exit(plan.code)
 
     def kill_silent(self, ranks: Sequence[int]) -> None:
-        """Kill workers of this agent, if in `ranks`, that store no exit reason within PEER_EXIT_S seconds."""
+        """Kill this agent's workers among `ranks` that store no exit reason within PEER_EXIT_S seconds."""
         siblings, deadline = open_siblings(self.launch.agent_pid), time.monotonic() + PEER_EXIT_S
         silent = [rank for rank in siblings if rank in ranks]
         while silent and time.monotonic() < deadline:
@@ -367,7 +387,7 @@ class ProcessExit:
 
 
 def write_stderr(text: str) -> None:
-    """Write to stderr, without the credentials in URLs. After `open_streams` this raises nothing."""
+    """Write `text` to stderr, with the credentials in URLs hidden. Never raises after `open_streams`."""
     sys.stderr.write(redact(text))
     sys.stderr.flush()
 
@@ -378,17 +398,20 @@ def before_first_step(reason: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; for NCCL's errors the last line, which has the reason."""
+    """Return the first line of an error's text; for NCCL's errors the last line, which has the reason.
+
+    At most 200 characters are returned, and the credentials in URLs are hidden.
+    """
     lines = redact(str(error)).split("\n")
     return (f"NCCL: {lines[-1]}" if lines[0].startswith("NCCL error") else lines[0])[:200]
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error means that a worker is gone or silent, by its type and where it was raised.
+    """Return whether an error means that a worker is gone or silent.
 
-    This holds for PeerLost, DistError, and a plain RuntimeError that torch.distributed raised, because gloo's
-    errors have no type of their own. Of NCCL's errors only NCCL_LOST counts: the others come from this
-    machine, such as no room in /dev/shm.
+    The result is true for PeerLost, for DistError, and for a plain RuntimeError that torch.distributed
+    raised, because gloo's errors have no type of their own. Among NCCL's errors only those with the text
+    NCCL_LOST count: the others have a cause on this machine, such as too little room in /dev/shm.
     """
     if isinstance(error, PeerLost) or "torch.distributed" not in sys.modules:
         return isinstance(error, PeerLost)

@@ -1,8 +1,9 @@
 """Collectives on Python objects, and work whose result or error reaches all ranks.
 
-All ranks must call a method whose docstring says "Collective", in the same order. `on_rank` runs work on one
-rank, `on_all` and `gather_on_all` on all, and all ranks raise the error of any rank. With these calls the
-ranks also exchange requests to stop. torch is imported inside functions, as in context.py.
+All ranks must call a method whose docstring says "Collective", in the same order. `on_rank` runs a function
+on one rank, `on_all` and `gather_on_all` run one on all ranks. If the function raises an error on one rank,
+all ranks raise that error, as `on_all` says. During these calls the ranks also exchange requests to stop.
+torch is imported inside functions, as in context.py.
 """
 
 import pickle
@@ -20,15 +21,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 HEARTBEAT_S = 0.5
-# The time limit of a background thread's exchange, in which a rank may write slowly. A dead rank is noticed
-# at once, a frozen rank by the timeout of training's collectives.
+# The time limit of a background thread's collectives, long because a rank may write slowly between them. A
+# dead rank is noticed at once; a frozen rank, by the timeout of training's collectives.
 TIMEOUT = timedelta(hours=2)
 T = TypeVar("T")
-Outcome = tuple[Any, Exception | None]  # what the work has returned, what it has raised
+Outcome = tuple[Any, Exception | None]  # (what some work returned, the error that it raised or None)
 
 
 def wait_for(work: "Work | None") -> None:
-    """Wait for an asynchronous collective. Raises gloo's errors, plain RuntimeErrors, as DistNetworkError."""
+    """Wait for an asynchronous collective.
+
+    Raises DistNetworkError for gloo's errors, which are plain RuntimeErrors, and other errors as they are.
+    """
     from torch.distributed import DistNetworkError
 
     assert work is not None  # this rank is in the group
@@ -45,20 +49,23 @@ class Group:
 
     With one rank nothing is exchanged, and no process group is needed. If a rank is gone or silent, the
     methods raise errors for which `is_lost_peer` is true. With a `stop_signal`, `on_rank`, `on_all` and
-    `gather_on_all` also exchange requests to stop: if a rank has received one, all ranks set `agreed_stop` in
-    the same call, and before training (before `StopSignal.defer`) they raise StopRequested.
+    `gather_on_all` also exchange requests to stop: if any rank has received a request, all ranks set
+    `agreed_stop` in the same call, and before training (before `StopSignal.defer`) raise StopRequested.
     """
 
-    shared_errors: type[Exception] = Exception  # errors of work that all ranks raise
+    shared_errors: type[Exception] = Exception  # if work raises such an error on one rank, all ranks raise it
 
-    process_group: "ProcessGroup | None" = None
+    process_group: "ProcessGroup | None" = None  # None: torch's default group
 
     def __init__(self, rank: int, world_size: int, stop_signal: StopSignal | None = None) -> None:
         self.rank, self.world_size, self.stop_signal = rank, world_size, stop_signal
-        self.agreed_stop: str | None = None  # the request to stop that all ranks know
+        self.agreed_stop: str | None = None  # the request to stop that all ranks know; None: there is none
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank, on all ranks. Values are pickled. Collective."""
+        """Return, on all ranks, the values of all ranks in the order of the ranks. Collective.
+
+        Values are pickled.
+        """
         if self.world_size == 1:
             return [value]
         from torch.distributed import all_gather_object
@@ -68,7 +75,7 @@ class Group:
         return values
 
     def broadcast_object(self, value: T | None, source: int) -> T:
-        """Return, on all ranks, the value that rank `source` gives. It is pickled. Collective."""
+        """Return, on all ranks, the value that rank `source` gives, which is pickled. Collective."""
         box = [value]
         if self.world_size > 1:
             from torch.distributed import broadcast_object_list
@@ -77,47 +84,48 @@ class Group:
         return box[0]  # type: ignore[return-value]
 
     def send(self, rank: int, pieces: "Iterable[Tensor]") -> "list[Work | None]":
-        """Start to send tensors to `rank`; pass the result to `wait`, and until then leave them unchanged.
+        """Start to send the tensors `pieces` to `rank`; return what `wait` takes. Not collective.
 
-        Not collective. `rank` must call `receive` for each tensor, in this order, with one of the same size.
+        Leave the tensors unchanged until `wait` has returned. Rank `rank` must call `receive` for each of the
+        tensors, in the same order, with a tensor of the same size.
         """
         from torch.distributed import isend
 
         return [isend(piece, rank, group=self.process_group) for piece in pieces]
 
     def receive(self, rank: int, piece: "Tensor") -> None:
-        """Fill `piece` with the tensor that `rank` sends. Not collective."""
+        """Wait for the next tensor that `rank` sends, and fill `piece` with it. Not collective."""
         from torch.distributed import irecv
 
         wait_for(irecv(piece, rank, group=self.process_group))
 
     def wait(self, sent: "Iterable[Work | None]") -> None:
-        """Wait until the tensors of `send` are sent, so that they may change. Not collective."""
+        """Wait until the tensors of the `send` that returned `sent` may be changed. Not collective."""
         for work in sent:
             wait_for(work)
 
     def on_all(self, work: Callable[[], T]) -> T:
         """Run `work` on all ranks; return this rank's own result. Collective.
 
-        Meanwhile a thread exchanges heartbeats, so that timeouts do not fire, however long the work takes. If
-        the work raises one of `shared_errors` on some ranks, all ranks raise the first such rank's error once
-        the work has ended on all. Any other error is raised at once, only on its own rank: the others, which
-        may wait for that rank in their work, notice that they have lost a peer.
+        While the work runs, a thread exchanges heartbeats, so that timeouts do not fire, however long the
+        work takes. If the work raises one of `shared_errors` on some ranks, then, once the work has ended on
+        all ranks, all raise the error of the lowest such rank. Any other error is raised at once, and only on
+        its own rank: the other ranks notice that they have lost a peer, even if their work waits for it.
         """
         own: list[T] = []
         self.gather_on_all(lambda: own.append(work()))
         return own[0]
 
     def on_rank(self, rank: int, work: Callable[[], T]) -> T:
-        """Run `work` only on rank `rank`; return its result, pickled, on all ranks. Collective.
+        """Run `work` only on rank `rank`; return its result on all ranks. Collective.
 
-        Errors are raised as in `on_all`.
+        The result is pickled. Errors are raised as in `on_all`.
         """
         results = self.gather_on_all(lambda: work() if self.rank == rank else None)
         return results[rank]  # type: ignore[return-value]
 
     def gather_on_all(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on all ranks; return the results of all, by rank, on all ranks. Collective.
+        """Run `work` on all ranks; return, on all ranks, all results in the order of the ranks. Collective.
 
         Results are pickled. Errors are raised as in `on_all`.
         """
@@ -138,9 +146,10 @@ class Group:
             return None, picklable(error)
 
     def _exchange_outcomes(self, outcome: "Future[Outcome]") -> list[Outcome]:
-        """Exchange the outcomes of all ranks' work until all have ended; return them, by rank. Collective.
+        """Exchange the outcomes of all ranks' work until the work has ended on all ranks. Collective.
 
-        The outcome of work that still runs is None. Each exchange is also a heartbeat.
+        Returns the outcomes in the order of the ranks. In an exchange, None stands for work that still runs.
+        Each exchange is also a heartbeat.
         """
         try:
             while True:
@@ -157,13 +166,16 @@ class Group:
             raise
 
     def fail_beside_work(self, error: Exception) -> None:
-        """Do nothing if heartbeats fail while work runs: the error is raised once the work has ended."""
+        """Do nothing: `error` is raised once the work has ended.
+
+        This is called if the exchange of heartbeats fails while the work runs.
+        """
 
     def agree_to_stop(self, reasons: Sequence[str | None]) -> None:
-        """Set `agreed_stop`, if it is not set, to the first of REASONS that is among `reasons`.
+        """Set `agreed_stop`, if it is still None, to the first of REASONS that is among `reasons`.
 
         `reasons` has the requests to stop that the ranks have received (None for a rank without one), and is
-        the same on all ranks. If there is a request before training, raises StopRequested.
+        the same on all ranks. Raises StopRequested if `agreed_stop` is set before training has begun.
         """
         first = next((name for name in REASONS if name in reasons), None)
         self.agreed_stop = self.agreed_stop or first
@@ -172,10 +184,10 @@ class Group:
 
 
 class BackgroundGroup(Group):
-    """A gloo process group of all ranks, for one background thread of each. Constructing it is collective.
+    """A gloo process group of all ranks, for one background thread on each. Constructing it is collective.
 
-    If the work of a method such as `on_all` raises any error, all ranks raise it. Requests to stop are not
-    exchanged here: the training thread does that.
+    If the work of a method such as `on_all` raises any error on one rank, all ranks raise that error.
+    Requests to stop are not exchanged here: the training thread exchanges them.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -187,7 +199,7 @@ class BackgroundGroup(Group):
 
 
 def picklable(error: Exception) -> Exception:
-    """Return `error`, or an OSError with its type and text if it cannot be pickled."""
+    """Return `error` if it can be pickled, else an OSError with the type and text of `error`."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # storage drivers put connections and the like into their errors

@@ -1,6 +1,6 @@
-"""Read the environment variables that the launcher set for this process, such as RANK, into one object.
+"""Read the environment variables that the launcher set for this process, such as RANK, into a Launch.
 
-torch is not imported here, so that a wrong setting is reported without waiting for the import.
+torch is not imported here, so that a wrong setting is reported without waiting for torch's import.
 """
 
 import os
@@ -10,21 +10,23 @@ from pathlib import Path
 from mingpt.base.errors import UserError
 
 # Set by mingpt.launch.agent for its workers.
-AGENT_PID = "MINGPT_AGENT_PID"  # getppid() is another process if the agent dies before the worker calls it
+# The agent's process id. getppid() would return a wrong one if the agent dies before the worker calls it.
+AGENT_PID = "MINGPT_AGENT_PID"
 STATUS_FILE = "MINGPT_STATUS_FILE"
 MAX_THREADS = 1024  # the limit of trainer.threads
 UNSET = "if no launcher has set these, start by `env -u RANK -u WORLD_SIZE python ...`"
-# Launchers that number their processes by these variables, and whose users may set RANK from them.
+# Variables by which launchers number their processes. Users of these launchers may set RANK from them.
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID")
 AGENT_FOLDER = "mingpt-"  # prefix of the folder that the agent makes for the status file
-# Set by launch/elastic/handler.py for its workers; the same on all nodes, also after nodes were lost.
+# Set by launch/elastic/handler.py for its workers. JOB and ROUND are the same on all nodes, also after nodes
+# were lost.
 JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
 MEMORY_FILE = "MINGPT_MEMORY_FILE"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The environment variables of torchrun or another launcher; the defaults are for plain `python`."""
+    """What the environment variables of torchrun or another launcher say; defaults are for plain `python`."""
 
     rank: int = 0
     world_size: int = 1
@@ -33,24 +35,27 @@ class Launch:
     node_rank: int = 0
     master_addr: str | None = None  # None: no process group, no other worker
     master_port: int = 0
-    agent_hosts_store: bool = False
-    agent_pid: int | None = None  # torchrun's agent, the parent; it starts a new generation on failure
+    agent_hosts_store: bool = False  # torchrun's agent, not rank 0, hosts the workers' TCPStore
+    # The process id of torchrun's agent, the parent, which starts new workers if these fail; None: no agent.
+    agent_pid: int | None = None
     restart_count: int = 0
     max_restarts: int = 0
-    omp_threads: int | None = None
-    job: str | None = None  # a random token, if the launcher gives one
-    rdzv_round: int | None = None  # number of the job's rendezvous, from 1, if known
-    has_known_launcher: bool = False
-    slurm_tasks: int = 1  # tasks of the job step that srun started
-    status_file: Path | None = None  # rank 0 writes the job's exit code there; see mingpt.launch.agent
-    memory_file: Path | None = None  # a worker writes there where the run's snapshots in memory are
+    omp_threads: int | None = None  # OMP_NUM_THREADS; None: not set, or not a number
+    job: str | None = None  # the job's random token; None: the launcher gives none
+    # The round, from 1: how many times this job's agents have started workers together; None: not known.
+    rdzv_round: int | None = None
+    has_known_launcher: bool = False  # one of the variables in LAUNCHERS is set
+    slurm_tasks: int = 1  # number of tasks in the job step that srun started
+    # A worker that ends the job writes the job's exit code to this file; see mingpt.launch.agent.
+    status_file: Path | None = None
+    memory_file: Path | None = None  # a worker writes there the folder of the run's snapshots in memory
 
     @classmethod
     def from_environment(cls) -> "Launch":
         """Return the Launch that this process's environment variables describe.
 
-        Raises UserError if RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is not, if a variable
-        should be a number and is not, or if OMP_NUM_THREADS is more than MAX_THREADS.
+        Raises UserError if RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is missing, if a
+        variable that must be a number is not one, or if OMP_NUM_THREADS is more than MAX_THREADS.
         """
         env = os.environ
 
@@ -60,7 +65,8 @@ class Launch:
             except ValueError:
                 raise UserError(f"{name} must be a whole number, not {env[name]!r}") from None
 
-        # OpenMP takes spaces and a list, whose first number is for the outermost loops, and ignores the rest.
+        # OpenMP accepts spaces, and a list, whose first number is for the outermost loops. A value of any
+        # other form is ignored.
         threads = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         if threads.isdecimal() and float(threads) > MAX_THREADS:
             raise UserError(
@@ -102,11 +108,14 @@ class Launch:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether a launcher started this worker, so that there is a process group, perhaps of one worker."""
+        """Whether a launcher started this worker. Then there is a process group, even for a single worker."""
         return self.master_addr is not None
 
     def describe_leftovers(self) -> str:
-        """Return a warning, on rank 0, if variables such as RANK were set by no known launcher; else ""."""
+        """Return a warning if variables such as RANK are set, but none of a known launcher (LAUNCHERS).
+
+        Returns "" if there is nothing to warn of, and on all ranks but 0.
+        """
         if self.rank > 0 or self.has_known_launcher or not self.is_distributed:
             return ""
         return (
@@ -115,14 +124,14 @@ class Launch:
         )
 
     def threads(self, wanted: int) -> int:
-        """Return the CPU threads of a worker for `wanted`, the setting trainer.threads.
+        """Return the number of CPU threads of a worker for `wanted`, the setting trainer.threads.
 
-        For 1, the default, OMP_NUM_THREADS is returned if it is set.
+        If `wanted` is 1, the default, and OMP_NUM_THREADS is set, return OMP_NUM_THREADS.
         """
         return self.omp_threads if wanted == 1 and self.omp_threads else wanted
 
     def has_restarts_left(self) -> bool:
-        """Return whether torchrun's agent starts workers again if these fail."""
+        """Return whether torchrun's agent will start new workers if the present ones fail."""
         return self.agent_pid is not None and self.restart_count < self.max_restarts
 
     def is_orphan(self) -> bool:

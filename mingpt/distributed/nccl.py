@@ -1,4 +1,4 @@
-"""NCCL's collectives as its watchdog sees them: which one waits, since when, and whether one has failed.
+"""NCCL's collectives as torch's watchdog sees them: which ones wait, since when, and whether one has failed.
 
 The main thread waits for collectives in a CUDA synchronisation, which has no time limit and raises no NCCL
 error. The watchdog, a thread of torch, can only end the process by SIGABRT, minutes later.
@@ -17,35 +17,41 @@ from torch._C import _distributed_c10d
 from mingpt.base.errors import UserError
 from mingpt.distributed.exit import first_line, is_lost_peer
 
-# torch counts a collective's time from its call, but the GPU may first have much to compute. So torch's own
-# limit, this many times timeout_s, is only for a process in which nothing else acts.
+# torch's own limit for a collective is so many times timeout_s, and only for a process in which nothing else
+# ends the wait. torch counts the time from the call, but before the collective the GPU may have much to do.
 SLACK = 10
 
 
 def set_defaults() -> None:
-    """Set torch's environment variables for NCCL, unless the user did. Call it before init_process_group."""
-    # NCCL's dump would leave a signal in the agent's store, which ends all later generations.
+    """Set torch's environment variables for NCCL, except those that the user has set.
+
+    Call this before init_process_group.
+    """
+    # torch's dump at a timeout would leave a key in the agent's TCPStore, which ends all later generations.
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # NcclWatch needs it
 
 
 class NcclWatch:
-    """Measures how long the GPUs' collectives have waited for a peer; `backend` is torch's NCCL backend."""
+    """Measures how long the GPUs' collectives have waited for a peer; `backend` is torch's NCCL backend.
+
+    Construct it after init_process_group.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         group = distributed.distributed_c10d._get_default_group()
         self.backend = group._get_backend(torch.device("cuda"))
         self.backend._set_default_timeout(timedelta(seconds=SLACK * timeout_s))
         self.connects = False
-        self.waiting: list[str] = []  # names of the collectives that wait, unchanged since then
+        self.waiting: list[str] = []  # names of the waiting collectives, the same ones since `since`
         self.since = time.monotonic()
-        self.waited_s()  # raises here if this torch does not tell
+        self.waited_s()  # raises here, not in a thread, if this torch does not tell what waits
 
     def connect(self, device: torch.device) -> Exception | None:
-        """Connect the GPUs of all ranks by an all-reduce; return None, or NCCL's error. Collective.
+        """Connect the GPUs of all ranks by an all-reduce; return None if that succeeds. Collective.
 
-        An error is returned if a lost peer or the network is the cause, because another rank may know a
-        better reason. Raises UserError for any other NCCL error.
+        If a lost peer or the network is the cause of NCCL's error, that error is returned, not raised,
+        because another rank may raise an error that says more. Raises UserError for any other NCCL error.
         """
         self.connects = True
         try:
@@ -62,10 +68,11 @@ class NcclWatch:
         return None
 
     def waited_s(self) -> float:
-        """Return the seconds that a collective on the GPU, or `connect`, has waited for a peer; 0.0 if none.
+        """Return for how many seconds a collective on the GPU, or `connect`, has waited for a peer.
 
-        What the GPU computes before the collective does not count. Only one thread may call this. It must
-        call often, because the time counts from the first call that finds the collective waiting.
+        Returns about 0 if none waits. What the GPU computes before the collective does not count. Only one
+        thread may call this method, and must call it often, because the time counts from the first call that
+        finds the collective waiting.
         """
         told = json.loads(_distributed_c10d._dump_nccl_trace_json(False, False))  # type: ignore[attr-defined]
         waiting = ["connect"] * self.connects + [

@@ -1,11 +1,12 @@
 """The rendezvous of workers in the job's store (a TCPStore), and the exit reasons that they leave there.
 
-A generation is the workers between two restarts. The agent's store outlives it, and with several agents
-neither the restart count nor the port tells generations apart. So each worker offers a fresh nonce, and rank
-0 answers under that nonce with the name of the new generation, with which the other keys begin. An offer of a
-dead worker may still be in the store, but no worker can mistake the answer to it for its own.
+A generation is the workers between two restarts. The agent's store outlives a generation, and with several
+agents neither the restart count nor the port tells generations apart. So each worker writes an offer to the
+store, which is a fresh nonce (a random text). Rank 0 answers under a key made of that nonce, with the name of
+the new generation; the keys of the generation begin with this name. The offer of a dead worker may still be
+in the store, but no worker can mistake the answer to that offer for the answer to its own.
 
-The next generation reads the exit reasons of the previous one, to report how it ended.
+A new generation reads the exit reasons of the previous generation, to report how that generation ended.
 """
 
 import contextlib
@@ -30,11 +31,12 @@ POLL_S = 0.01
 
 
 class Rendezvous:
-    """A worker's connection to the job's store. Constructing it waits until all workers are connected.
+    """A worker's connection to the job's TCPStore.
 
-    Raises PeersMissing if other workers, such as the store's host, do not arrive within `timeout_s` seconds.
-    Raises UserError if rank 0 has to host the store, without an agent, and cannot listen at MASTER_PORT, and
-    DistError if the store fails otherwise. Collective.
+    Constructing it waits until all workers are connected; this is collective. Raises PeersMissing if other
+    workers, such as the store's host, do not arrive within `timeout_s` seconds. Raises UserError if there is
+    no agent, so that rank 0 hosts the store, and rank 0 cannot listen at MASTER_PORT. Raises DistError if the
+    store fails for another reason.
     """
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
@@ -43,7 +45,7 @@ class Rendezvous:
         self.launch, self.timeout_s = launch, timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._store = self._connect(is_host=launch.rank == 0 and not launch.agent_hosts_store)
-        self._exit_store = self._connect(is_host=False)  # a second client: the main thread may be waiting
+        self._exit_store = self._connect(is_host=False)  # for use while the main thread waits in the first
         self.generation = self._offer_nonce() if launch.rank else self._answer_nonces()
         self.process_group_store = PrefixStore(self.generation, self._store)
         ended = json.loads(self._store.get(complete_key(self.generation)))
@@ -78,18 +80,24 @@ class Rendezvous:
         return store
 
     def _offer_nonce(self) -> str:
-        """Offer a nonce to rank 0; return the generation's name once all ranks have it. Not for rank 0."""
+        """Offer a nonce to rank 0; return the generation's name once all ranks know the name.
+
+        All ranks but 0 call this.
+        """
         store, nonce = self._store, uuid.uuid4().hex
         store.set(f"hello/{self.launch.rank}", nonce)
         self._wait_for(f"answer/{nonce}")
         name = str(store.get(f"answer/{nonce}").decode())
         store.set(member_key(name, self.launch.rank), "")
-        # No rank goes on before all have arrived: a waiting rank can tell which ranks are missing.
+        # No rank goes on before all have arrived, because a rank that waits can tell which ranks are missing.
         self._wait_for(complete_key(name), name)
         return name
 
     def _answer_nonces(self) -> str:
-        """Answer the other ranks' offers until all have confirmed the generation's name; return the name."""
+        """Answer the other ranks' offers until all ranks have confirmed the generation's name.
+
+        Returns the name. Only rank 0 calls this.
+        """
         store, name = self._store, uuid.uuid4().hex
         store.set(member_key(name, 0), "")
         answered: dict[int, bytes] = {}
@@ -111,25 +119,30 @@ class Rendezvous:
         return name
 
     def _missing(self, name: str) -> list[int]:
-        """Return the ranks that have not confirmed the generation's name."""
+        """Return the ranks that have not confirmed `name`, the generation's name."""
         ranks = range(self.launch.world_size)
         return [rank for rank in ranks if not self._store.check([member_key(name, rank)])]
 
     def _waited_for(self, name: str) -> list[int]:
-        """Return the late ranks: the missing ones, or rank 0 if it ignores an offer or if none is missing."""
+        """Return the ranks that are late: those that have not confirmed `name`, the generation's name.
+
+        Returns [0] if rank 0 has not answered the offer of such a rank, or if there is no such rank.
+        """
         store, missing = self._store, self._missing(name)
         for rank in missing:
             offered = read_key(store, f"hello/{rank}")
             if offered is not None:
-                is_answered = store.check([f"answer/{offered.decode()}"])  # a dead worker's offer is, too
+                # The offer may be that of a dead worker, which has an answer, too.
+                is_answered = store.check([f"answer/{offered.decode()}"])
                 if not is_answered:
                     return [0]
         return missing or [0]
 
     def _wait_for(self, key: str, name: str = "") -> None:
-        """Wait for a key that rank 0 sets. Raises PeersMissing at the deadline.
+        """Wait until rank 0 has set `key`. Raises PeersMissing at the deadline.
 
-        `name` is the generation's, if this rank knows it: then the error can name all missing ranks.
+        `name` is the generation's name, or "" if this rank does not know the name yet. With a name the error
+        can list all missing ranks; without one it lists rank 0.
         """
         is_there = self._store.check([key])
         while not is_there:
@@ -145,7 +158,10 @@ class Rendezvous:
         )
 
     def _replace_generation(self, name: str) -> None:
-        """Tell all ranks that generation `name` is complete, and how the previous one ended. For rank 0."""
+        """Tell all ranks that generation `name` is complete, and how the previous generation ended.
+
+        Only rank 0 calls this.
+        """
         store, launch, ended = self._store, self.launch, None
         found = read_generation_end(store)
         # If another node hosted the store in between, this store does not know the previous generation.
@@ -155,13 +171,19 @@ class Rendezvous:
         store.set(complete_key(name), json.dumps(ended))
 
     def record_exit_reason(self, rank: int, reason: ExitReason) -> None:
-        """Record in the store, if it answers in time, why `rank` exits. An earlier reason is kept."""
+        """Record in the job's TCPStore why `rank` exits, unless an earlier exit reason is there.
+
+        Never raises: if the store does not answer in time, nothing is recorded.
+        """
         key, content = exit_reason_key(self.generation, rank), json.dumps(reason)
-        with contextlib.suppress(Exception):  # the store may be gone: then no later generation reads it
+        with contextlib.suppress(Exception):  # if the store is gone, no later generation reads the reason
             run_within(EXIT_REASON_TIMEOUT_S, lambda: self._exit_store.compare_set(key, "", content))
 
     def read_exit_reason(self, rank: int) -> tuple[bool, ExitReason | None]:
-        """Return whether the store answers in time, and the exit reason of `rank`, None if it has none."""
+        """Return (whether the job's TCPStore answers in time, the exit reason that `rank` stored there).
+
+        The exit reason is None if the rank stored none, or if the store does not answer.
+        """
         try:
             return True, run_within(
                 PEER_END_TIMEOUT_S, lambda: read_exit_reason(self._exit_store, self.generation, rank)
@@ -170,8 +192,11 @@ class Rendezvous:
             return False, None
 
     def is_restart(self) -> bool:
-        """Return whether earlier workers called `mark_started`; without an agent's store, whether any ran."""
-        # Only the agent's store outlives generations; without it the agent's restart count is used.
+        """Return whether an earlier generation called `mark_started`.
+
+        If no agent hosts the store, return whether the restart count is above 0.
+        """
+        # Only an agent's store outlives generations.
         if self.launch.agent_hosts_store:
             return bool(self._store.check(["started"]))
         return self.launch.restart_count > 0
@@ -181,7 +206,11 @@ class Rendezvous:
 
 
 def read_generation_end(store: Any) -> tuple[GenerationEnd, int | None] | None:
-    """Return how the newest generation in a store ended, and its rendezvous round; None if there is none."""
+    """Return (how the newest generation in `store` ended, the number of its round).
+
+    `store` is a job's TCPStore. The number is that of `Launch.rdzv_round`; None if the launcher did not give
+    one. Returns None, not a pair, if no generation is in the store.
+    """
     last = read_key(store, "generation")
     if last is None:
         return None
@@ -191,7 +220,10 @@ def read_generation_end(store: Any) -> tuple[GenerationEnd, int | None] | None:
 
 
 def read_key(store: Any, key: str) -> bytes | None:
-    """Return the value of a key in a store, or None if the key is not set; `store.get` would wait for it."""
+    """Return the value of a key in a TCPStore, or None if the key is not set.
+
+    `store.get` by itself would wait until the key is set.
+    """
     is_set = store.check([key])
     return store.get(key) if is_set else None
 
@@ -201,7 +233,7 @@ def exit_reason_key(generation: str, rank: int) -> str:
 
 
 def read_exit_reason(store: Any, generation: str, rank: int) -> ExitReason | None:
-    """Return the exit reason that `rank` of a generation recorded in the store; None if it has none."""
+    """Return the exit reason that `rank` of `generation` has in the TCPStore `store`; None if it has none."""
     content = read_key(store, exit_reason_key(generation, rank))
     return None if content is None else json.loads(content)
 

@@ -4,7 +4,7 @@ Each rank has segments that its peers map, too: files of `memfd_create`, which h
 is left of them after the last worker has exited or was killed. Peers receive the files through Unix sockets.
 A rank signals progress by one byte to each peer, which takes 5 us between two idle cores. (A rank that waited
 in a busy loop would take the core of the worker that it waits for.) The kernel closes a dead worker's
-sockets, so its peers notice at once. An exchange is
+sockets, so that its peers notice the death at once. An exchange looks like this:
 
     segments.begin(nbytes)
     ... write to `segments.of(rank, ...)`: to this rank's segment, or to parts that no other rank writes ...
@@ -49,16 +49,19 @@ class Peers:
         self.rank, self.sockets, self.timeout_s = rank, sockets, timeout_s
         for peer in sockets.values():
             peer.settimeout(timeout_s)
-        self.has_ended = False  # whether the signals that end an exchange are still to be received
+        self.has_ended = False  # this rank has called `end`, and has not yet received the peers' signals
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this. Each then sees what the others wrote to memory before."""
+        """Wait until all ranks have called `barrier`.
+
+        Then each rank sees what the other ranks wrote to shared memory before their calls.
+        """
         for rank, peer in self.sockets.items():
             self.ask(rank, peer.send, b"\0")
         self.wait()
 
     def end(self) -> None:
-        """Signal to the other ranks that this rank has finished reading; do not wait for them.
+        """Signal to the other ranks that this rank has finished reading; do not wait for their signals.
 
         Errors are ignored, because a peer that has finished may have exited. If a peer is lost, the next
         exchange notices that.
@@ -69,7 +72,7 @@ class Peers:
         self.has_ended = True
 
     def wait_for_end(self) -> None:
-        """Wait until all ranks have called `end`, if this rank has called it."""
+        """If this rank has called `end`, wait until all other ranks have called `end`, too."""
         if self.has_ended:
             self.wait()
             self.has_ended = False
@@ -90,9 +93,10 @@ class Peers:
         return int(self.ask(rank, lambda: socket.recv_fds(peer, 1, 1, flags)[1])[0])
 
     def ask(self, rank: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of `call`, which uses the socket to `rank`.
+        """Return the result of `call(*arguments)`, which uses the socket to `rank`.
 
-        Raises DistNetworkError for an OSError, or for an empty result: the peer has closed the connection.
+        Raises DistNetworkError if `call` raises OSError, such as a timeout, or if the result is empty, which
+        means that the peer has closed the connection.
         """
         try:
             result = call(*arguments)
@@ -107,7 +111,7 @@ class Peers:
 
 
 class Segments:
-    """A segment of memory for each rank in `owners`, mapped by all ranks. Errors are those of `Peers`."""
+    """A segment of memory for each rank in `owners`, which all ranks map. Errors are those of `Peers`."""
 
     def __init__(self, peers: Peers, owners: Sequence[int]) -> None:
         self.peers, self.owners = peers, owners
@@ -115,10 +119,10 @@ class Segments:
         self.maps: dict[int, mmap.mmap] = {}
 
     def begin(self, nbytes: int) -> None:
-        """Wait until all ranks have ended the last exchange; have segments of `nbytes` or more. Collective.
+        """Wait until all ranks have ended the last exchange; provide segments for the next one. Collective.
 
-        `nbytes` is the same on all ranks. Segments that are too small are replaced by new ones; tensors in
-        the old segments stay valid.
+        Each segment has at least `nbytes` bytes, a number that must be the same on all ranks. Segments that
+        are too small are replaced by new ones; tensors in the old segments stay valid.
         """
         self.peers.wait_for_end()
         if nbytes <= self.capacity:
@@ -132,14 +136,14 @@ class Segments:
                 os.close(file)
 
     def make_file(self) -> int:
-        """Return the descriptor of this rank's new segment, after sending it to all peers."""
+        """Make a new segment for this rank and send it to all peers; return its file descriptor."""
         file = os.memfd_create("mingpt")
         os.ftruncate(file, self.capacity)
         self.peers.send_file(file)
         return file
 
     def of(self, rank: int, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
-        """Return a tensor of `count` elements that shares a rank's segment, from byte `first` on."""
+        """Return a tensor, (count,), whose memory is the segment of `rank` from byte `first` on."""
         if not count:
             return torch.empty(0, dtype=dtype)  # frombuffer refuses an empty one
         return torch.frombuffer(self.maps[rank], dtype=dtype, count=count, offset=first)
@@ -153,7 +157,7 @@ def node() -> str:
 
 
 def listen() -> tuple[socket.socket, Address] | tuple[None, None]:
-    """Return a listening Unix socket and its address, or (None, None) if the system refuses sharing."""
+    """Return (a listening Unix socket, its address); (None, None) if the system refuses to share memory."""
     try:
         check_capacity()
         address = Address(node(), os.getpid(), b"\0mingpt-" + secrets.token_hex(16).encode())
@@ -166,7 +170,10 @@ def listen() -> tuple[socket.socket, Address] | tuple[None, None]:
 
 
 def check_capacity() -> None:
-    """Raise OSError if a segment could not be large, as under `ulimit -f` or `ulimit -v`. Takes no memory."""
+    """Raise OSError if a limit, such as `ulimit -f` or `ulimit -v`, forbids large segments.
+
+    The check uses no memory.
+    """
     probe = os.memfd_create("mingpt")
     try:
         os.ftruncate(probe, MAX_CAPACITY)
@@ -178,11 +185,11 @@ def check_capacity() -> None:
 def meet(
     listener: socket.socket, rank: int, addresses: Sequence[Address], timeout_s: float
 ) -> dict[int, socket.socket] | None:
-    """Connect to all peers; return {rank: socket}, or None if one fails or is late. Collective.
+    """Connect to all peers; return {rank: socket}, or None if any connection fails or is late. Collective.
 
-    Each rank connects to the lower ranks and accepts the higher ones; `addresses` are by rank, and
-    `timeout_s` limits each wait. Any process can find a socket's name, so the kernel is asked whether the
-    process at the other end is the peer.
+    Each rank connects to the lower ranks and accepts connections of the higher ranks. `addresses` are in the
+    order of the ranks, and `timeout_s` limits each wait. Any process can find the name of such a socket, so
+    the kernel is asked whether the process at the other end is the peer.
     """
     peers: dict[int, socket.socket] = {}
     try:

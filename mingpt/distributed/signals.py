@@ -32,7 +32,7 @@ from mingpt.distributed.launch import Launch
 
 log = logging.getLogger(__name__)
 
-# In order of precedence, if ranks have received different requests.
+# The requests to stop. If ranks have received different ones, the first in this order counts.
 REASONS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", *JOB_ENDS)
 SIGNALS = [
     signal.Signals[name]
@@ -41,12 +41,12 @@ SIGNALS = [
     if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # nohup ignores it
 ]
 POLL_S = 0.2
-# Signals this close together are one request: the agent passes on a signal that workers may have got, too.
+# Signals within this time are one request: workers may get a signal twice, directly and from the agent.
 REPEAT_S = 1.0
-# The main thread has this time to notice a lost peer by itself, because the backend gives a reason.
+# The main thread has this time to notice a lost peer by itself, because the backend's error has a reason.
 PEER_GRACE_S = 0.3
-# The wait for the exit reason of a peer if the store does not answer: the store's host may have finished, as
-# all workers have.
+# The time after which a peer that exited counts as lost if the TCPStore does not answer. It is long because
+# the store does not answer, either, if the store's host, like all workers, has finished.
 UNKNOWN_GRACE_S = 5.0
 READ_END = -1  # the pipe's key among the ranks whose pidfds are polled
 
@@ -55,41 +55,43 @@ class StopSignal:
     """Listens for requests to stop, in a thread of its own, and keeps the request in `reason`.
 
     Before `defer`, which is called when training begins, a signal other than SIGUSR1 ends this process at
-    once. SIGUSR1 or a file STOP ends a single worker at once; several workers first agree. After `defer`, a
-    request is only kept until all ranks have agreed on it. A second signal, more than REPEAT_S seconds after
-    the first, ends this process at once; a file STOP or trainer.pause_after does not count as the first.
+    once. SIGUSR1 or a file STOP ends the process at once if it is the only worker; several workers first
+    agree to stop. After `defer`, a request is only kept until all ranks have agreed on it. A second signal,
+    more than REPEAT_S seconds after the first signal, ends this process at once; a file STOP or
+    trainer.pause_after does not count as the first signal.
 
-    The thread works even while the main thread is stuck. It also ends this process if torchrun's agent is
-    gone, if another worker of the agent was lost, or if a collective on GPUs has waited for
-    trainer.timeout_s; and if a signal other than SIGUSR1 waits while no collective has ended for that time.
+    The thread works even while the main thread is stuck. The thread also ends this process if torchrun's
+    agent is gone, if another worker of the agent was lost, or if a collective on GPUs has waited for
+    trainer.timeout_s or has lost a peer. The thread does so, too, if a signal other than SIGUSR1 was
+    received, and since then no collective has ended for trainer.timeout_s.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
         self.launch, self.exit = launch, process_exit
         self.received: str | None = None
-        self.pause_at = math.inf  # by the monotonic clock; never before `defer`
+        self.pause_at = math.inf  # when trainer.pause_after stops the run, by the monotonic clock; inf: never
         self.deferred = False
         self.has_sigterm = False  # whether SIGTERM has come, also right after another signal
         self.stop_file: Path | None = None
         self.note_stop: Callable[[], None] | None = None  # records a stop before the first step in run.json
         self.received_at = float("-inf")
         self.siblings: dict[int, int] = {}  # rank -> pidfd of each other worker of this agent that runs
-        self.exited_at: dict[int, float] = {}  # rank of one that does not -> when this was seen
+        self.exited_at: dict[int, float] = {}  # rank -> when each worker that has exited was seen to exit
         self.closed = threading.Event()
         self.read_end, self.write_end = os.pipe()
         os.set_blocking(self.write_end, False)
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)  # only the byte that Python writes to the pipe counts
         signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
-        faulthandler.register(signal.SIGUSR2, 2)  # to stderr, until there is a run folder
-        # mingpt.launch.agent blocks these signals.
+        faulthandler.register(signal.SIGUSR2, 2)  # stacks go to stderr until there is a run folder
+        # mingpt.launch.agent starts its workers with these signals blocked.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, signal.SIGUSR2])
         self.thread = threading.Thread(target=self.listen, daemon=True)
         self.thread.start()
 
     @property
     def reason(self) -> str | None:
-        """The request to stop, such as "SIGTERM" or "STOP" (one of REASONS); None without one."""
+        """The request to stop that this process has received, one of REASONS; None if there is none."""
         return self.received or (PAUSE if time.monotonic() >= self.pause_at else None)
 
     def watch_siblings(self) -> None:
@@ -97,15 +99,24 @@ class StopSignal:
         self.siblings = open_siblings(self.launch.agent_pid)
 
     def watch_stop_file(self, path: Path, note_stop: Callable[[], None] | None = None) -> None:
-        """Treat a file at `path` as a request to stop. `exit_before_training` calls `note_stop` on rank 0."""
+        """Treat a file at `path` as a request to stop.
+
+        `exit_before_training` calls `note_stop`, unless that is None, on rank 0.
+        """
         self.stop_file, self.note_stop = path, note_stop
 
     def defer(self) -> None:
-        """From now on, do not exit at a request: keep it until all ranks agree on it, as after each step."""
+        """From now on, do not exit at a request to stop, but keep the request until all ranks agree on it.
+
+        The ranks exchange their requests in each step.
+        """
         self.deferred = True
 
     def remove_stop_file(self) -> None:
-        """Remove the file STOP, if any, so that the same command continues the run. A failure is logged."""
+        """Remove the file STOP, if there is one, so that the same command continues the run.
+
+        If the file cannot be removed, that is logged, not raised.
+        """
         try:
             if self.stop_file:
                 self.stop_file.unlink(missing_ok=True)
@@ -122,7 +133,10 @@ class StopSignal:
         self.exit.exit_process(StopRequested(reason))
 
     def hand_over(self, handler: Callable[[int, FrameType | None], None]) -> None:
-        """Stop listening; `handler` receives further signals. No signal is lost. For the main thread only."""
+        """Stop listening, so that `handler` receives all further signals. No signal is lost.
+
+        Call this in the main thread.
+        """
         for number in SIGNALS:
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
@@ -133,12 +147,12 @@ class StopSignal:
     def listen(self) -> None:
         while True:
             self.wait()
-            self.read_signals()  # also a signal just before `hand_over`
+            self.read_signals()  # also a signal that came just before `hand_over`
             if self.closed.is_set():
                 return
             if self.launch.is_orphan():
                 self.exit.exit_at_once()
-            # False also if a network folder is unreachable for a moment; the next turn looks again.
+            # False also if a network folder is unreachable for a moment; the loop looks again.
             is_there = self.stop_file is not None and os.path.exists(self.stop_file)
             if is_there and not self.reason:
                 self.request("STOP")
@@ -146,7 +160,7 @@ class StopSignal:
             self.exit.exit_if_nccl_stuck()
             if self.deferred and self.launch.world_size > 1 and self.reason not in (None, *JOB_ENDS):
                 since = max(self.received_at, self.exit.progress_at)
-                if time.monotonic() - since > self.exit.timeout_s:  # nothing has moved
+                if time.monotonic() - since > self.exit.timeout_s:  # training is stuck
                     number = signal.Signals[self.reason]
                     self.exit.exit_beside_main_thread(SignalReceived(number, is_first=False))
 
@@ -176,13 +190,16 @@ class StopSignal:
         self.received = number.name
 
     def request(self, reason: str) -> None:
-        """Keep a request, SIGUSR1 or STOP, until all ranks agree. Before `defer`, a single rank exits."""
+        """Keep the request `reason`, SIGUSR1 or STOP, until all ranks agree on it.
+
+        But if this process is the only worker, and `defer` was not called yet, exit now.
+        """
         if not self.deferred and self.launch.world_size == 1:
             self.exit_before_training(reason)
         self.received = self.received or reason
 
     def look_at_siblings(self) -> None:
-        """Exit if another worker of this node's agent failed, lost a peer or was killed."""
+        """Exit if another worker of this node's agent failed, lost a peer, timed out or was killed."""
         for rank, exited_at in list(self.exited_at.items()):
             waited_s = time.monotonic() - exited_at
             if waited_s > PEER_GRACE_S:

@@ -1,4 +1,4 @@
-"""How tensors travel among the ranks: by gloo or NCCL, or through memory that the CPUs of one node share.
+"""How tensors travel among the ranks: by gloo or NCCL, or through memory that workers of one node share.
 
 `Transport` has the collectives on tensors, and only this file knows how the bytes travel. Collectives on
 Python objects, such as settings and errors, are in group.py.
@@ -22,7 +22,7 @@ from mingpt.distributed.group import wait_for
 from mingpt.distributed.shared_memory import Address, Peers, Segments, meet
 
 BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
-MEETING_SHARE = 0.25  # share of timeout_s for which a rank waits for a peer to connect
+MEETING_SHARE = 0.25  # the share of timeout_s for which a rank waits for a peer to connect
 # The names before torch 2.13 are all_gather_into_tensor and reduce_scatter_tensor.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -30,30 +30,35 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @dataclass(frozen=True)
 class Reduction:
-    """How `Transport.reduce` sums the vectors of all ranks: each rank sums one chunk of all vectors."""
+    """How `Transport.reduce` sums the vectors of all ranks: each rank sums its chunk of all vectors."""
 
-    counts: list[int]  # of vectors that each rank has, perhaps 0
-    sizes: list[int]  # elements of each rank's chunk of a vector
+    counts: list[int]  # how many vectors each rank has, perhaps 0
+    sizes: list[int]  # how many elements of a vector each rank's chunk has
     like: Tensor  # has the dtype and device of the vectors
-    add: Callable[[list[Tensor]], Tensor]  # from chunks, by rank, to their sum, which overwrites the first
-    gathers: bool  # whether each rank gets the whole sum, not only its chunk
+    # Gets a chunk of each vector, in the order of the ranks; writes the sum to the first one and returns it.
+    add: Callable[[list[Tensor]], Tensor]
+    gathers: bool  # whether each rank gets the whole sum, not only its chunk of the sum
 
 
 class Transport:
     """Collectives on tensors by a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
 
-    All ranks must call all methods in the same order, each from one thread at a time. With one rank no
-    process group is needed; `group` None means torch's default group. A vector is a 1-D tensor. Where a
-    method takes pieces of a vector, at least one, it concatenates them.
+    All ranks must call all methods in the same order, and each rank from one thread at a time. With one rank
+    no process group is needed; `group` None means torch's default group. A vector is a 1-D tensor. A method
+    that takes `pieces`, at least one, concatenates them to a vector.
     """
 
-    fsdp_all_gather: "SharedAllGather | None" = None  # the all-gather that FSDP2 calls, if not its own
+    fsdp_all_gather: "SharedAllGather | None" = None  # the all-gather that FSDP2 calls; None: FSDP2's own
 
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.world_size, self.group = rank, world_size, group
 
     def with_own_group(self, timeout_s: float) -> "Transport":
-        """Return a transport with a new process group, for use by another thread. Collective."""
+        """Return a copy of this transport with a new process group, for use by another thread. Collective.
+
+        `timeout_s` limits each collective of the new group. Shared memory, if any, is that of this transport:
+        in this case two threads must not use the two transports at the same time.
+        """
         if not dist.is_initialized():  # without a launcher
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         other = copy.copy(self)
@@ -61,12 +66,12 @@ class Transport:
         return other
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copy rank `source`'s `tensor` into the other ranks' `tensor`; all are contiguous."""
+        """Copy rank `source`'s `tensor` into the other ranks' `tensor`; all of these must be contiguous."""
         for work in self.begin_broadcast(tensor, source):
             wait_for(work)
 
     def begin_broadcast(self, tensor: Tensor, source: int) -> list[dist.Work | None]:
-        """Start a `broadcast`; use `tensor` only after `wait_for` of each work that is returned."""
+        """Start a `broadcast`. Use `tensor` only after calling `wait_for` for each of the returned works."""
         works = []
         if self.world_size > 1 and tensor.numel():
             for piece in tensor.view(-1).split(max(1, BROADCAST_BYTES // tensor.element_size())):
@@ -76,8 +81,8 @@ class Transport:
     def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start to sum `tensor` over the ranks; return a function that waits and returns the sum.
 
-        `tensor` may be overwritten. The backend chooses the order of the sum. The result's bits do not depend
-        on it if nothing is rounded, for example if all ranks but one have zeros.
+        `tensor` may be overwritten. The backend chooses the order of the additions. The result's bits do not
+        depend on that order if nothing is rounded, for example if all ranks but one have zeros.
         """
         work = dist.all_reduce(tensor, group=self.group, async_op=True) if self.world_size > 1 else None
 
@@ -101,11 +106,11 @@ class Transport:
     def all_gather_parts(
         self, pieces: list[Tensor], sizes: list[int], at_once: bool = False
     ) -> Iterator[Tensor]:
-        """Yield the vector of each rank, with `sizes[rank]` elements; it is valid until the next is yielded.
+        """Yield the vectors of all ranks, in the order of the ranks; `sizes` has their numbers of elements.
 
-        `pieces` are those of this rank's vector. All ranks must iterate to the end. With `at_once`, for
-        vectors of about equal sizes, one collective gathers all. Otherwise each vector is broadcast, and
-        yielded when it has arrived.
+        A vector is valid until the next one is yielded. `pieces` are the pieces of this rank's vector. All
+        ranks must iterate to the end. With `at_once`, which is for vectors of about equal sizes, one
+        collective gathers all vectors; otherwise each is broadcast, and yielded when it has arrived.
         """
         own = torch.cat(pieces)
         if at_once:
@@ -120,10 +125,11 @@ class Transport:
             yield part
 
     def all_to_all(self, pieces: list[Tensor], send: list[int], receive: list[int]) -> Tensor:
-        """Send consecutive elements of a vector to the ranks, `send[rank]` to each; return those received.
+        """Send to each rank its share of this rank's vector; return the elements that this rank receives.
 
-        `pieces` are those of the vector. `receive[rank]` is the number of elements that `rank` sends to this
-        rank; in the result the elements of lower ranks come first.
+        `pieces` are the pieces of the vector, whose first `send[0]` elements go to rank 0, the next `send[1]`
+        elements to rank 1, and so on. `receive[rank]` is the number of elements that `rank` sends to this
+        rank; in the result, the elements from lower ranks come first.
         """
         vector = torch.cat(pieces)
         if self.world_size == 1:
@@ -133,9 +139,9 @@ class Transport:
         return received
 
     def reduce(self, vectors: list[list[Tensor]], reduction: Reduction) -> Tensor:
-        """Return the sum of all ranks' vectors, or this rank's chunk of the sum, as `reduction` says.
+        """Return the sum of all ranks' vectors if `reduction.gathers`, else this rank's chunk of that sum.
 
-        `vectors` are those of this rank, each as a list of pieces.
+        `vectors` has the vectors of this rank, each as a list of pieces.
         """
         counts, sizes = reduction.counts, reduction.sizes
         count, my_size = sum(counts), sizes[self.rank]
@@ -149,21 +155,25 @@ class Transport:
         return total if count == 1 else total.clone()  # a view would keep the memory of all chunks
 
     def empty_scattered(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized tensor of `size`, to be filled and given to `scattered`."""
+        """Return an uninitialized tensor of shape `size`, which the caller fills and gives to `scattered`."""
         return torch.empty(size, dtype=dtype, device=device)
 
     @contextmanager
     def scattered(self, vector: Tensor) -> Iterator[Sequence[Tensor]]:
-        """Yield this rank's chunk of each rank's `vector`, by rank. The caller may overwrite the chunks.
+        """Yield this rank's chunk of each rank's `vector`, in the order of the ranks.
 
-        All chunks have the same size: that of `vector` divided by the number of ranks.
+        Inside the `with` block the caller may read and overwrite the chunks. All chunks have the same size:
+        that of `vector` divided by the number of ranks.
         """
         received = torch.empty_like(vector)
         dist.all_to_all_single(received, vector, group=self.group)
         yield received.view(self.world_size, -1).unbind()
 
     def reduce_scatter(self, chunk: Tensor, vector: Tensor, op: Any) -> None:
-        """Reduce the ranks' vectors by `op`, in any order; write this rank's chunk to `chunk`."""
+        """Reduce the `vector` of all ranks by `op`; write this rank's chunk of the result to `chunk`.
+
+        The backend chooses the order of the additions.
+        """
         reduce_scatter_single(chunk, vector, op=op, group=self.group)
 
 
@@ -178,7 +188,10 @@ def chunks_by_rank(vectors: list[list[Tensor]], reduction: Reduction) -> list[Te
 
 
 class SharedMemoryTransport(Transport):
-    """A transport for CPUs of one node: a training step's tensors go through memory, the rest by gloo."""
+    """A transport for CPUs of one node.
+
+    The tensors that each training step exchanges go through shared memory, all others by gloo.
+    """
 
     def __init__(self, rank: int, world_size: int, peers: Peers) -> None:
         super().__init__(rank, world_size)
@@ -215,7 +228,8 @@ class SharedMemoryTransport(Transport):
         self.peers.barrier()
         gathered = [vector for of_rank in shared for vector in of_rank]
         if reduction.gathers and len(gathered) == 2:
-            # Fewer bytes to read than if ranks shared the work, and one barrier. Two vectors have one sum.
+            # Each rank adds all elements: fewer bytes to read than if the ranks shared the work, and only one
+            # barrier. A sum of two vectors has the same bits in either order.
             total = gathered[0] + gathered[1]
         else:
             total = reduction.add([vector.split(sizes)[self.rank] for vector in gathered])
@@ -240,10 +254,10 @@ class SharedMemoryTransport(Transport):
 
 
 class SharedAllGather:
-    """An all-gather for FSDP2 in which all ranks write to shared memory of rank 0: two segments, in turn.
+    """An all-gather for FSDP2, in which all ranks write to the same segment of rank 0's shared memory.
 
-    A rank begins a gather only after it has copied what was gathered before. So once all ranks are in a
-    gather, the other segment is free.
+    There are two such segments, which are used alternately. A rank begins a gather only after it has copied
+    the result of the previous gather. So once all ranks are in a gather, no rank reads the other segment.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -268,10 +282,11 @@ def connect(
     all_gather_object: Callable[[bool], list[bool]],
     timeout_s: float,
 ) -> Transport:
-    """Return a transport, through shared memory if all ranks are on one node that allows it. Collective.
+    """Return a transport: through shared memory if all ranks are on one node that allows it. Collective.
 
-    `addresses`, by rank, are those at which the ranks listen, None for a rank that cannot share memory. This
-    rank's listening socket, `listener`, is closed. `timeout_s` limits each wait for a peer.
+    `addresses` has the address at which each rank listens, in the order of the ranks; None for a rank that
+    cannot share memory. `listener` is this rank's listening socket, which is closed here; None if this rank
+    has none. `all_gather_object` is that of Group. `timeout_s` limits each wait for a peer.
     """
     known = [address for address in addresses if address]
     is_possible = len(known) == len(addresses) and len({address.node for address in known}) == 1

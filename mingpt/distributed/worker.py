@@ -1,6 +1,6 @@
 """A worker process, from its start to its exit code.
 
-This module imports little, so that a signal is heard a few hundredths of a second after the process starts.
+This module imports little, so that a worker listens for signals a few hundredths of a second after its start.
 """
 
 import gc
@@ -18,12 +18,14 @@ from mingpt.distributed.signals import StopSignal
 
 
 class Worker:
-    """This worker process. As a context manager, it exits the process at the end of its block.
+    """This worker process. Used as a context manager, it exits the process at the end of the `with` block.
 
-    The exit code is 0 if the block finished or was told to stop, 128 + signal if it was told to stop by a
-    signal other than SIGUSR1 under an agent (such as torchrun's), 2 after a UserError, 1 after any other
-    error. The block sets `stopped_by` to the request that stopped it. Constructing a Worker begins to listen
-    for signals, and exits with 2 if the launcher's environment variables are incomplete.
+    The exit code is 0 if the block finished or was told to stop, 2 after a UserError, and 1 after any other
+    Exception. Under an agent (such as torchrun's), it is 128 + signal if the block was told to stop by a
+    signal other than SIGUSR1. The block sets `stopped_by` to the request that stopped it, if any.
+
+    Constructing a Worker begins to listen for signals. It exits with 2 if the launcher's environment
+    variables are wrong or the working directory is gone.
     """
 
     def __init__(self) -> None:
@@ -47,7 +49,10 @@ class Worker:
     def connect(
         self, device: str = "auto", dtype: str = "auto", threads: int = 1, timeout_s: float = 60.0
     ) -> DistributedContext:
-        """Wait for all workers; return the DistributedContext, or raise its errors. Collective."""
+        """Wait for all workers; return the DistributedContext. Collective.
+
+        Arguments and errors are those of DistributedContext.
+        """
         gc.enable()
         gc.freeze()  # imported objects stay alive, so collections need not look at them again
         return DistributedContext(self.launch, self.stop_signal, self.exit, device, dtype, threads, timeout_s)

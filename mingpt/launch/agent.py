@@ -1,8 +1,8 @@
 """`python train.py` without a launcher: torchrun's agent in this process, with one worker per GPU or core.
 
-It works like `torchrun --standalone --nproc_per_node=N --max-restarts=M train.py ...`, without torchrun's own
-output, and with the exit code of a single process: 0 finished or stopped, 2 a user's mistake, 1 anything
-else.
+This works like `torchrun --standalone --nproc_per_node=N --max-restarts=M train.py ...`, but without
+torchrun's own output, and with the exit code of a single process: 0 finished or stopped, 2 a user's mistake,
+1 anything else.
 """
 
 import gc
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
     from torch.distributed.launcher.api import LaunchConfig
 
-MAX_WORKERS = 8  # with `trainer.workers=auto`
+MAX_WORKERS = 8  # the most workers that `trainer.workers=auto` means
 SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop need time to write a snapshot
 BACKEND = "mingpt-one-node"
 
@@ -44,9 +44,10 @@ BACKEND = "mingpt-one-node"
 def choose_workers(config: Config, launch: Launch) -> int:
     """Return the number of workers that the setting trainer.workers asks for.
 
-    auto means one per GPU, or without GPUs one per `Launch.threads` cores, but at most MAX_WORKERS and the
-    number of micro-batches in a step. It means one if trainer.device is mps or snapshot.path is in memory.
-    Raises UserError if trainer.workers is a number larger than that of micro-batches.
+    auto means one worker per GPU, or without GPUs one worker for every `launch.threads` CPU cores. In both
+    cases it means at most MAX_WORKERS, and at most as many as a step has micro-batches. If trainer.device is
+    mps or snapshot.path begins with memory://, auto means one worker. Raises UserError if trainer.workers is
+    a number larger than the number of micro-batches in a step.
     """
     trainer = config.trainer
     if trainer.workers != "auto":
@@ -64,11 +65,12 @@ def choose_workers(config: Config, launch: Launch) -> int:
 
 
 def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> None:
-    """Under plain `python`, run `python *command` in as many workers as trainer.workers asks for.
+    """Under plain `python`, run `python *command` in as many workers as trainer.workers asks for, then exit.
 
-    Afterwards it exits with the job's exit code. It returns if this process is itself to be a worker: under a
-    launcher, or if one worker is enough. In both cases it first calls `watch_stop_file`. Raises UserError if
-    trainer.workers is too large, or is auto in one of several srun tasks without torchrun.
+    The exit code is that of the job. If this process is itself to be a worker, because a launcher has started
+    it or because one worker is enough, this function only returns. In all cases it first calls
+    `watch_stop_file`. Raises UserError if trainer.workers is too large, or if it is auto in one of several
+    srun tasks without torchrun.
     """
     launch = worker.launch
     watch_stop_file(worker, config)
@@ -97,16 +99,16 @@ def watch_stop_file(worker: Worker, config: Config) -> None:
         mark_ended(run_dir, "stopped")
 
     if not config.trainer.eval_only:
-        # In a restart the workers before were training and could not record how they ended.
+        # In a restart run.json may still say "running", if the previous workers could not record their end.
         is_restart = worker.launch.restart_count > 0
         worker.stop_signal.watch_stop_file(run_dir / "STOP", note_stop if is_restart else None)
 
 
 class StopRequest:
-    """The first signal that told this job to stop. torch's agent obeys it when it next calls the rendezvous.
+    """The first signal that told this job to stop. torch's agent obeys it at its next rendezvous call.
 
-    Until then the signal handler raises nothing, for two reasons: torch's rendezvous may swallow a
-    SignalException, and workers keep running if one is raised while they are being started.
+    Until then the signal handler raises nothing, for two reasons. torch's rendezvous may swallow a
+    SignalException. And if a SignalException is raised while workers are being started, these keep running.
     """
 
     def __init__(self, status_file: Path) -> None:
@@ -115,7 +117,10 @@ class StopRequest:
         self.is_obeyed = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: remember the first. Once `obey` has raised, raise again: workers exit at once."""
+        """Handle a signal, as Python's signal handler: remember the first signal.
+
+        If `obey` has raised already, raise again, so that the workers exit at once.
+        """
         self.first = self.first or signal.Signals(number)
         if self.is_obeyed:
             self.obey()
@@ -134,7 +139,10 @@ class StopRequest:
             raise SignalException(f"got {self.first.name}", sigval=self.first)
 
     def read_status(self) -> str:
-        """Return the content of the status file, which worker 0 writes if it ends in order; else ""."""
+        """Return the content of the status file, "" if there is none.
+
+        A worker that ends the job writes this file.
+        """
         return self.status_file.read_text() if self.status_file.exists() else ""
 
 
@@ -143,11 +151,12 @@ def job_exit(
 ) -> tuple[int, str]:
     """Return the exit code of a job whose workers have ended, and the text to print.
 
-    `is_told` is whether the job was told to stop, `status` the status file's content, `codes` the exit codes
-    of the workers that failed, by rank, and `end` how the last workers that met at the rendezvous ended.
-    `command` is what the workers ran.
+    `is_told` is whether the job was told to stop, `status` the content of the status file ("" if there is
+    none), `codes` the exit codes of the workers that failed, by rank, and `end` how the last workers that met
+    at the rendezvous ended (None if no workers met). `command` is what the workers ran.
     """
-    # A worker that ends the job writes the status file and sends a signal. Its exit may be seen first.
+    # A worker that ends the job writes the status file and sends a signal to the agent. The agent may see the
+    # worker's exit before the signal.
     if is_told and (status or not codes):
         told = status or "1 error: the job was told to stop, but worker 0 could not end in order\n"
         code, _, sentence = told.partition(" ")
@@ -170,10 +179,11 @@ def job_exit(
 
 
 def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
-    """Run `python *command` in `workers` processes, with restarts; then exit with the job's exit code.
+    """Run `python *command` in `workers` processes; then exit with the job's exit code.
 
-    Signals go to `stop_signal` until torchrun's agent takes over. Raises NonRetryableError if the system
-    allows too few processes.
+    If a worker fails, all workers are restarted, at most `max_restarts` times. Signals go to `stop_signal`
+    until torchrun's agent takes over. Raises UserError if the system allows too few open files, and
+    NonRetryableError if it allows too few processes.
     """
     allow_open_files(workers)
     from torch.distributed import TCPStore
@@ -185,7 +195,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     logger.propagate = False
 
     with temporary_folder(AGENT_FOLDER) as folder:
-        # `stop_signal` still listens: this C++ code asks a resolver, which may not answer.
+        # `stop_signal` still listens, because this C++ code asks a name resolver, which may not answer.
         store = TCPStore(loopback_address(), 0, is_master=True, wait_for_workers=False)
         stop = StopRequest(Path(folder) / "status")
         stop_signal.hand_over(stop.note)
@@ -239,7 +249,10 @@ def avoid_names() -> None:
 
 
 def register_rendezvous(store: "TCPStore", stop: StopRequest) -> None:
-    """Register BACKEND, a rendezvous for a single agent, which needs no host name and obeys `stop`."""
+    """Register a rendezvous for a single agent with torch, under the name BACKEND.
+
+    The workers use the TCPStore `store`. The rendezvous needs no host name, and obeys `stop`.
+    """
     from torch.distributed.elastic.rendezvous import (
         RendezvousInfo,
         RendezvousStoreInfo,

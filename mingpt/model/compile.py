@@ -1,14 +1,14 @@
-"""Decide whether a model is compiled; compile its loss by torch.compile, and check it before it is used.
+"""Decide whether a model is compiled; compile its loss with torch.compile, and try the result before use.
 
-With trainer.compile=auto a new run is compiled if that saves at least twice the time of the first
+With trainer.compile=auto a new run is compiled if this should save at least twice the time of the first
 compilation. The choice depends only on the configuration, the vocabulary and the kind of device, so that it
-is the same for any number of workers and on every machine of a kind. The times are therefore estimates: the
-planned FLOPs at the rates in COSTS. If a rate is wrong, a run may take longer than it could. A resumed run
-keeps the choice that its snapshot was computed with.
+is the same for any number of workers and on every machine of a kind. Therefore no time is measured: times are
+estimated from the planned FLOPs and the rates in COSTS. If a rate is wrong, a run may take longer than it
+needs to. A resumed run stays compiled, or not compiled, as it was when its snapshot was computed.
 
 If compiling fails, training goes on without it. On a GPU, the kernels of a small model end sooner than Python
-can launch the next ones. For such a model, if the caller asks for it, the compiled passes are also captured
-as CUDA graphs, which are used if their replays give the bits of the first call.
+can launch the next ones. If the caller allows CUDA graphs, the forward and backward passes of such a model
+are also captured as CUDA graphs. These are used if their replays give the same bits as the first call.
 """
 
 import importlib
@@ -26,8 +26,8 @@ from mingpt.base.files import reason_of
 from mingpt.config import Config
 from mingpt.model.gpt import GPT, Block, LossModule
 
-PAID_BACK = 2  # auto compiles if that saves so many times its cost: a run may stop early or compile again
-MAX_GRAPH_FLOPS = 4e12  # per micro-batch: about 10 ms of a GPU; larger ones gain nothing by CUDA graphs
+PAID_BACK = 2  # auto compiles if this saves twice the time it takes: a run may stop early or compile again
+MAX_GRAPH_FLOPS = 4e12  # per micro-batch, about 10 ms of a GPU: a larger one gains nothing by CUDA graphs
 REPLAYS = 4  # calls per input: the first runs the kernels, the second captures them, the others replay
 
 Forward = Callable[[Tensor, Tensor], Tensor]
@@ -39,17 +39,17 @@ log = logging.getLogger(__name__)
 class Costs:
     """The estimated rates and compile times of a kind of device."""
 
-    flops_per_s: float  # of all workers together, not compiled
+    flops_per_s: float  # of all workers together, without the compiler
     saved_share: float  # 1 - time of a compiled step / time of one that is not
-    start_s: float  # time of the first compilation, without a cache and without the blocks
+    start_s: float  # time of the first compilation (nothing is cached), except for the blocks
     block_s: float  # additional time of the first compilation for each block
 
 
 # cpu: measured on a core of an Intel Xeon with AMX, in bfloat16, with torch 2.13. The core reached
 # 0.12 TFLOP/s with the default run and with nanoGPT's CPU size, and 0.3 with 10.65 M parameters. The compiler
-# saved 0.50, 0.39 and 0.25 of a micro-batch's time, and took 22 s for 2 blocks and 25 s for 4. The constants
-# are for nearly two such cores at the best of these rates, and a little less than the smallest share. The
-# program was compile_cost.py of commit 496a4e0.
+# saved 0.50, 0.39 and 0.25 of a micro-batch's time, and took 22 s for 2 blocks and 25 s for 4. `flops_per_s`
+# is that of nearly two such cores at the best of these rates, and `saved_share` a little less than the
+# smallest of these shares. The program that measured them was compile_cost.py of commit 496a4e0.
 # cuda: estimates, not measured.
 COSTS = {
     "cpu": Costs(flops_per_s=5e11, saved_share=0.2, start_s=20.0, block_s=2.0),
@@ -59,7 +59,7 @@ COSTS = {
 
 @dataclass(frozen=True)
 class CompileChoice:
-    """Whether the model is to be compiled, and why, in words."""
+    """Whether the model is to be compiled, and the reason in words."""
 
     is_compiled: bool
     reason: str
@@ -71,12 +71,13 @@ class CompileChoice:
 def choose_compile(
     config: Config, flops_per_token: float, device_type: str, recorded: bool | None = None
 ) -> CompileChoice:
-    """Return whether trainer.compile has the model compiled for `device_type`, and why.
+    """Return whether the model is to be compiled, as trainer.compile says, and why.
 
-    `device_type` is "cpu", "cuda" or "mps". `recorded` says whether the model of the snapshot that the run
-    resumes from was compiled: auto keeps that choice, also if trainer.max_steps has changed. It is None for a
-    run that has trained nothing yet. Raises UserError if auto would keep a compiled model, and
-    trainer.recompute contradicts that.
+    `flops_per_token` counts a forward and backward pass; `device_type` is "cpu", "cuda" or "mps". `recorded`
+    says whether the model was compiled when the snapshot that the run resumes from was computed; None means
+    that the run has trained nothing yet. trainer.compile=auto keeps `recorded`, even if trainer.max_steps has
+    changed. Raises UserError if `recorded` is true, trainer.compile is auto, and trainer.recompute does not
+    allow a compiled model.
     """
     trainer = config.trainer
     if trainer.compile != "auto":
@@ -104,19 +105,23 @@ def choose_compile(
 
 
 def import_compiler() -> None:
-    """Import the compiler, so that compiling starts sooner later. This takes longer than importing torch."""
+    """Import torch.compile's compiler now, so that a later compilation starts sooner.
+
+    This import takes longer than that of torch.
+    """
     importlib.import_module("torch._inductor.compile_fx")
 
 
 def compile_model(
     loss: LossModule, example: Tensor, autocast: Autocast, graphs: bool = False
 ) -> tuple[Forward | None, bool]:
-    """Compile the loss for (B, T) tokens and targets of the example's shape, and try it.
+    """Compile the loss for tokens and targets of the shape of `example`, (B, T), and try the compiled loss.
 
-    Returns the compiled loss (None if compiling fails), and whether it uses CUDA graphs, which `graphs`
-    allows for small models on a GPU. With CUDA graphs each call overwrites the loss and gradients of the call
-    before. Call the compiled loss in the thread that compiled it. A failure is logged. The trial seeds torch
-    with 0 and sets all gradients to None.
+    Returns the compiled loss, or None if compiling fails, and whether the compiled loss uses CUDA graphs.
+    `graphs` allows CUDA graphs, for a small model on a GPU. With CUDA graphs each call overwrites the loss
+    and the gradients of the previous call. Call the compiled loss in the thread that compiled it. A failure
+    is logged. The trial seeds torch with 0 and sets all gradients to None. `autocast()` is the context of a
+    forward pass.
     """
     small = loss.model.flops_per_token() * example.numel() < MAX_GRAPH_FLOPS
     modes = [("default", "torch.compile")]
@@ -141,10 +146,10 @@ def compile_model(
 
 
 def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dtype) -> bool:
-    """Compile a block like the model's for (B, T, C) activations `x`; return whether that succeeds.
+    """Compile a new block like the model's for (B, T, C) activations `x`; return whether compiling succeeds.
 
     This fills the compiler's cache. `dtype` is the type of the block's weights; only the shape and device of
-    `x` matter. A failure is logged.
+    `x` matter. A failure is logged. `autocast()` is the context of a forward pass.
     """
     try:
         import torch._inductor.config as inductor
@@ -162,14 +167,20 @@ def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dt
 
 
 def compile_blocks(model: GPT) -> None:
-    """Let each block be compiled separately at its first call: FSDP2 gathers weights between the blocks."""
+    """Make torch.compile compile each block by itself, at its first call.
+
+    The whole model cannot be compiled at once, because FSDP2 gathers weights between the blocks.
+    """
     for block in model.h:
         assert isinstance(block, Block)
         block.compute = torch.compile(block.compute, dynamic=False)  # type: ignore[method-assign]
 
 
 def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:
-    """Return whether calls of `forward`, with two inputs in turn, repeat the bits of the first calls."""
+    """Return whether later calls of `forward` give the same bits as the first call with the same input.
+
+    `forward` is `loss`, compiled. Two inputs of the shape of `example` take turns.
+    """
     generator = torch.Generator().manual_seed(0)
     inputs = [
         torch.randint(0, loss.model.vocab_size, example.shape, generator=generator).to(example.device)
@@ -187,7 +198,10 @@ def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast:
 
 @contextmanager
 def random_weights(loss: LossModule) -> Iterator[None]:
-    """Make the weights random within a `with`: initial matrices of zeros may have gradients of zeros."""
+    """Make the weights random within a `with` block, and restore them at its end.
+
+    Some initial weights are zero. With these, gradients may be zero, and always equal.
+    """
     with torch.no_grad():
         saved = [(weight, weight.clone()) for weight in loss.parameters()]
         for weight, _ in saved:
@@ -201,8 +215,12 @@ def random_weights(loss: LossModule) -> Iterator[None]:
 
 
 def gradients(forward: Forward, loss: LossModule, tokens: Tensor, autocast: Autocast) -> list[Tensor]:
-    """Seed torch with 0, compute the loss and gradients, set `grad` to None; return copies of all of them."""
-    torch.manual_seed(0)  # the same dropout each time
+    """Return copies of the loss and of the gradients of all parameters.
+
+    The inputs are `tokens`, (B, T); the targets are the same tokens in another order. First torch is seeded
+    with 0, and at the end the `grad` of all parameters is set to None.
+    """
+    torch.manual_seed(0)  # so that dropout is the same in each call
     try:
         with autocast():
             # Targets have a tensor of their own: otherwise a compiler would rely on inputs and targets being

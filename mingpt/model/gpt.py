@@ -1,7 +1,7 @@
-"""What every architecture is made of: layers, a skeleton from tokens to logits and loss, and generation.
+"""What every architecture is made of: layers, a model from tokens to logits and loss, and generation.
 
 An architecture is a subclass of GPT in a file of its own, named like its value of model.arch: `gpt2.py`,
-`modern.py`. Only these files tell architectures apart. docs/extending.md shows how to add one.
+`modern.py`. No other file distinguishes architectures. docs/extending.md shows how to add an architecture.
 
 In shapes, B is the batch size, T the length of the input, C = n_embd, H = n_head, D = C / H, V = vocab_size.
 """
@@ -22,14 +22,14 @@ from mingpt.model.operations import KeyValues, Positions, head_logits, head_loss
 
 
 class Linear(nn.Linear):
-    """nn.Linear without initial weights: `GPT.draw_weight` draws them."""
+    """nn.Linear without initial weights, which `GPT.draw_weight` draws instead."""
 
     def reset_parameters(self) -> None:
         """Do nothing: on the meta device nn.Linear's method would import torch._dynamo, which takes long."""
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding without initial weights: `GPT.draw_weight` draws them."""
+    """nn.Embedding without initial weights, which `GPT.draw_weight` draws instead."""
 
     def reset_parameters(self) -> None:
         """Do nothing, for the reason given in `Linear.reset_parameters`."""
@@ -41,7 +41,7 @@ class Dropout(nn.Dropout):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm without parameters. `width` is ignored; norms with parameters need it."""
+    """RMSNorm without parameters. `width` is ignored: only norms with parameters need the width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -86,7 +86,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A transformer block: attention, then an MLP.
 
-    The input of each is the normalised residual stream, to which its output is added after dropout.
+    The attention and the MLP each get the normalised residual stream as input. The output of each is added to
+    the residual stream after dropout.
     """
 
     def __init__(self, config: ModelConfig, norm: type[nn.Module], attn: nn.Module, mlp: nn.Module) -> None:
@@ -98,7 +99,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
         """Map (B, T, C) features to (B, T, C).
 
-        With `recompute`, activations are not kept: the backward pass computes them again.
+        If the attribute `recompute` is true, activations are not kept: the backward pass computes them again.
         """
         if cache is not None:  # never compiled: each token would have a different shape
             return type(self).compute(self, x, positions, cache)
@@ -116,9 +117,9 @@ class GPT(nn.Module):
     """A decoder-only transformer over `vocab_size` tokens and up to `block_size` positions.
 
     GPT(config, ...) makes an instance of the subclass that `config.arch` names. This class has rotary
-    positions, RMSNorm without parameters, no biases, and a head of its own; a subclass overrides what it does
-    differently. Torch's global generator determines the initial weights. On the meta device nothing is drawn
-    or computed: call `to_empty`, then `init_weights` and `init_buffers`.
+    positions, RMSNorm without parameters, no biases, and a head that is not tied to the embedding; a subclass
+    overrides what it does differently. Torch's global generator determines the initial weights. On the meta
+    device no weight and no buffer is computed: later call `to_empty`, `init_weights` and `init_buffers`.
     """
 
     norm: type[nn.Module] = RMSNorm
@@ -136,7 +137,7 @@ class GPT(nn.Module):
             self.init_weights(int(torch.randint(2**63 - 1, (), device="cpu")))
 
     def make_modules(self, config: ModelConfig) -> None:
-        """Make the modules. Their order is that of the parameters, on which the bits of a run depend."""
+        """Make the modules. Their order is that of the parameters; the bits of a run depend on this order."""
         self.wte = Embedding(self.vocab_size, config.n_embd)
         self.positions = Positions(self.block_size, config.n_embd // config.n_head)
         self.h = nn.ModuleList(self.make_block(config) for _ in range(config.n_layer))
@@ -158,7 +159,7 @@ class GPT(nn.Module):
         return self.lm_head if hasattr(self, "lm_head") else self.wte
 
     def initial_std(self, name: str, shape: Shape) -> float:
-        """Return the standard deviation of the initial values of the matrix `name`; 0 means zeros."""
+        """Return the standard deviation of the initial values of the matrix `name`; 0 means all zeros."""
         if name.endswith("c_proj.weight") or name == "lm_head.weight":
             return 0.0
         return 1.0 if name == "wte.weight" else shape[1] ** -0.5
@@ -166,7 +167,7 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """Return the FLOPs of a forward and backward pass per token (Chowdhery et al. 2022, appendix B).
 
-        An embedding counts only if it is also the head.
+        The weights of an embedding count only if the embedding is also the head.
         """
         embeddings = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
         used = set(self.parameters()) - (embeddings - {self.head.weight})
@@ -174,11 +175,11 @@ class GPT(nn.Module):
         return 6.0 * sum(sizes) + 12.0 * self.config.n_layer * self.config.n_embd * self.block_size
 
     def draw_weight(self, name: str, shape: Shape, seed: int) -> Tensor:
-        """Return a parameter's initial value, float32 on the CPU.
+        """Return a parameter's initial value, a float32 tensor on the CPU.
 
-        Matrices are normally distributed, biases are zeros and weights of norms are ones. The value depends
-        only on the arguments and the configuration, not on the device, the number of threads or other
-        parameters, so a worker can draw any parameter by itself.
+        Matrices are normally distributed with `initial_std`, biases are zeros and weights of norms are ones.
+        The value depends only on the arguments and the configuration, not on the device, the number of
+        threads or other parameters, so a worker can draw any parameter by itself.
         """
         weight = torch.zeros(shape, dtype=torch.float32, device="cpu")
         if len(shape) < 2:
@@ -197,7 +198,7 @@ class GPT(nn.Module):
             weight.copy_(self.draw_weight(name, tuple(weight.shape), seed))
 
     def init_buffers(self) -> None:
-        """Compute the causal mask and the rotary tables, as is needed after Module.to_empty."""
+        """Compute the causal mask and the rotary tables. Call this after Module.to_empty."""
         self.positions.init_buffers()
 
     def set_recompute(self, recompute: bool) -> None:
@@ -211,9 +212,10 @@ class GPT(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Map (B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
 
-        With targets, logits have no gradient, and are None if `head_loss` computes them in chunks. With
-        caches, one per block, the tokens follow the cached positions: any number of tokens if the caches are
-        empty, else one token. Raises ValueError if there are more than block_size positions.
+        Without targets the loss is None. With targets, logits have no gradient, and are None if `head_loss`
+        computes them in chunks. With caches, one per block, the tokens follow the cached positions: any
+        number of tokens if the caches are empty, else one token. Raises ValueError if there are more than
+        block_size positions.
         """
         start = caches[0].length if caches else 0
         end = start + tokens.size(1)
@@ -226,12 +228,12 @@ class GPT(nn.Module):
         return (head_logits(x, weight), None) if targets is None else head_loss(x, weight, targets)
 
 
-# By value of model.arch; the file of an architecture registers its class here.
+# {value of model.arch: class}; the file of an architecture adds its class.
 ARCHITECTURES: dict[str, type[GPT]] = {}
 
 
 def architecture(arch: str) -> type[GPT]:
-    """Return the class for a value of model.arch; its file, mingpt/model/<arch>.py, is imported if needed."""
+    """Return the class for `arch`, a value of model.arch. Imports its file, mingpt/model/<arch>.py."""
     importlib.import_module(f"mingpt.model.{arch}")
     return ARCHITECTURES[arch]
 
@@ -240,7 +242,7 @@ def architecture(arch: str) -> type[GPT]:
 def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -> dict[str, Shape]:
     """Return the shapes of the parameters of GPT(config, ...), by name, without allocating parameters.
 
-    The time is proportional to n_layer. Raises UserError if torch cannot have tensors that large.
+    A call takes time proportional to n_layer. Raises UserError if a tensor would be too large for torch.
     """
     try:
         with torch.device("meta"):
@@ -251,7 +253,7 @@ def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -
 
 
 class LossModule(nn.Module):
-    """The module that is trained. It returns only the loss, so no caller keeps logits or their gradient."""
+    """The module that is trained. It returns only the loss, so a caller cannot keep logits in memory."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -266,10 +268,11 @@ class LossModule(nn.Module):
 def choose(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator, top_p: float = 1.0
 ) -> int:
-    """Draw a token from (V,) logits; temperature 0 takes the most likely one.
+    """Draw a token from (V,) logits; temperature 0 takes the most likely token.
 
-    Only the `top_k` most likely tokens can be drawn (all if None or 0), and of these only the fewest most
-    likely ones whose probabilities sum to at least `top_p` (Holtzman et al. 2020, section 3.1).
+    Only the `top_k` most likely tokens can be drawn (all tokens if `top_k` is None or 0), and among these
+    only the fewest most likely ones whose probabilities sum to at least `top_p` (Holtzman et al. 2020,
+    section 3.1).
     """
     if temperature < torch.finfo(torch.float32).tiny:  # float32 may treat it as 0
         return int(logits.argmax())
@@ -298,15 +301,15 @@ def generate_batch(
 ) -> Iterator[list[int | None]]:
     """Generate a sample per seed, each of which continues `prompt`; yield the samples' next tokens.
 
-    The iterator yields up to `count` lists, with a token per sample. A sample ends with the token `end`: None
-    stands for this token and all after it. The iterator ends early once all samples have ended. Until it ends
-    or is closed, the model is in eval mode. `prompt` must have at least one token. Only tokens below
-    `vocab_size` are drawn, if the embedding has more rows.
+    The iterator yields up to `count` lists, with a token per sample. A sample ends with the token `end`, if
+    that is not None; in the lists, None stands for this token and for every token after it. The iterator
+    ends early once all samples have ended. Until the iterator ends or is closed, the model is in eval mode.
+    `prompt` must have at least one token. Only tokens below `vocab_size` are drawn, if that is not None.
 
     The same seeds give the same tokens on the same device. Each sample has its own random generator, so other
-    samples change only the rounding of its logits. When the context becomes longer than `block_size`, only
-    its newer half is kept. If the model leaves the caches empty, each token costs a pass over the whole
-    context.
+    samples change only the rounding of its logits. When the context (prompt and new tokens) becomes longer
+    than `block_size`, only its last block_size / 2 tokens are kept. If a model does not fill the key/value
+    caches, each token costs a forward pass over the whole context.
     """
     was_training, block_size = model.training, model.block_size
     model.eval()

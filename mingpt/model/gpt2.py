@@ -40,7 +40,7 @@ class GPT2(GPT, Convertible):
     def hf_fixed_fields(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         return {
             "n_inner": (None, 4 * config.n_embd),
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # one function
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
             "layer_norm_epsilon": (1e-5,),
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),

@@ -1,7 +1,7 @@
-"""Convert GPT to and from the models of Hugging Face's transformers that compute the same.
+"""Convert GPT to the models of Hugging Face's transformers that compute the same function, and back.
 
-An architecture that inherits from Convertible can be converted. Each direction is the exact inverse of the
-other, bit by bit. transformers is imported on first use.
+An architecture that inherits from Convertible can be converted. Converting there and back gives the same
+tensors, bit by bit. transformers is imported on first use.
 """
 
 from abc import ABC, abstractmethod
@@ -23,17 +23,17 @@ class Convertible(ABC):
     """An architecture that transformers has, too. Its class inherits from GPT and from this class."""
 
     hf_model_type: str  # model_type in config.json
-    hf_dropouts: tuple[str, ...]  # fields of config.json that all get the one dropout probability
+    hf_dropouts: tuple[str, ...]  # fields of config.json for dropout; all get the probability model.dropout
 
     @staticmethod
     @abstractmethod
     def hf_fixed_fields(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-        """Return {field of config.json: its allowed values}; an export writes the first of them."""
+        """Return {field of config.json: its allowed values}; an export writes the first of these values."""
 
     @staticmethod
     @abstractmethod
     def hf_names(name: str) -> list[str]:
-        """Return the names in transformers of the tensors that hold parameter `name`, in order of rows."""
+        """Return the names of transformers' tensors that hold parameter `name`, in the order of its rows."""
 
     @staticmethod
     @abstractmethod
@@ -45,7 +45,7 @@ class Convertible(ABC):
 
 
 def convertible(arch: str) -> type[Convertible]:
-    """Return the class for a value of model.arch. Raises UserError if it is not Convertible."""
+    """Return the class for a value of model.arch. Raises UserError if the class is not Convertible."""
     kind = architecture(arch)
     if not issubclass(kind, Convertible):
         raise UserError(
@@ -56,7 +56,10 @@ def convertible(arch: str) -> type[Convertible]:
 
 
 def import_transformers() -> Any:
-    """Import transformers, which takes seconds, and make it log only errors. Raises UserError if missing."""
+    """Import transformers, which takes seconds, and make it log only errors.
+
+    Raises UserError if transformers cannot be imported.
+    """
     try:
         import transformers
     except ImportError as error:
@@ -72,7 +75,10 @@ def import_transformers() -> Any:
 def hf_fields(
     config: ModelConfig, *, vocab_size: int, block_size: int, end_of_text: int | None = None
 ) -> dict[str, Any]:
-    """Return arguments for the configuration class of transformers. Generation will end at `end_of_text`."""
+    """Return the arguments for transformers' configuration class.
+
+    `end_of_text` is the token at which generation ends; None if there is no such token.
+    """
     kind = convertible(config.arch)
     fields: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -90,9 +96,10 @@ def hf_fields(
 
 
 def config_from_hf(theirs: Any) -> ModelConfig:
-    """Return the ModelConfig that a configuration of transformers describes, with the default dropout.
+    """Return the ModelConfig that `theirs`, a configuration of transformers, describes.
 
-    Raises UserError, naming the field, for a model that no architecture here can compute.
+    Dropout has its default value. Raises UserError, which names the field, for a model that no architecture
+    of this program can compute.
     """
     classes = {arch: architecture(arch) for arch in get_args(Arch)}
     kinds = {kind.hf_model_type: arch for arch, kind in classes.items() if issubclass(kind, Convertible)}
@@ -121,7 +128,10 @@ def another_kind(name: str, value: Any, allowed: tuple[Any, ...]) -> UserError:
 
 
 def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Convert parameters of GPT to the tensors of transformers, contiguous, without the tied head of gpt2."""
+    """Return the tensors of transformers, contiguous and by name, for parameters of GPT.
+
+    gpt2's tied head is not among them, because it is not a parameter.
+    """
     kind, found = convertible(config.arch), dict[str, Tensor]()
     for name, tensor in tensors.items():
         names = kind.hf_names(name)
@@ -131,10 +141,10 @@ def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
 
 
 def from_hf(theirs: dict[str, Tensor], config: ModelConfig, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the parameters `names` of GPT from `theirs`, transformers' tensors: the inverse of `to_hf`.
+    """Return the parameters `names` of GPT, made from `theirs`, tensors of transformers.
 
-    The tensors that are used are removed from `theirs`, so that none is in memory twice. The results may not
-    be contiguous. Raises KeyError if a tensor is missing.
+    This is the inverse of `to_hf`. The tensors that are used are removed from `theirs`, so that no weight is
+    in memory twice. The results may not be contiguous. Raises KeyError if a tensor is missing.
     """
     kind, ours = convertible(config.arch), {}
     for name in names:

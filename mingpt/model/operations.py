@@ -1,4 +1,4 @@
-"""The operations of the model, each in up to three versions, and the choice between these.
+"""The operations of the model, each in up to three versions, and the choice among these versions.
 
 `ops_for(x)` returns the object whose methods are the operations on x's device:
 
@@ -8,9 +8,9 @@
 | dropout | torch's | random bytes, vectorised | random bytes |
 | attention | torch's fused kernel | products, up to MAX_MATH_ATTENTION tokens | products, likewise |
 
-A gradient that autograd derives reads every intermediate once more, keeps more of them, and copies between
-the layouts of consecutive products. On one core the CPU's versions save a ninth of the time of a micro-batch
-of the default run. The head and its loss are the same everywhere: in chunks, if the vocabulary is large.
+A backward pass that autograd derives reads every intermediate result once more, keeps more of them, and
+copies between the layouts of consecutive products. On one core the CPU's versions save a ninth of the time of
+a micro-batch of the default run. The head and its loss have one version; a large vocabulary needs chunks.
 """
 
 import functools
@@ -28,8 +28,8 @@ EPSILON = 1e-6
 # Up to this number of tokens plain products are faster than the CPU's flash-attention kernel, whose backward
 # pass is slow.
 MAX_MATH_ATTENTION = 512
-ROWS = 128  # queries in one product, which leaves out the keys after the last of them
-CHUNK = 1 << 17  # elements looked up at a time: few enough for a core's cache
+ROWS = 128  # queries in one product of attention, which leaves out the keys after the last of these queries
+CHUNK = 1 << 17  # elements of GELU that are looked up at a time: few enough for a core's cache
 MAX_LOGITS = 1 << 26  # logits that exist at once, unless ROW_MULTIPLE rows have more
 ROW_MULTIPLE = 128
 VOCAB_MULTIPLE = 64  # rows of the head are padded to this multiple on a GPU, for its tensor cores
@@ -57,7 +57,7 @@ class Positions(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Compute the mask and the tables, again after Module.to_empty; do nothing on the meta device."""
+        """Compute the mask and the tables; call this after Module.to_empty. Skipped on the meta device."""
         if self.mask.is_meta:
             return
         self.mask.fill_(float("-inf")).triu_(1)
@@ -81,7 +81,7 @@ class Positions(nn.Module):
 class KeyValues:
     """The key/value cache of one block: keys and values of the first `length` of `block_size` positions.
 
-    Its memory is allocated when the first keys are appended, and has their dtype.
+    Memory is allocated when the first keys are appended; the cache has the dtype of these keys.
     """
 
     stored: Tensor  # (2, B, H, block_size, D)
@@ -111,7 +111,7 @@ class TorchOps:
     def rms_norm(self, x: Tensor) -> Tensor:
         """Divide x by its root mean square along the last dimension.
 
-        The result has x's type. Under autocast, it is float32 on a GPU, and in CPUOps has autocast's type.
+        The result has x's dtype. Under autocast, it has float32 on a GPU, and autocast's dtype with CPUOps.
         """
         return rms_norm(x)
 
@@ -155,7 +155,10 @@ class TorchOps:
 
 
 class CompiledCPUOps(TorchOps):
-    """The operations for torch.compile on a CPU, in forms that it turns into faster code than torch's own."""
+    """The operations for torch.compile on a CPU.
+
+    The compiler makes faster code of these forms than of torch's own functions.
+    """
 
     def gelu(self, x: Tensor) -> Tensor:  # one exponential instead of a hyperbolic tangent
         return x * torch.sigmoid(x * (2 * math.sqrt(2 / math.pi)) * (1 + 0.044715 * x * x))
@@ -185,10 +188,10 @@ class CPUOps(TorchOps):
         return _RMSNorm.apply(x, dtype)  # type: ignore[no-any-return]
 
     def gelu(self, x: Tensor) -> Tensor:
-        """Return GELU with the tanh approximation. For bfloat16 it is looked up in tables of 65,536 numbers.
+        """Return GELU with the tanh approximation. A bfloat16 value is looked up in a table of all 65,536.
 
         torch's own kernel computes a hyperbolic tangent for each element in each pass, and takes three times
-        as long.
+        as long as the table.
         """
         if x.dtype != torch.bfloat16:
             return super().gelu(x)
@@ -229,10 +232,11 @@ def ops_for(x: Tensor) -> TorchOps:
 
 
 def attention_bytes(heads: int, length: int, dropout: float, element: int, on_cpu: bool) -> float:
-    """Return the bytes per token that attention keeps for backward, besides its input and output.
+    """Return the bytes per token that attention keeps for the backward pass, besides its input and output.
 
-    On a CPU it keeps the softmax over earlier positions and, with dropout, a mask of that size, both with
-    `element` bytes per number. FlashAttention keeps neither.
+    On a CPU these are the softmax over earlier positions and, with dropout, a mask of the same size, both
+    with `element` bytes per number. FlashAttention, on a GPU or for more than MAX_MATH_ATTENTION tokens,
+    keeps neither.
     """
     if not on_cpu or length > MAX_MATH_ATTENTION:
         return 0.0
@@ -240,7 +244,7 @@ def attention_bytes(heads: int, length: int, dropout: float, element: int, on_cp
 
 
 def logits_bytes(rows: int, vocab_size: int) -> int:
-    """Return the bytes of the logits of `rows` tokens and their gradients that exist at the same time."""
+    """Return the bytes that the logits of `rows` tokens, and their gradients, take in memory at one time."""
     return 12 * min(rows * vocab_size, MAX_LOGITS)
 
 
@@ -304,7 +308,7 @@ class _GELU(torch.autograd.Function):
 
 @functools.cache
 def gelu_tables() -> tuple[Tensor, Tensor]:
-    """Return tables of GELU and its slope by a bfloat16 number's bits: (65536,) bfloat16, viewed as int16."""
+    """Return tables of GELU and its slope, indexed by bfloat16 bits: (65536,) bfloat16, viewed as int16."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).double()
     y = F.gelu(numbers, approximate="tanh")
     slope = torch.ops.aten.gelu_backward(torch.ones_like(numbers), numbers, approximate="tanh")
@@ -312,7 +316,7 @@ def gelu_tables() -> tuple[Tensor, Tensor]:
 
 
 def random_bytes(shape: torch.Size) -> Tensor:
-    """Draw uniform uint8 numbers from torch's CPU generator, in a twentieth of the time that floats take."""
+    """Draw uniform uint8 numbers from torch's CPU generator, in a twentieth of the time of drawing floats."""
     size = math.prod(shape)
     drawn = torch.randint(-(2**63), 2**63 - 1, (-(-size // 8),))
     return drawn.view(torch.uint8)[:size].view(shape)
@@ -325,7 +329,7 @@ def dropout_threshold(dropout: float) -> tuple[int, float]:
 
 
 def dropout_mask(shape: torch.Size, dropout: float, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Draw a mask of ones and zeros of `dtype`; return the mask and the factor that restores the mean."""
+    """Draw a mask of ones and zeros in `dtype`; return the mask and the factor that restores the mean."""
     byte, factor = dropout_threshold(dropout)
     return torch.ge(random_bytes(shape), byte, out=torch.empty(shape, dtype=dtype)), factor
 
@@ -407,7 +411,7 @@ class _Attention(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D / 2) of x's last dimension; write to `out`, not x. -sin undoes the rotation."""
+    """Rotate pairs (i, i + D / 2) of x's last dimension; write to `out`, not x. With -sin, rotate back."""
     half = x.size(-1) // 2
     first, second = x[..., :half], x[..., half:]
     out_first, out_second = out[..., :half], out[..., half:]
@@ -417,12 +421,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
 
 
 def row_ranges(length: int) -> list[tuple[int, int]]:
-    """Split `length` queries into blocks of at most ROWS; return (first, last + 1) of each block."""
+    """Split `length` queries into blocks of at most ROWS; return (first query, last + 1) of each block."""
     return [(first, min(first + ROWS, length)) for first in range(0, length, ROWS)]
 
 
 def padding(weight: Tensor) -> int:
-    """Return how many rows pad a (V, C) head on a GPU to a multiple of VOCAB_MULTIPLE; 0 on other devices."""
+    """Return how many rows a (V, C) head on a GPU lacks to a multiple of VOCAB_MULTIPLE; 0 elsewhere."""
     return -weight.size(0) % VOCAB_MULTIPLE if weight.is_cuda else 0
 
 
@@ -437,10 +441,10 @@ def head_logits(x: Tensor, weight: Tensor) -> Tensor:
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
     """Return (logits, F.cross_entropy in nats) of (B, T, C) features, a (V, C) head and (B, T) targets.
 
-    The logits, (B, T, V), have no gradient. More than MAX_LOGITS of them are computed in chunks, and None is
-    returned for them: GPT-2's 50,257 logits for each of 16 x 1,024 tokens are 3.3 GB in float32, and their
-    gradient as much again. The loss is a mean, so a chunk's part of the gradient can be computed with its
-    logits, and no product is computed twice (compare Hsu et al. 2024, "Liger Kernel").
+    The logits, (B, T, V), have no gradient. If there are more than MAX_LOGITS, they are computed in chunks,
+    and None is returned instead: GPT-2's 50,257 logits for each of 16 x 1,024 tokens take 3.3 GB in float32,
+    and their gradient as much again. The loss is a mean, so a chunk's part of the gradient can be computed
+    with the chunk's logits, and no product is computed twice (compare Hsu et al. 2024, "Liger Kernel").
     """
     if targets.numel() * weight.size(0) > MAX_LOGITS:
         return None, chunked_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
@@ -468,7 +472,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         features, head = x.to(dtype), F.pad(weight.to(dtype), (0, 0, 0, padding(weight)))
         columns = torch.arange(head.size(0), device=x.device)
         size = max(ROW_MULTIPLE, MAX_LOGITS // vocab_size // ROW_MULTIPLE * ROW_MULTIPLE)
-        # Divided by the number of rows, most gradients would be 0 in float16: `backward` divides by the rest.
+        # If divided by `rows` here, most gradients would be 0 in float16: `backward` divides by `boost`.
         ctx.boost = float(1 << rows.bit_length()) if dtype == torch.float16 else 1.0
         total = x.new_zeros((), dtype=torch.float32)
         d_x, d_head = [], torch.zeros_like(head, dtype=torch.float32) if needs_grad else None

@@ -1,14 +1,15 @@
 """Muon (Jordan 2024): Nesterov momentum, orthogonalised by a Newton-Schulz iteration.
 
 Matrices of equal shape are orthogonalised in batched products, and the workers share the batches. One worker
-computes a whole batch, so the bits do not depend on which worker it is. Phases of communication, if each
-worker holds rows of all matrices:
+computes a whole batch, so the bits do not depend on which worker computes it. What is sent, in two phases, if
+each worker holds rows of all matrices:
 
 1. All-to-all: each worker sends its rows of each momentum matrix to the worker that computes the batch with
    this matrix. That worker then holds whole matrices, and orthogonalises them.
 2. All-to-all: each worker returns the rows of its updates to the workers that hold these rows.
 
-If workers hold whole matrices, there is no first phase, and in the second each sends its updates to all.
+If each worker holds all matrices whole, there is no first phase, and in the second phase each worker sends
+its updates to all workers.
 """
 
 import itertools
@@ -22,8 +23,8 @@ from torch import Tensor
 from mingpt.base.rows import RowMap, Shape
 from mingpt.config import OptimizerConfig
 
-# The most matrices in a batched product; independent of the number of workers. On a CPU one matrix takes as
-# long as two together. On a GPU kernel launches are the bottleneck.
+# The largest number of matrices in a batched product, for any number of workers. On a CPU, one matrix takes
+# as long as two in a batch. On a GPU, kernel launches are the bottleneck.
 BATCH_SIZE = {"cpu": 4, "cuda": 12}
 NEWTON_SCHULZ = 5 * [(3.4445, -4.7750, 2.0315)]
 
@@ -31,15 +32,16 @@ NEWTON_SCHULZ = 5 * [(3.4445, -4.7750, 2.0315)]
 class Collectives(Protocol):
     """The collectives that an optimizer needs, such as the methods of mingpt.distributed's Transport.
 
-    A vector is passed as a list of pieces, at least one, which are concatenated.
+    A vector is passed as a list of at least one 1-D tensor, called pieces, which are concatenated.
     """
 
     rank: int
 
     def all_to_all(self, pieces: list[Tensor], send: list[int], receive: list[int]) -> Tensor:
-        """Send `send[rank]` elements of a vector to each rank; return those received, by rank.
+        """Send consecutive elements of this rank's vector to all ranks, `send[rank]` elements to each.
 
-        `receive[rank]` is the number of elements that each rank sends to this rank.
+        Returns the elements that this rank receives, in the order of the ranks that send them.
+        `receive[rank]` is the number of elements that `rank` sends to this rank.
         """
 
     def all_gather_parts(self, pieces: list[Tensor], sizes: list[int]) -> Iterator[Tensor]:
@@ -49,8 +51,9 @@ class Collectives(Protocol):
 class Muon:
     """Muon, with updates scaled to the root mean square of AdamW's updates (Liu et al. 2025).
 
-    `weights` has this worker's `rows` of at least one matrix, contiguous; they are updated in place. All
-    workers construct the optimizer with the same names in the same order, and call `step` together.
+    `weights` has, for at least one matrix, the rows that this worker holds, as `rows` says. These tensors are
+    contiguous, and are updated in place. Products are computed in `product_dtype`. All workers construct the
+    optimizer with the same names in the same order, and call `step` together.
     """
 
     def __init__(
@@ -99,9 +102,9 @@ class Muon:
             self.apply(names, vector.split(of_rank), lr)
 
     def step_on_rows(self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Send rows of the momentum to the workers that compute the updates, and apply the rows returned.
+        """Send this worker's rows of the momentum to the workers that compute the updates.
 
-        Collective.
+        Then receive this worker's rows of the updates, and apply them. Collective.
         """
         names = [name for part in self.names_by_rank for name in part]
         sizes = [self.weights[name].numel() for name in names]
@@ -125,14 +128,20 @@ class Muon:
         self.apply(names, arrived.split(sizes), lr)
 
     def flat(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return bfloat16 tensors as pieces of a vector, behind an empty piece in case there are none."""
+        """Return bfloat16 tensors, flattened, as the pieces of a vector.
+
+        An empty piece comes first, because a vector has at least one piece.
+        """
         return [self.empty, *(tensor.flatten() for tensor in tensors)]
 
     def nesterov(self, gradient: Tensor, buffer: Tensor) -> Tensor:
         return gradient.lerp(buffer, self.config.momentum).bfloat16()
 
     def orthogonal(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Orthogonalise this worker's share of the matrices, each whole; return unscaled updates by name."""
+        """Orthogonalise this worker's share of the matrices; return the unscaled updates, by name.
+
+        `matrices` has this share by name, each matrix whole.
+        """
         updates = {}
         for batch in self.batches_by_rank[self.transport.rank]:
             stacked = torch.stack([wide(matrices[name], self.shapes[name]) for name in batch])
@@ -142,17 +151,18 @@ class Muon:
         return updates
 
     def apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
-        """Subtract flat updates from the named weights, scaled by `lr` and by the shapes of the matrices."""
+        """Subtract flat `updates` from the weights `names`, scaled by `lr` and the shapes of the matrices."""
         for name, update in zip(names, updates, strict=True):
             weight = self.weights[name]
             weight.add_(update.view_as(weight), alpha=-lr * 0.2 * math.sqrt(max(self.shapes[name])))
 
 
 def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) -> list[list[list[str]]]:
-    """Return each worker's batches of matrices, by name; a batch has matrices of one shape or its transpose.
+    """Return each worker's batches of matrices; a batch is a list of names.
 
-    Each batch, the costliest first, goes to the worker with the least load so far. The result is the same on
-    all workers.
+    The matrices of a batch have one shape or its transpose. The batches are assigned in turn, the most
+    expensive first, each to the worker whose batches so far are the cheapest together. The result is the same
+    on all workers.
     """
     by_shape: dict[Shape, list[str]] = {}
     for name, shape in shapes.items():
@@ -177,16 +187,16 @@ def split_evenly(names: list[str], most: int) -> list[list[str]]:
 
 
 def wide(matrix: Tensor, shape: Shape) -> Tensor:
-    """Return the matrix, transposed if `shape` has more rows than columns; a second call undoes it."""
+    """Return the matrix, transposed if `shape` has more rows than columns; a second call undoes this."""
     return matrix if shape[0] <= shape[1] else matrix.T
 
 
 def newton_schulz(matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return (N, rows, columns) matrices in `dtype` with all singular values brought near one (Jordan 2024).
+    """Return `matrices`, (N, rows, columns), with all singular values brought near one (Jordan 2024).
 
-    A matrix must not have more rows than columns.
+    The result has `dtype`, in which the products are computed. A matrix must not have more rows than columns.
     """
-    # Small numbers are zero in float16 before they are divided by the norm.
+    # In float16, small numbers would become zero before they are divided by the norm.
     x = matrices.float() if dtype == torch.float16 else matrices.to(dtype)
     x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)).to(dtype)
     for a, b, c in NEWTON_SCHULZ:

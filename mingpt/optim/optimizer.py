@@ -2,11 +2,11 @@
 
 A learning-rate schedule is a function of the run's progress, registered in SCHEDULES.
 
-AdamW (Loshchilov and Hutter 2019) is torch's fused kernel, called without torch.optim around it: the first
-torch.optim.Optimizer that is constructed imports torch._dynamo, which takes as long as torch itself, at every
-start and every restart. On the CPU the kernel computes 16 elements at a time, and rounds the elements that
-are left over differently. Tensors are therefore padded with zeros to a multiple of 16: an element's bits do
-not depend on where the tensor is cut.
+AdamW (Loshchilov and Hutter 2019) is torch's fused kernel, called without torch.optim: constructing the first
+torch.optim.Optimizer imports torch._dynamo, which takes as long as importing torch, at every start and
+restart. On the CPU the kernel computes 16 elements at a time, and rounds the remaining elements differently.
+Tensors are therefore padded with zeros to a multiple of 16, so that an element's bits do not depend on how
+rows are split among workers.
 """
 
 import math
@@ -26,8 +26,8 @@ CPU_MULTIPLE = 16  # elements
 class AdamW:
     """AdamW: weights with two or more dimensions decay, others do not.
 
-    `weights` has each parameter or some of its rows, contiguous; they are updated in place. `shapes` has the
-    shapes of the whole parameters. Nothing is communicated.
+    `weights` has, for each parameter, all rows or some rows. These tensors are contiguous, and are updated in
+    place. `shapes` has the shapes of the whole parameters. Nothing is communicated.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class AdamW:
 
 
 def missing(tensor: Tensor) -> int:
-    """Return how many elements pad a tensor to a multiple of CPU_MULTIPLE; 0 if it is not on the CPU."""
+    """Return how many elements a tensor on the CPU lacks to a multiple of CPU_MULTIPLE; 0 on a GPU."""
     return -tensor.numel() % CPU_MULTIPLE if tensor.device.type == "cpu" else 0
 
 
@@ -97,7 +97,7 @@ def padded(tensor: Tensor) -> Tensor:
 
 
 def unpadded(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a view of the elements before the padding, in the shape of `like`."""
+    """Return a view of a padded tensor without the padding, in the shape of `like`."""
     return tensor.view(-1)[: like.numel()].view_as(like) if missing(like) else tensor
 
 
@@ -110,8 +110,8 @@ def linear(progress: float) -> float:
     return 1.0 - progress
 
 
-# By `optimizer.schedule`: functions of progress after warm-up, 0 to 1. The result falls from 1, for the peak
-# learning rate, to 0, for the minimum.
+# {value of optimizer.schedule: function of the progress after warm-up, which goes from 0 to 1}. The result of
+# a function falls from 1, for the peak learning rate, to 0, for the minimum.
 SCHEDULES: dict[str, Callable[[float], float]] = {"cosine": cosine, "linear": linear}
 
 
@@ -127,9 +127,9 @@ def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
 class Optimizer:
     """AdamW for every tensor, or Muon for the blocks' matrices and AdamW for the rest.
 
-    `weights` has this worker's `rows` of each parameter, contiguous and perhaps none, by name in the same
-    order on all workers; they are updated in place. All workers call `step` together. Muon's products are
-    computed in `product_dtype`.
+    `weights` has, by name, the rows of each parameter that this worker holds, as `rows` says; there may be no
+    rows. The names have the same order on all workers. The tensors are contiguous, and are updated in place.
+    All workers call `step` together. Muon's products are computed in `product_dtype`.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Optimizer:
 
 
 def uses_muon(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> bool:
-    """Return whether Muon updates the parameter; if not, AdamW does."""
+    """Return whether Muon updates the parameter `name` of shape `shape`; if not, AdamW updates it."""
     return config.name == "muon" and len(shape) == 2 and name.startswith("h.")
 
 

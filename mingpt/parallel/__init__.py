@@ -1,8 +1,8 @@
 """Ways to sum gradients across workers and to hold parameters, behind one interface, `Strategy`.
 
-A training loop, the trainer's or your own, calls `loss.backward()` inside a strategy's `micro_batch` context,
-and is the same for every strategy. ExactHook (hook.py) is for a loop that uses DistributedDataParallel
-instead of a strategy.
+A training loop, that of the trainer or your own, calls `loss.backward()` inside a strategy's `micro_batch`
+context; the loop is the same for every strategy. ExactHook (hook.py) is for a loop that uses
+DistributedDataParallel instead of a strategy.
 """
 
 from mingpt.parallel.ddp import DDPReduction

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mingpt.base import events
 from mingpt.parallel.strategy import Forward, Strategy, StrategySetup, allocate, digest
 
-# As in DistributedDataParallel. A smaller collective takes more time to start than to send its bytes.
+# DistributedDataParallel's default. A smaller collective takes more time to start than to send its bytes.
 BUCKET_BYTES = 25 << 20
 # The argument's name before torch 2.13 is broadcast_buffers.
 ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
@@ -32,8 +32,8 @@ def fits_one_bucket(nbytes: int) -> bool:
 def make_buckets(weights: Mapping[str, Tensor]) -> list[list[str]]:
     """Return the parameters' names, bucket by bucket, from the last parameter to the first.
 
-    A backward pass likely completes gradients in this order. A bucket is closed once it holds BUCKET_BYTES,
-    so that a large parameter shares its bucket with small ones.
+    A backward pass usually computes gradients in this order. A bucket takes no more parameters once it has
+    BUCKET_BYTES, so a large parameter is in one bucket with the small ones before it.
     """
     buckets: list[list[str]] = [[]]
     size = 0
@@ -67,7 +67,7 @@ class WholeWeights(Strategy):
         return self.own_rows(self.held_weights())
 
     def own_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the rows of whole tensors that this rank updates: all rows, unless updates are sharded."""
+        """Return those rows of whole tensors that this rank updates; all rows if updates are not sharded."""
         if not self.updates_are_sharded:
             return tensors
         return {name: tensor[self.my_rows(name)] for name, tensor in tensors.items()}
@@ -115,7 +115,7 @@ class DDPReduction(WholeWeights):
     Without a launcher there is one worker, whose gradients accumulate in `grad`.
     """
 
-    no_sync: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # keeps DDP from reducing
+    no_sync: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # in it, DDP does not reduce
 
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
         self.forward = forward

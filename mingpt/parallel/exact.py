@@ -3,21 +3,22 @@
 `naive_sum` is the definition: the gradients of a step's micro-batches are the leaves of the tree of tree.py.
 `ExactReduction` computes the same bits earlier, in less memory and with fewer bytes sent:
 
-- A worker adds two halves of a node in place as soon as it has both. That takes as many additions as plain
-  accumulation, and leaves a partial sum for each node that holds only micro-batches of this worker.
-- A bucket is a group of parameters. Its partial sums are exchanged, and freed, as soon as the last backward
-  pass has computed its gradients, one bucket after the other.
+- A worker adds the two halves of a node of the tree in place as soon as it has both halves. These are as many
+  additions as in plain accumulation. What remains is one partial sum for each largest subtree whose
+  micro-batches all belong to this worker.
+- A bucket is a group of parameters. The ranks exchange the partial sums of a bucket, and free them, as soon
+  as the last backward pass has computed the bucket's gradients, one bucket after the other.
 
-Phases of communication, for each bucket:
+What is sent for each bucket, in two phases. A chunk is the part of a vector that one rank adds up.
 
 1. All-to-all: each rank sends chunk r of its partial sums to rank r. Rank r then holds chunk r of all ranks'
-   partial sums, adds them along the tree, and has chunk r of the step's gradient.
+   partial sums, adds these along the tree, and has chunk r of the step's gradient.
 2. All-gather: each rank sends its chunk to all ranks, which then hold the whole gradient. If updates are
-   sharded, a rank's chunk has the rows that it updates, and this phase is left out.
+   sharded, a rank's chunk has exactly the rows that the rank updates, and there is no second phase.
 
-The bytes are as many as in a ring all-reduce; ranks whose micro-batches do not form one subtree send a few
-more partial sums. DistributedDataParallel with the communication hook of hook.py does the same, but imports
-torch._dynamo. That takes as long as importing torch, at every start and restart.
+As many bytes are sent as in a ring all-reduce, and a few more partial sums by ranks whose micro-batches do
+not form one subtree. DistributedDataParallel with the communication hook of hook.py does the same, but
+imports torch._dynamo. This import takes as long as that of torch, at every start and restart.
 """
 
 import contextlib
@@ -55,8 +56,8 @@ def naive_sum(gradients: list[Tensor], context: DistributedContext) -> Tensor:
 class Overlap:
     """Runs exchanges of gradients during the backward pass: on a CPU in a thread, on a GPU on a stream.
 
-    An exchange begins only after the one before has ended. If each bucket's all-gather were issued as soon as
-    its all-to-all ends, ranks could issue collectives in different orders, and deadlock.
+    An exchange begins only after the previous exchange has ended. If each bucket's all-gather were issued as
+    soon as the bucket's all-to-all ends, ranks could issue collectives in different orders, and deadlock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,8 +69,9 @@ class Overlap:
     def run(self, exchange: Callable[[], Tensor], pieces: list[list[Tensor]]) -> Future[Tensor]:
         """Begin an exchange that reads `pieces`, and return a future of its result.
 
-        Do not change `pieces` before the future is done. On a GPU, its `wait` makes the current stream wait,
-        not the host. On a CPU, its `wait` raises the error of the exchange, such as that of a lost peer.
+        Do not change `pieces` before the future is done. On a GPU, the future's `wait` makes the current
+        stream wait, not the host. On a CPU, the future's `wait` raises the error of the exchange, if any,
+        such as that of a lost peer.
         """
         if self.stream is None:
             future = Future[Tensor]()
@@ -91,9 +93,9 @@ class Overlap:
 def make_reduction(
     micro_batches_by_rank: Sequence[range], sizes: list[int], like: Tensor, gathers: bool
 ) -> Reduction:
-    """Return a Reduction that adds the ranks' partial sums, as vectors, along the tree.
+    """Return a Reduction, for `Transport.reduce`, that adds the ranks' partial sums along the tree.
 
-    `sizes`, `like` and `gathers` are fields of Reduction.
+    The partial sums are vectors. `sizes`, `like` and `gathers` are fields of Reduction.
     """
     leaves = sum(map(len, micro_batches_by_rank))
     covers = [cover(numbers, leaves) for numbers in micro_batches_by_rank]
@@ -104,7 +106,7 @@ def make_reduction(
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients are exchanged together, and this rank's partial sums of them in a step."""
+    """Parameters whose gradients are exchanged together, and this rank's partial sums of these gradients."""
 
     names: list[str]
     reduction: Reduction
@@ -115,15 +117,16 @@ class Bucket:
 class ExactReduction(WholeWeights):
     """A strategy that sums gradients along the tree of tree.py: any number of workers gives the same bits.
 
-    With several workers, a bucket is exchanged as soon as the last backward pass has all its gradients.
+    With several workers, a bucket is exchanged as soon as the last backward pass has computed the bucket's
+    gradients.
     """
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
         self.gradient_buckets = [self.make_bucket(names) for names in self.buckets]
-        self.is_last = False  # whether the micro-batch under way is this worker's last
-        self.sent: list[Future[Tensor]] = []  # the sum of each bucket that has been sent, in order
-        self.sums: dict[str, Tensor] = {}  # of the rows that this rank updates
+        self.is_last = False  # whether the micro-batch under way is this worker's last in the step
+        self.sent: list[Future[Tensor]] = []  # the sums of the buckets sent so far, in the buckets' order
+        self.sums: dict[str, Tensor] = {}  # a step's gradient by parameter: the rows that this rank updates
         if self.world_size > 1:
             self.overlap = Overlap(self.context.device)
             for bucket in self.gradient_buckets:
@@ -134,8 +137,8 @@ class ExactReduction(WholeWeights):
     def make_bucket(self, names: list[str]) -> Bucket:
         """Return an empty bucket for these parameters.
 
-        Its Reduction gives each rank a chunk of the sum: the rows that the rank updates, if updates are
-        sharded, else about equal parts.
+        If updates are sharded, a rank's chunk of the sum has the rows that the rank updates. Otherwise the
+        chunks of all ranks are about equal.
         """
         sizes = [sum(of_rank) for of_rank in zip(*map(self.rows.numel, names), strict=True)]
         if not self.updates_are_sharded:
@@ -162,7 +165,7 @@ class ExactReduction(WholeWeights):
         events.emit("partial_sums")
 
     def add_gradients(self, bucket: Bucket, number: int, copies: bool = False) -> None:
-        """Move the gradients of micro-batch `number`, or copies of them, into the bucket's partial sums."""
+        """Move the gradients of micro-batch `number`, or their `copies`, into the bucket's partial sums."""
         gradients = []
         for name in bucket.names:
             gradient, self.weights[name].grad = self.weights[name].grad, None
@@ -173,7 +176,11 @@ class ExactReduction(WholeWeights):
         push(bucket.partial_sums, 0, number, gradients, self.setup.micro_batches, add_lists)
 
     def on_grad_ready(self, bucket: Bucket, weight: Tensor) -> None:
-        """In the last micro-batch count a gradient, and send full buckets, in the same order on all ranks."""
+        """In the last micro-batch of a step, note that the gradient of `weight` is ready.
+
+        Then send the buckets whose gradients are all ready. Buckets are sent in the same order on all ranks,
+        so a bucket also waits for those before it.
+        """
         if self.is_last:
             bucket.missing -= 1
             unsent = self.gradient_buckets[len(self.sent) :]
@@ -181,9 +188,9 @@ class ExactReduction(WholeWeights):
                 self.send(full)
 
     def send(self, bucket: Bucket) -> None:
-        """Add the last micro-batch's gradients to a bucket, and begin its exchange. Collective.
+        """Add the last micro-batch's gradients to a bucket, and begin the bucket's exchange. Collective.
 
-        The bucket gives up its partial sums, so their memory is freed once the exchange has copied them.
+        The bucket drops its partial sums, so their memory is freed once the exchange has copied them.
         """
         if self.my_micro_batches:
             self.add_gradients(bucket, self.my_micro_batches[-1], copies=self.grads_are_static)
@@ -192,7 +199,10 @@ class ExactReduction(WholeWeights):
         self.sent.append(self.overlap.run(functools.partial(self.exchange, bucket, pieces), pieces))
 
     def split_by_rank(self, bucket: Bucket, gradients: list[Tensor]) -> list[Tensor]:
-        """Return a bucket's gradients as vectors; if updates are sharded, each rank's rows, by rank."""
+        """Return a bucket's gradients as vectors.
+
+        If updates are sharded, the vectors are each rank's rows of each gradient, in the order of the ranks.
+        """
         if not self.updates_are_sharded:
             return [gradient.flatten() for gradient in gradients]
         rows = {name: self.rows.by_rank(name) or [] for name in bucket.names}

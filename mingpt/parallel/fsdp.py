@@ -1,16 +1,17 @@
 """FSDP2, `trainer.parallel=fsdp`: each rank holds its rows of every weight, gradient and optimizer state.
 
-Phases of communication, for each unit. A unit is a block, or the weights outside of blocks; a model that fits
-one bucket of ddp.py is a single unit.
+What is sent for each unit, in two phases. A unit is a block, or all weights outside of blocks; a model that
+fits one bucket of ddp.py is a single unit.
 
 1. All-gather, before the unit's forward and its backward pass: each rank sends its rows of the weights to all
    ranks. All ranks then hold the unit's weights until the end of the pass or, without `trainer.fsdp_reshard`,
    from the forward pass to the end of the backward pass.
 2. Reduce-scatter, after the unit's backward pass: each rank sends to each other rank the gradients of the
-   other rank's rows. A rank then holds the sum of the gradients of its rows, which it does not send back.
+   other rank's rows. A rank then holds the summed gradients of its own rows, and needs no others.
 
-So all ranks pass through the units together. They take micro-batches in turns: in a turn each rank computes
-one micro-batch, and in the last turn a rank without one computes a dummy that is not counted.
+So all ranks must pass through the units together. They take micro-batches in turns: in a turn each rank
+computes one micro-batch. A rank that has no micro-batch left in the last turn computes a dummy instead, which
+is not counted.
 
 `reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all: each rank receives its rows of all ranks'
 gradients, and adds them up along the tree of tree.py. The bits are those of ExactReduction.
@@ -34,7 +35,7 @@ from mingpt.parallel.tree import PartialSums, add_lists, push
 class FSDPReduction(Strategy):
     """FSDP2 with its own reduce-scatter, `trainer.reduction=fast`.
 
-    Its collectives have a process group of their own, so they may run beside collectives of other threads.
+    FSDP2's collectives use their own process group, so they may run beside the collectives of other threads.
     """
 
     takes_turns = weights_are_sharded = updates_are_sharded = True
@@ -109,15 +110,18 @@ class FSDPReduction(Strategy):
         self.finish_update()
 
     def note_digest(self, number: int, gradients: Tensor) -> None:
-        """Inside the context `unreduced`, record the digest of this rank's gradients of unit `number`."""
+        """Inside the context `unreduced`, record the digest of this rank's gradients of unit `number`.
+
+        Outside of that context do nothing.
+        """
         if self.found is not None:
-            is_model = self.units[number] is self.setup.model  # or has the weights outside of blocks
+            is_model = self.units[number] is self.setup.model  # or only its weights outside of blocks
             self.found["the model" if is_model else f"block {number}"] = digest(gradients)
 
     def reduce_scatter(self, number: int, gradients: Tensor, rows: Tensor, op: Any) -> None:
-        """Reduce the gradients of unit `number` over all ranks by `op`. Collective.
+        """Reduce the gradients of unit `number` over all ranks by `op`; write this rank's rows to `rows`.
 
-        This rank's rows of the result are written to `rows`.
+        Collective.
         """
         self.transport.reduce_scatter(rows, gradients, op)
 
@@ -136,7 +140,7 @@ class FSDPReduction(Strategy):
 class ExactFSDPReduction(FSDPReduction):
     """FSDP2 with gradients summed along the tree of tree.py, `trainer.reduction=exact`.
 
-    FSDP2 itself adds nothing: it gets the finished sum in the last turn of a step.
+    FSDP2 itself adds no gradients: in the last turn of a step it gets their finished sum.
     """
 
     def __init__(self, setup: StrategySetup) -> None:
@@ -174,7 +178,7 @@ class ExactFSDPReduction(FSDPReduction):
 
     def begin_turn(self, number: int) -> None:
         self.first = number * self.world_size
-        self.finish_update()  # frees FSDP2's outputs of the turn before
+        self.finish_update()  # frees FSDP2's outputs of the previous turn
 
     def finish_step(self) -> None:
         if len(self.my_micro_batches) < self.turns:
@@ -196,7 +200,10 @@ class ExactFSDPReduction(FSDPReduction):
                 rows.zero_()
 
     def add(self, partial_sums: PartialSums[Tensor], chunks: Sequence[Tensor], rows: Tensor) -> None:
-        """Add a turn's chunks, by rank, to the partial sums; in the last turn write their sum to `rows`."""
+        """Add the chunks of a turn, one per rank, to the partial sums.
+
+        In the last turn of a step, write the sum over all micro-batches to `rows`.
+        """
         count = self.setup.micro_batches
         for number, chunk in enumerate(chunks, self.first):
             if number < count:  # otherwise it is a dummy's
@@ -205,8 +212,8 @@ class ExactFSDPReduction(FSDPReduction):
             ((_, _, total),) = partial_sums
             rows.copy_(total)
             partial_sums.clear()
-        # `push` adds in place, so a partial sum may lie in a received chunk: the next turn writes there, and
-        # the memory of all chunks would be kept.
+        # `push` adds in place, so a partial sum may be in the memory of a received chunk. The next turn would
+        # overwrite that chunk, and the memory of all chunks would be kept.
         partial_sums[:] = [
             (level, index, part.clone() if any(part is chunk for chunk in chunks) else part)
             for level, index, part in partial_sums
@@ -216,7 +223,7 @@ class ExactFSDPReduction(FSDPReduction):
 class ReduceScatter:
     """The reduce-scatter that FSDP2 calls after the backward pass of unit `number` of `strategy.units`.
 
-    Before each call FSDP2 calls `allocate` twice: for the whole gradients, then for this rank's rows of them.
+    Before each call FSDP2 calls `allocate` twice: for the unit's whole gradients, then for this rank's rows.
     """
 
     def __init__(self, strategy: FSDPReduction, number: int) -> None:

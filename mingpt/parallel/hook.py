@@ -3,11 +3,11 @@
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(ExactHook(ddp, MICRO_BATCHES), ExactHook.reduce)
 
-The rest of the loop is as it was: all micro-batches of a worker but its last are under `ddp.no_sync()`. There
-DDP by itself would add gradients up in `grad`, and the bits would depend on which micro-batches a worker has.
-The hook moves each gradient from `grad` to a tree of partial sums, as ExactReduction (exact.py) does, and
-exchanges these in the same way when the last backward pass has filled a bucket. The bits are those of
-ExactReduction.
+The rest of the loop is as usual: all micro-batches of a worker but the last are under `ddp.no_sync()`. There,
+without the hook, DDP would add gradients up in `grad`, and the bits would depend on which micro-batches a
+worker has. The hook moves each gradient from `grad` to a tree of partial sums, as ExactReduction (exact.py)
+does. When the last backward pass has computed the gradients of a bucket, the hook exchanges the bucket's
+partial sums as ExactReduction does. The bits are those of ExactReduction.
 """
 
 import functools
@@ -28,12 +28,12 @@ from mingpt.parallel.tree import PartialSums, push
 class ExactHook:
     """The state of the hook of a DDP model; `ExactHook.reduce` is the hook.
 
-    A step has `micro_batches`, a number that must not depend on the number of workers. Each worker makes a
-    backward pass for each micro-batch of its share, which `micro_batch_shares` returns, in order. `grad`
-    becomes the sum over all micro-batches of the step, not the mean: divide each loss by `micro_batches` if
-    the mean is wanted. Every parameter must take part in every micro-batch, and `grad` must be None before a
-    step, as `zero_grad` leaves it. Raises ValueError for more workers than micro-batches, or with
-    find_unused_parameters.
+    `micro_batches` is the number of micro-batches in a step, and must not depend on the number of workers.
+    Each worker makes a backward pass for each micro-batch of its share, in order; `micro_batch_shares`
+    returns the shares. `grad` becomes the sum over all micro-batches of the step, not the mean: divide each
+    loss by `micro_batches` if you want the mean. Every parameter must take part in every micro-batch, and
+    `grad` must be None before a step, as `zero_grad` leaves it. Raises ValueError if there are more workers
+    than micro-batches, or if the DDP model has find_unused_parameters.
     """
 
     def __init__(self, model: DistributedDataParallel, micro_batches: int) -> None:
@@ -47,7 +47,7 @@ class ExactHook:
         self.shares = micro_batch_shares(micro_batches, workers)
         self.share = self.shares[rank]
         self.transport = Transport(rank, workers, model.process_group)
-        self.counts = Counter[Tensor]()  # backward passes of a step so far, by parameter
+        self.counts = Counter[Tensor]()  # {parameter: number of its gradients in this step so far}
         self.partial_sums = defaultdict[Tensor, PartialSums[Tensor]](list)
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         self.overlap = Overlap(weights[0].device)
@@ -69,8 +69,8 @@ class ExactHook:
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Begin to sum a bucket's gradients over all micro-batches of the step; return a future of the sum.
 
-        Raises ValueError unless this worker has made a backward pass for each micro-batch of its share.
-        Collective.
+        DDP calls this in the last backward pass of a step. Raises ValueError if this worker has not made one
+        backward pass for each micro-batch of its share. Collective.
         """
         weights = bucket.parameters()
         for weight, gradient in zip(weights, bucket.gradients(), strict=True):
@@ -83,7 +83,7 @@ class ExactHook:
             )
         by_weight = [self.partial_sums.pop(weight) for weight in weights]
         pieces = [
-            # As vectors in the order of their memory, which is also the bucket's.
+            # As vectors in the order of the gradients' memory, which is also their order in the bucket.
             [part.as_strided((part.numel(),), (1,)) for _, _, part in of_node]
             for of_node in zip(*by_weight, strict=True)
         ]

@@ -1,7 +1,7 @@
 """The interface between a training loop and a way of training in parallel; digests and norms of gradients.
 
-The norm of a gradient has the same bits for any distribution of its rows: a rank computes the norm of each
-row that it holds, then every rank combines the norms of all rows in the order of the tensors.
+The norm of a gradient has the same bits however its rows are split among ranks: a rank computes the norm of
+each row that it holds, then every rank combines the norms of all rows in the order of the tensors.
 torch.nn.utils.clip_grad_norm_ computes the norm of each shard, so its bits depend on the number of workers.
 """
 
@@ -21,7 +21,7 @@ from mingpt.base.rows import RowMap, Shape
 from mingpt.distributed import DistributedContext
 
 DIGEST_PIECE = 1 << 18  # elements
-# Between the weights of a piece and of the next: 2 ** 64 over the golden ratio, odd, as int64.
+# The ratio of a piece's multipliers to those of the next piece: 2 ** 64 over the golden ratio, odd, as int64.
 DIGEST_FACTOR = -7046029254386353131
 DIGEST_TYPES = {1: torch.uint8, 2: torch.int16}  # by an element's bytes
 Forward = Callable[..., Tensor]  # a module; the trainer's maps tokens and targets to the mean loss
@@ -29,7 +29,10 @@ Forward = Callable[..., Tensor]  # a module; the trainer's maps tokens and targe
 
 @functools.cache
 def digest_weights(device: torch.device) -> Tensor:
-    """Return the weights of `digest` on a device: DIGEST_PIECE odd pseudo-random numbers, int64."""
+    """Return the numbers by which `digest` multiplies elements: DIGEST_PIECE odd pseudo-random int64 numbers.
+
+    These numbers are always the same.
+    """
     generator = torch.Generator().manual_seed(0)
     return (torch.randint(-(2**63), 2**63 - 1, (DIGEST_PIECE,), generator=generator) | 1).to(device)
 
@@ -38,9 +41,10 @@ def digest_weights(device: torch.device) -> Tensor:
 def digest(tensor: Tensor) -> Tensor:
     """Return the digest of a tensor's bits, an int64 scalar on its device, without waiting for the device.
 
-    It is the weighted sum of the elements, read as integers of up to 32 bits, modulo 2 ** 64. The weights are
-    odd, so a change of one element always changes the sum. They are pseudo-random, so changes of several
-    elements cancel out with a probability of at most 2 ** -32.
+    The elements are read as integers of up to 32 bits. Each is multiplied by a fixed number, and the digest
+    is the sum of these products modulo 2 ** 64. The fixed numbers are odd, so a change of one element always
+    changes the digest. They are pseudo-random, so changes of several elements cancel out with a probability
+    of at most 2 ** -32.
     """
     bits = tensor.detach().reshape(-1).view(DIGEST_TYPES.get(tensor.element_size(), torch.int32))
     first, *pieces = bits.split(DIGEST_PIECE)
@@ -65,7 +69,7 @@ def total_norm(norms: Tensor) -> Tensor:
 
 
 class RowGatherer:
-    """Gathers the norms of all ranks' rows, in the order of the tensors `names`, which are sharded.
+    """Gathers the norms of all rows of the tensors `names`, whose rows are split among ranks as `rows` says.
 
     `all_gather(vector, length)` is a collective: it returns the vectors of all ranks, padded to `length`, as
     (workers, length).
@@ -83,13 +87,13 @@ class RowGatherer:
         self.order = torch.cat([part for of_tensor in zip(*parts, strict=True) for part in of_tensor])
 
     def gather(self, norms: Tensor) -> Tensor:
-        """Return the norms of all rows, given the norms of this rank's rows, tensor by tensor. Collective."""
+        """Return the norms of all rows, tensor by tensor, given those of this rank's rows. Collective."""
         self.order = self.order.to(norms.device)
         return self.all_gather(norms, self.length).flatten()[self.order]
 
 
 def clip(gradients: Mapping[str, Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients, of norm `norm`, in place to a norm of at most `max_norm`; 0 leaves them unchanged."""
+    """Scale gradients, whose norm is `norm`, in place to a norm of at most `max_norm`; 0 means no limit."""
     if not max_norm:
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -104,14 +108,14 @@ class StrategySetup:
     """The model and the settings from which a strategy is built."""
 
     model: nn.Module  # on the meta device, or on its final device
-    micro_batches_by_rank: Sequence[range]  # the numbers of a step's micro-batches
+    micro_batches_by_rank: Sequence[range]  # numbers, in a step, of the micro-batches that each rank computes
     context: DistributedContext
     blocks: Sequence[nn.Module] = ()  # parts of the model; sharded weights are gathered a block at a time
-    dummy: Sequence[Tensor] = ()  # arguments of a forward pass that is not counted; exact ddp needs none
-    shard_optimizer: bool = False
+    dummy: Sequence[Tensor] = ()  # inputs of a forward pass that is not counted; ExactReduction needs none
+    shard_optimizer: bool = False  # whether, if each rank holds all weights, it updates only its rows
     reshard: bool = True  # whether sharded weights are freed after a block's forward pass
-    param_dtype: torch.dtype | None = None  # of gathered weights, None for their own
-    timeout_s: float = 60.0  # of a collective
+    param_dtype: torch.dtype | None = None  # of sharded weights once gathered; None: the dtype that they have
+    timeout_s: float = 60.0  # of a collective, in seconds
     autocasts: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around a forward pass
 
     @property
@@ -146,9 +150,9 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Strategy(ABC):
-    """A way of training in parallel. Constructing it allocates the model's weights, for the caller to fill.
+    """A way of training in parallel. The constructor allocates the model's weights, which the caller fills.
 
-    Then `prepare` is called once. One step is
+    Then the caller calls `prepare` once. One step is
 
         strategy.start_step(loss_scale)
         for micro_batch in strategy.my_micro_batches:
@@ -160,11 +164,11 @@ class Strategy(ABC):
         ... update strategy.pieces() from strategy.gradients(), which are means over all micro-batches ...
         strategy.finish_update()
 
-    All ranks call all methods. A piece is the rows of a parameter that this rank updates: all rows, unless
-    the weights, or only the updates, are sharded.
+    All ranks call all methods. A piece is the rows of a parameter that this rank updates. It has all rows if
+    neither the weights nor the updates are sharded.
     """
 
-    takes_turns = False  # rank r has micro-batches r, r + workers, ... instead of neighbours
+    takes_turns = False  # if so, rank r has micro-batches r, r + workers, ... instead of consecutive ones
     weights_are_sharded = False  # if so, every forward pass is collective
     updates_are_sharded = False  # whether gradients and the optimizer's state are sharded
     forward: Forward
@@ -192,14 +196,17 @@ class Strategy(ABC):
         return RowGatherer(self.rows, self.shapes, self.context.transport.all_gather)
 
     def state_rows(self, shapes: Mapping[str, Shape]) -> RowMap:
-        """Return which rows each rank holds of the tensors "model.*" and "optimizer.*" of a run."""
+        """Return the map of the rows that each rank holds of a run's tensors, "model.*" and "optimizer.*".
+
+        `shapes` has the shapes of the unsharded tensors, by name.
+        """
         held = {"model.": self.weights_are_sharded, "optimizer.": self.updates_are_sharded}
         return RowMap(shapes, self.world_size, tuple(kind for kind in held if held[kind]))
 
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
-        """Set the module to train, perhaps compiled; from then on, call it by the attribute `forward`.
+        """Set the module to train, which may be compiled. From then on, call it by the attribute `forward`.
 
-        `grads_are_static` says that each backward pass overwrites the gradients of the one before, as with
+        `grads_are_static` says that each backward pass overwrites the gradients of the previous one, as with
         CUDA graphs.
         """
         self.forward, self.grads_are_static = forward, grads_are_static
@@ -213,10 +220,10 @@ class Strategy(ABC):
         return self.pieces()
 
     def start_step(self, loss_scale: float = 1.0) -> None:
-        """Begin a step; `finish_update` has freed the gradients of the step before.
+        """Begin a step. `finish_update` must have freed the gradients of the previous step.
 
-        `loss_scale` is a power of two, which float16 needs: it is part of `loss_factor`, by which the loop
-        multiplies the loss, and `clip_grad_norm_` divides the gradients by it.
+        `loss_scale` is a power of two, other than 1 only for float16: it is part of `loss_factor`, by which
+        the loop multiplies the loss, and `clip_grad_norm_` divides the gradients by it.
         """
         self.loss_scale = loss_scale
 
@@ -229,26 +236,27 @@ class Strategy(ABC):
     def micro_batch(self, number: int) -> AbstractContextManager[None]:
         """Return a context for the forward and backward pass of micro-batch `number`.
 
-        It is entered once for each of `my_micro_batches`, in order.
+        The caller enters one such context for each of `my_micro_batches`, in order.
         """
 
     @abstractmethod
     def finish_step(self) -> None:
-        """Complete the gradients after the last micro-batch.
+        """Complete the gradients of the step. Call this after the last micro-batch.
 
-        Raises the error that kept ranks from exchanging gradients, often a lost peer.
+        If ranks could not exchange gradients, raises the error that prevented it, often that of a lost peer.
         """
 
     @abstractmethod
     def unreduced(self) -> AbstractContextManager[dict[str, Tensor]]:
-        """Return a context for a backward pass whose gradients do not count, before the first micro-batch.
+        """Return a context for a backward pass whose gradients do not count.
 
-        When the context ends, the dictionary that it gave has the `digest` of each gradient as it would enter
-        the reduction, by the name of a parameter, or of a block that is reduced as a whole.
+        Enter it before the first micro-batch of a step. The value of the context is a dictionary, which is
+        filled when the context ends: with the `digest` of each gradient as it would enter the reduction, by
+        the name of the parameter, or of the block if blocks are reduced as a whole.
         """
 
     def digests(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """Return the digests of the gradients of the loss for `inputs`, passed to `forward`; see `unreduced`.
+        """Return the digests of the gradients of the loss `forward(*inputs)`, as `unreduced` gives them.
 
         Collective if weights are sharded.
         """
@@ -260,17 +268,17 @@ class Strategy(ABC):
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of the pieces, by name, after `finish_step`."""
+        """Return the gradients of the pieces, by name. Call this after `finish_step`."""
 
     @abstractmethod
     def finish_update(self) -> None:
-        """Give all ranks the new weights after the pieces were updated, and free the gradients."""
+        """Give all ranks the new weights, and free the gradients. Call this after the pieces were updated."""
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale gradients to a norm of at most `max_norm` (0: leave them); return the norm before, a scalar.
+        """Scale the gradients to a norm of at most `max_norm`; return the norm before that, a scalar.
 
-        The gradients are first divided by the loss scale. The bits of the norm do not depend on the number of
-        workers. Collective.
+        A `max_norm` of 0 is no limit. First the gradients are divided by the loss scale, so the norm is that
+        of the unscaled loss. The bits of the norm do not depend on the number of workers. Collective.
         """
         gradients = self.gradients()
         if self.loss_scale != 1.0:
@@ -283,9 +291,10 @@ class Strategy(ABC):
         return norm
 
     def any(self, flag: bool) -> bool:
-        """Return whether `flag` is true on any rank if forward passes are collective; else return `flag`.
+        """Return whether `flag` is true on any rank. If forward passes are not collective, return `flag`.
 
-        Ranks use it to leave a loop of forward passes in the same iteration. Collective if they are.
+        By this method ranks leave a loop of collective forward passes in the same iteration. Collective if
+        forward passes are.
         """
         return flag
 
@@ -295,11 +304,11 @@ class Strategy(ABC):
         return slice(rows.start, rows.stop)
 
     def dummy_backward(self) -> None:
-        """Run a forward and backward pass with zero gradients, because other ranks' passes are collective."""
+        """Run a forward and backward pass with zero gradients: the passes of other ranks need this rank."""
         with self.setup.autocasts():
             outputs = self.forward(*self.setup.dummy)
         outputs.sum().mul(0.0).backward()  # type: ignore[no-untyped-call]
 
 
-# The strategies by `trainer.parallel` and `trainer.reduction`; parallel/__init__.py registers them.
+# {(trainer.parallel, trainer.reduction): class of the strategy}; parallel/__init__.py fills it.
 STRATEGIES: dict[tuple[str, str], type[Strategy]] = {}

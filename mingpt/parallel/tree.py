@@ -1,8 +1,9 @@
 """The binary tree along which gradients are added, whichever ranks add them.
 
-Node (level, index) is the sum of leaves index * 2**level to (index + 1) * 2**level - 1: its left half plus
-its right half. If the right half would lie past the last leaf, the node is its left half. Floating-point
-addition is not associative: the tree, and not which ranks add, determines the bits of a sum.
+Node (level, index) is the sum of leaves index * 2**level to (index + 1) * 2**level - 1, computed as its left
+half plus its right half. If the right half would lie past the last leaf, the node is its left half.
+Floating-point addition is not associative, so the order of additions determines the bits of a sum. This order
+is that of the tree, and does not depend on which ranks add.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +19,10 @@ PartialSums = list[tuple[int, int, V]]  # (level, index, sum), from left to righ
 def push(
     stack: PartialSums[V], level: int, index: int, value: V, leaves: int, add: Callable[[V, V], V]
 ) -> None:
-    """Append node (level, index), whose sum is `value`, to `stack`, and merge nodes as far as possible.
+    """Append node (level, index), whose sum is `value`, to `stack`, and merge halves into larger nodes.
 
-    Nodes must be pushed from left to right. `leaves` is the number of leaves of the whole tree.
+    `add(left half, right half)` returns the sum of a larger node. Nodes must be pushed from left to right.
+    `leaves` is the number of leaves of the whole tree.
     """
     while 1 << level < leaves:
         if index % 2:
@@ -37,7 +39,7 @@ def push(
 def add_nodes(
     nodes: Iterable[tuple[int, int]], values: Iterable[V], leaves: int, add: Callable[[V, V], V]
 ) -> V:
-    """Return the sum of all leaves, given nodes that cover them, left to right, and the sums of the nodes."""
+    """Return the sum of all leaves, given nodes that cover all leaves, left to right, and the nodes' sums."""
     stack: PartialSums[V] = []
     for (level, index), value in zip(nodes, values, strict=True):
         push(stack, level, index, value, leaves, add)
@@ -46,7 +48,10 @@ def add_nodes(
 
 
 def cover(leaves: Sequence[int], total: int) -> list[tuple[int, int]]:
-    """Return the fewest nodes, left to right, that cover exactly the consecutive `leaves`, out of `total`."""
+    """Return the fewest nodes, left to right, that cover exactly the consecutive `leaves` of a tree.
+
+    `total` is the number of leaves of the whole tree.
+    """
     stack: PartialSums[None] = []
     for leaf in leaves:
         push(stack, 0, leaf, None, total, lambda *_: None)

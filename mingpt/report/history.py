@@ -1,4 +1,4 @@
-"""Keep run.json, a run's history: an entry for each generation, the workers between two restarts."""
+"""run.json, the history of a run: one entry for each generation (the workers between two restarts)."""
 
 import contextlib
 import json
@@ -17,13 +17,13 @@ from mingpt.base.files import BadJson, Count, RunId, Seconds, read_json, reason_
 from mingpt.report.metrics import RunStart
 from mingpt.report.writing import MayWrite, ReportFile
 
-MAX_REPEATS = 3  # consecutive generations that fail at the same step
-PHASES = ("start_s", "evaluation_s", "snapshot_wait_s")
+MAX_REPEATS = 3  # the job ends after so many consecutive generations that fail at the same step
+PHASES = ("start_s", "evaluation_s", "snapshot_wait_s")  # the times of a generation besides its steps
 log = logging.getLogger(__name__)
 
 
 class Generation(pydantic.BaseModel):
-    """The fields of a generation's entry that later generations and timeline.png read; see RunHistory."""
+    """The fields of a generation's entry in run.json that are read later; see RunHistory."""
 
     end: str
     workers: Count = 1
@@ -39,7 +39,7 @@ class Generation(pydantic.BaseModel):
 
 
 class Suspects(pydantic.BaseModel):
-    """Workers that computed differently from others. What was saved after step `after` is not used."""
+    """Workers that computed differently from other workers. What was saved after step `after` is not used."""
 
     after: Count
     workers: list[str]
@@ -61,13 +61,19 @@ class History(pydantic.BaseModel):
 
 
 def read_job_start(history: dict[str, Any]) -> int | None:
-    """Return the step from which the newest job began; None if `history`, run.json's content, lacks it."""
+    """Return the step from which the newest job began; None if no job is on record.
+
+    `history` is the content of run.json.
+    """
     starts = [entry["from_step"] for entry in history["generations"] if not entry["restart"]]
     return starts[-1] if starts else None
 
 
 def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | None:
-    """Return the content of run.json; None if it is missing, damaged or of another run than `run_id`."""
+    """Return the content of run_dir/run.json; None if the file is missing or damaged.
+
+    Also returns None if `run_id` is given, and the file is that of a different run.
+    """
     try:
         history: dict[str, Any] = read_json(run_dir / "run.json", History)
     except (OSError, BadJson):
@@ -76,9 +82,10 @@ def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | N
 
 
 def mark_ended(run_dir: Path, status: str) -> None:
-    """Set the status in run.json if it is "running": the job ends before this generation can train.
+    """If the status in run_dir/run.json is "running", replace it by `status`.
 
-    Raises nothing.
+    Call this if the job ends before this generation has a RunLogger, which records an end otherwise. Never
+    raises: errors are ignored.
     """
     path = run_dir / "run.json"
     try:
@@ -87,7 +94,7 @@ def mark_ended(run_dir: Path, status: str) -> None:
             content["status"] = status
         write_atomic(path, json.dumps(content, indent=1) + "\n", sync="file")
     except (OSError, ValueError, TypeError, KeyError):
-        return  # there is no run yet, or the log says that its history is damaged or cannot be written
+        return  # there is no run yet, or run.json is damaged or cannot be written, as the next start logs
 
 
 def plural(count: int, noun: str) -> str:
@@ -95,20 +102,25 @@ def plural(count: int, noun: str) -> str:
 
 
 def hosts_joined(last: Mapping[str, Any], start: RunStart) -> list[str]:
-    """Return the hosts that joined after generation `last`, which an agent stopped by SIGTERM for that."""
+    """Return the hosts that joined between generation `last` and the one that `start` begins.
+
+    An agent stops a generation by SIGTERM so that hosts can join. If generation `last` ended otherwise, or
+    this is not a restart, returns []. `last` is the generation's entry in run.json.
+    """
     if not start.is_restart or last["end"] != "stopped by SIGTERM":
         return []
     return sorted(set(start.hosts) - set(last.get("hosts", start.hosts)))
 
 
 def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str, Any]:
-    """Return the fields on the end of generation `last`, which could not record its end itself.
+    """Return the fields "exact", "to_step" and "end" of generation `last`, which did not record its end.
 
-    `stacks` is the folder of the files that stuck workers wrote.
+    These follow from the exit reasons in `start.previous`; if that is None, from the hosts that are gone.
+    `last` is the generation's entry in run.json, `stacks` the folder where stuck workers write their stacks.
     """
     reported = start.previous.step() if start.previous else None
     gone = [host for host in last.get("hosts", []) if host not in start.hosts]
-    end = f"{', '.join(gone) or 'all workers'} vanished"  # if no exit reasons are known
+    end = f"{', '.join(gone) or 'all workers'} vanished"  # used if no exit reasons are known
     return {
         "exact": reported is not None and reported >= last["to_step"],
         "to_step": max(last["to_step"], reported or 0, start.step),
@@ -117,21 +129,31 @@ def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str
 
 
 class RunHistory:
-    """Writes run.json on a rank that keeps the run folder. Constructing it reads the file, if there is one.
+    """Writes run.json, on a rank that writes to the run folder.
 
-    A damaged file is renamed to damaged-run.json. `note_step` and `note_durable` return before the file is
-    written. Times are in seconds since 1970. The file has these fields, among others:
+    Constructing a RunHistory reads the file, if there is one; a damaged file is renamed to damaged-run.json.
+    `note_step` and `note_durable` return before the file is written. Times are in seconds since 1970. The
+    file has these fields, among others:
 
     - `status`: running, finished, stopped or failed
     - `durable_step`: the step of the newest snapshot on disk; 0 if none is known
-    - `job`: the token of the last job that passed the checks of its start; `job_began`: when it started
+    - `job`: the random token of the last job that passed the checks of its start
+    - `job_began`: the time at which that job started
     - `inputs`: what the last generation's bits depend on besides the settings: fingerprints of the data and
       the tokenizer, and the software
-    - `generations`, each with its `workers` (a number) and `hosts`; `from_step`, where it started; `to_step`,
-      the last step known to be complete; `exact`, true if a worker reported that step when it ended; `end`,
-      how it ended; `restart`, false for a job's first generation; `began`, and `seen`, the time of the last
-      step on record; `seconds` between these two, by a monotonic clock; `phases`, the seconds of the start
-      (before `began`), of evaluations, and of waits for snapshots
+    - `generations`: a list with an entry for each generation
+
+    An entry has these fields:
+
+    - `workers`: the number of workers; `hosts`: the names of their hosts
+    - `from_step`: the step from which the generation started
+    - `to_step`: the last step that is known to be complete
+    - `exact`: true if a worker reported `to_step` when the generation ended
+    - `end`: how the generation ended
+    - `restart`: false for a job's first generation
+    - `began`: when the generation started; `seen`: when its last step on record was complete
+    - `seconds`: the time between `began` and `seen`, by a monotonic clock
+    - `phases`: the seconds of the start (before `began`), of evaluations, and of waits for snapshots
     """
 
     def __init__(
@@ -140,7 +162,7 @@ class RunHistory:
         self.path = run_dir / "run.json"
         self.file = ReportFile(self.path, may_write)
         self.background = ThreadPoolExecutor(max_workers=1)  # so that no step waits for an fsync
-        self.queued: Future[None] | None = None
+        self.queued: Future[None] | None = None  # the last write for which nothing waits
         self.content: dict[str, Any] = {
             "id": run_id,
             "status": "running",
@@ -160,17 +182,17 @@ class RunHistory:
                 f"{self.path} cannot be used ({reason_of(error)}): it is set aside as damaged-run.json if "
                 "possible"
             )
-            with contextlib.suppress(OSError):  # else the new file replaces it
+            with contextlib.suppress(OSError):  # if the rename fails, the new file replaces the damaged one
                 self.path.replace(self.path.with_name("damaged-run.json"))
         self.content["id"] = run_id
         self.content["versions"] = versions | {"python": platform.python_version()}
         self.generations: list[dict[str, Any]] = self.content["generations"]
 
     def start_generation(self, start: RunStart) -> str | None:
-        """Add this generation's entry to run.json. Call it before any other method.
+        """Add this generation's entry to run.json. Call this method before any other.
 
-        Returns one line on how the generation before ended, if it could not record this or if it was stopped
-        so that a node could join; else None.
+        Returns one line on how the previous generation ended, if that generation did not record its end, or
+        if it was stopped so that a node could join. Otherwise returns None.
         """
         if start.changes:
             self.content["changes"].append({"step": start.step, "settings": start.changes})
@@ -201,19 +223,21 @@ class RunHistory:
         return sentence
 
     def close_generation(self, last: dict[str, Any], start: RunStart) -> str | None:
-        """Count the steps that are done again, and record how generation `last` ended if it could not.
+        """Count the steps of generation `last` that are done again, and complete the record of its end.
 
-        Returns one line on the end if it is recorded here or if a node joined then; else None.
+        `last` is the generation's entry in run.json. Returns one line on how the generation ended, if the
+        generation did not record that itself, or was stopped so that a node could join. Otherwise returns
+        None.
         """
         recorded, waited, was_running = last["to_step"], 0.0, last["end"] == "running"
         joined = hosts_joined(last, start)
         if was_running:
             last |= find_end(last, start, self.path.with_name("stacks"))
-            # The time from the last record until now is lost, unless the whole job had ended.
+            # In a restart, the time from the last record until now is lost.
             waited = max(0.0, time.time() - last["seen"]) if start.is_restart else 0.0
         elif joined:
             last["end"] = f"{', '.join(joined)} joined"
-        # After an orderly end, steps are done again if a user has deleted snapshots.
+        # After an orderly end, steps are done again only if a user has deleted snapshots.
         self.content["steps_lost"] += max(0, last["to_step"] - start.step)
         repeated = max(0, recorded - start.step) * last.get("step_s", 0.0)
         self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + repeated, 3)
@@ -227,8 +251,8 @@ class RunHistory:
     def repeated_failure(self) -> str | None:
         """Return one sentence if the last MAX_REPEATS generations of this job failed at the same step.
 
-        Else returns None, also if one of these steps is not exact. A generation that was stopped, or ended so
-        that a node could join, has not failed.
+        Otherwise returns None, also if the last step of such a generation is not certain (`exact` is false).
+        A generation that was stopped, or ended so that a node could join, has not failed.
         """
         if not self.generations[-1]["restart"]:
             return None  # a user started the job again, perhaps with the cause removed
@@ -249,19 +273,20 @@ class RunHistory:
         self.write()
 
     def note_durable(self, step: int) -> None:
-        """Record that the snapshot of this step is on disk."""
+        """Record that the newest snapshot on disk is that of `step`."""
         self.content["durable_step"] = step
         self.write(waits=False)
 
     def note_skipped(self, count: int) -> None:
-        """Record how many updates the run has skipped so far."""
+        """Record that the run has skipped `count` updates so far."""
         self.content["updates_skipped"] = count
         self.write()
 
     def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
-        """Record that at `step` these workers computed differently; what was saved after `after` is not used.
+        """Record that `workers` computed differently at `step`.
 
-        Call it before any snapshot is set aside, so that the record survives a kill in between.
+        What was saved after step `after` is not used. Call this before any snapshot is set aside (renamed),
+        so that a kill in between does not lose the record.
         """
         entry = {"step": step, "after": after, "workers": workers}
         self.content["suspects"] = [*self.content.get("suspects", []), entry]
@@ -269,9 +294,10 @@ class RunHistory:
         self.write()
 
     def note_step(self, step: int, step_s: float | None, phases: dict[str, float] | None = None) -> None:
-        """Record that this generation has completed `step`; `step_s` is seconds per step (None: as before).
+        """Record that this generation has completed `step`.
 
-        `phases` has the total seconds so far of some or all of PHASES.
+        `step_s` is the number of seconds per step; None: unchanged. `phases` has the total seconds so far of
+        some or all of PHASES; the others are unchanged.
         """
         entry = self.generations[-1]
         entry |= {"to_step": step, "seen": time.time()}
@@ -288,16 +314,19 @@ class RunHistory:
         self.write()
 
     def summary(self) -> str:
-        """Return one line on the whole run: generations, steps done twice, seconds lost, goodput."""
+        """Return one line on the whole run: generations, steps done twice, seconds lost, and goodput."""
         return (
             f"{plural(len(self.generations), 'generation')}, {self.content['steps_lost']} steps done twice, "
             f"{self.content['seconds_lost']:.1f} s lost, goodput {self.content['goodput']:.1%}"
         )
 
     def write(self, waits: bool = True) -> None:
-        """Write the file in the background thread. Older content that is still queued is not written."""
+        """Write the file in the background thread; with `waits`, return once that is done.
+
+        Older content that is still queued is not written.
+        """
         if self.queued is not None:
-            self.queued.cancel()  # unless it has begun
+            self.queued.cancel()  # has no effect if the write has begun
         writing = self.background.submit(self.file.replace, self.encode())
         if waits:
             writing.result()
@@ -305,8 +334,9 @@ class RunHistory:
             self.queued = writing
 
     def encode(self) -> str:
-        """Update the goodput, the share of the time that was not lost, and return the file's content."""
-        # Time after an orderly stop is not lost: a run's time is its generations' and its restarts' time.
+        """Update the goodput (the share of the time that was not lost), and return the file's content."""
+        # A run's time is the time of its generations and of the restarts between them. The time between an
+        # orderly stop and the next job does not count.
         # An older run.json has no `seconds`, and a clock may be set back.
         trained_s = sum(
             entry.get("seconds", max(0.0, entry["seen"] - entry["began"])) for entry in self.generations

@@ -1,4 +1,4 @@
-"""The package's log, which goes to the terminal and, on ranks that keep a run folder, to run_dir/log.txt.
+"""The package's log, which goes to the terminal and, on ranks that write to a run folder, to its log.txt.
 
 Training shows a progress bar or one line per record, an evaluation shows one line.
 """
@@ -16,19 +16,25 @@ from mingpt.report.writing import MayWrite, ReportFile
 
 MAX_WAITING_LINES = 1000  # the most lines kept in memory while log.txt cannot be written
 FILE_ONLY = logging.INFO - 1  # the level of lines that go to log.txt and not to the terminal
-WARM_UP = 3  # a generation's first steps, which are slow: memory is allocated, and blocks are compiled
+WARM_UP = 3  # the number of slow first steps, in which memory is allocated, and blocks are compiled
 log = logging.getLogger(__name__)
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes lines to stderr, above the progress bar if there is one. `open_streams` has made stderr safe."""
+    """Writes lines to stderr, above the progress bar if there is one.
+
+    A write never raises, because `open_streams` has replaced stderr.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
 
 
 class FileHandler(logging.Handler):
-    """Appends lines with the time to the file at `path`; while it cannot be written, memory keeps them."""
+    """Appends each log line, with the time, to the file at `path`.
+
+    Lines that cannot be written are kept in memory, at most MAX_WAITING_LINES, and written later.
+    """
 
     def __init__(self, path: Path, may_write: MayWrite) -> None:
         super().__init__()
@@ -60,10 +66,11 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True
 
 
 class ConsoleSink(Sink):
-    """Shows training as a progress bar if rank 0 has a terminal, else as log lines; evaluations as lines.
+    """Shows training as a progress bar if rank 0 has a terminal, else as log lines.
 
-    Under a bar, the training lines go to log.txt only. The time left is estimated from the mean time per step
-    of this generation, evaluations and snapshots included, without its first WARM_UP steps.
+    With a bar, the log lines on training go only to log.txt. Evaluations are shown as lines in both cases.
+    The time left is estimated from the mean time per step of this generation, evaluations and snapshots
+    included, but without the first WARM_UP steps.
     """
 
     def __init__(self, run: RunStart) -> None:
@@ -102,7 +109,7 @@ class ConsoleSink(Sink):
         self.bar.update()
 
     def show(self) -> None:
-        """Set the text beside the bar, if there is one; tqdm draws it with the next update."""
+        """Set the text beside the bar, if there is a bar; tqdm draws the text with the next update."""
         self.bar.set_description_str("  ".join(self.figures[:2]) + self.left, refresh=False)
 
     def close(self) -> None:

@@ -17,8 +17,8 @@ from mingpt.distributed import GenerationEnd
 from mingpt.model import parameter_shapes
 
 # The peak FLOP/s of dense bfloat16 matrices (float16 on T4 and V100, which have no bfloat16) by a part of the
-# device's name; the first part that matches counts. Source: NVIDIA's data sheets. Those of H100 and later
-# give twice these values, for sparse matrices.
+# device's name; the first part that matches counts. Source: NVIDIA's data sheets. The data sheets of H100 and
+# later GPUs give twice these values, for sparse matrices.
 PEAK_FLOPS = {
     "V100-PCIE": 112e12,
     "V100": 125e12,
@@ -40,7 +40,7 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True)
 class StepStats:
-    """The statistics of a step. Times are means over the steps after the last record, in seconds."""
+    """The statistics of a training step. Times are in seconds, means over the steps since the last record."""
 
     step: int
     loss: float  # nats per token, mean over the step
@@ -54,7 +54,7 @@ class StepStats:
     flops_per_token: float  # of a forward and backward pass
     world_size: int
     device_name: str
-    loss_scale: float | None = None  # of float16, after the step
+    loss_scale: float | None = None  # after the step; None without float16
 
 
 def tokens_per_s(stats: StepStats) -> float:
@@ -62,7 +62,10 @@ def tokens_per_s(stats: StepStats) -> float:
 
 
 def model_flops_utilization(stats: StepStats) -> float | None:
-    """Return the FLOP/s as a share of the devices' peak (Chowdhery et al. 2022); None if unknown."""
+    """Return the FLOP/s as a share of the devices' peak (Chowdhery et al. 2022).
+
+    Returns None if PEAK_FLOPS does not have the device.
+    """
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in stats.device_name), None)
     return stats.flops_per_token * tokens_per_s(stats) / stats.world_size / peak if peak else None
 
@@ -89,24 +92,27 @@ def training_values(stats: StepStats) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """The facts with which a generation (the workers between two restarts) of a run begins."""
+    """What is known of a run when a generation (the workers between two restarts) begins to train."""
 
     config: Config
     corpus: Corpus
     run_id: str
-    step: int  # from which the run goes on; 0 in a fresh run
+    step: int  # the step from which the run goes on; 0 in a fresh run
     is_restart: bool = False  # false in a job's first generation
-    durable_step: int = 0  # of the newest snapshot on any disk without a known fault; 0 for none
-    changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
-    workers: int = 1
-    hosts: list[str] = field(default_factory=list)  # host names of the nodes, by their rank
-    previous: GenerationEnd | None = None  # how the generation before ended; None if that is not known
-    process_began: float = field(default_factory=time.monotonic)  # by the monotonic clock, in seconds
-    job: str = ""  # a token, the same in all generations of a job
+    # The step of the newest snapshot without a known fault that any node has on disk; 0 if there is none.
+    durable_step: int = 0
+    changes: list[str] = field(default_factory=list)  # the settings that were changed on purpose, as text
+    workers: int = 1  # the number of workers
+    hosts: list[str] = field(default_factory=list)  # host names of the nodes, in the order of node ranks
+    previous: GenerationEnd | None = None  # how the previous generation ended; None: none, or not known
+    process_began: float = field(default_factory=time.monotonic)  # when, by the monotonic clock, in seconds
+    job: str = ""  # the job's random token, the same in all its generations
     is_main: bool = True  # rank 0; other ranks that report have a run folder on their own node's disk
     logged_step: int = 0  # the newest step, not past `step`, that must have a record of metrics; 0 for none
-    from_steps: list[int] = field(default_factory=list)  # steps at which generations began; set for sinks
-    # Raises ClaimLost, and returns False, once the run folder belongs to another job or a later generation.
+    # The steps at which the run's generations began; empty until RunLogger fills it in for the sinks.
+    from_steps: list[int] = field(default_factory=list)
+    # Once the run folder belongs to another job or a later generation, `check_claim` raises ClaimLost, and
+    # `may_write` returns False.
     check_claim: Callable[[], None] = lambda: None
     may_write: Callable[[], bool] = lambda: True
 
@@ -123,16 +129,19 @@ class RunStart:
 
 
 class Sink:
-    """A place that metrics go to. A subclass overrides the methods it needs and ignores unknown values."""
+    """A place that metrics go to.
+
+    A subclass overrides the methods that it needs, and ignores values that it does not know.
+    """
 
     def log(self, step: int, values: Values) -> None:
-        """Take the values of metrics after `step`."""
+        """Take the values of metrics after `step`, by the metrics' names."""
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """Take the text `name`, such as the sample text of an evaluation, after `step`."""
+        """Take a text after `step`, such as the sample of an evaluation; `name` says what text it is."""
 
     def on_step(self, step: int) -> None:
-        """Note that a step is complete, also if no values are recorded for it."""
+        """Note that `step` is complete. Called after each step, also if no values are recorded for it."""
 
     def close(self) -> None:
-        """Finish, when the run ends, fails or is stopped. If the process is killed, this is not called."""
+        """Finish. This is called when the run ends, fails or is stopped, but not if the process is killed."""

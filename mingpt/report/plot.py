@@ -34,11 +34,11 @@ COLORS = {
     "waiting for snapshots": "#9a86cc",
     "lost": "#e07b73",
 }
-MAX_GENERATIONS = 20  # the last ones, which have a bar each in timeline.png
+MAX_GENERATIONS = 20  # so many of the last generations have a bar in timeline.png
 
 
 class Curves(NamedTuple):
-    """The losses of a run in nats per token. Each curve is (2, points): steps, then losses."""
+    """The losses of a run in nats per token. Each curve is (2, points): a row of steps, a row of losses."""
 
     train: np.ndarray
     val: np.ndarray
@@ -58,7 +58,8 @@ def read_curves(path: Path) -> Curves:
 class LossPlot(Sink):
     """Draws loss.png, then timeline.png, in a thread. A failure is logged and does not end the run.
 
-    It draws at each evaluation, unless the last drawing is not finished yet. `close` draws again and waits.
+    A drawing begins at each evaluation, unless the previous drawing is still under way. `close` draws once
+    more, and waits for that drawing.
     """
 
     def __init__(self, run: RunStart) -> None:
@@ -76,7 +77,7 @@ class LossPlot(Sink):
         self.background.submit(self.draw).result()
 
     def draw(self) -> None:
-        """Draw both plots and write them. Raises nothing: if a plot cannot be made, one log line says why."""
+        """Draw both plots and write them. Never raises: if a plot cannot be made, one log line says why."""
         sources: list[tuple[Callable[..., object], object]]
         sources = [(draw_loss, self.run), (draw_timeline, self.run.run_dir)]
         for file, (draw, source) in zip(self.files, sources, strict=True):
@@ -88,7 +89,10 @@ class LossPlot(Sink):
 
 @functools.cache
 def figure_of(name: str) -> Any:
-    """Return the matplotlib figure of this name, which is made once and reused. Raises ImportError."""
+    """Return the matplotlib figure of this name, which is made once and reused.
+
+    Raises ImportError if matplotlib cannot be imported.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -98,9 +102,9 @@ def figure_of(name: str) -> Any:
 
 
 def to_png(name: str, draw: Callable[..., object], *sources: object) -> bytes:
-    """Clear the figure of this name, call `draw` with it and `sources`, and return it as a PNG.
+    """Return, as a PNG, what `draw(figure, *sources)` draws into the figure `name`, which is cleared before.
 
-    Raises ImportError and the errors of `draw`.
+    Raises ImportError if matplotlib cannot be imported, and the errors of `draw`.
     """
     figure, picture = figure_of(name), io.BytesIO()
     figure.clear()
@@ -110,11 +114,11 @@ def to_png(name: str, draw: Callable[..., object], *sources: object) -> bytes:
 
 
 def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = None) -> Any:
-    """Draw the losses of runs, which are given by name, and return the axes.
+    """Draw the losses of `runs`, {name: losses}, into `figure`, and return the axes.
 
     Each run has one colour; a single run has two. The line with dots is the validation loss, with a star at
-    its lowest value; the line without dots is the smoothed training loss. The y-axis shows the late losses
-    and the `floor`.
+    its lowest value; the line without dots is the smoothed training loss. The y-axis covers the losses after
+    the first EARLY_SHARE of the steps, and the loss `floor`, if it is given.
     """
     axes, late = figure.subplots(), [] if floor is None else [floor]
     for number, (name, (train, val)) in enumerate(runs.items()):
@@ -139,7 +143,7 @@ def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = N
 
 
 def smooth(losses: np.ndarray) -> np.ndarray:
-    """Return the moving average over a window of a fifteenth of the curve."""
+    """Return the moving average of `losses`, (points,), over windows of a fifteenth of all points."""
     reach, numbers = len(losses) // 30, np.arange(len(losses))
     first, end = np.maximum(numbers - reach, 0), np.minimum(numbers + reach + 1, len(losses))
     sums = np.append(0.0, losses.cumsum())
@@ -147,7 +151,10 @@ def smooth(losses: np.ndarray) -> np.ndarray:
 
 
 def draw_loss(figure: Any, run: RunStart) -> None:
-    """Draw a run's losses, smoothed and not, its restarts, and the text's entropy. Raises OSError."""
+    """Draw a run's losses, its restarts, and the entropy of its text, if that is known.
+
+    The training loss is drawn twice, as it is and smoothed. Raises OSError if metrics.jsonl cannot be read.
+    """
     curves, floor = read_curves(run.run_dir / "metrics.jsonl"), run.corpus.entropy_floor
     axes = draw_curves(figure, {"val/loss": curves}, floor)
     axes.plot(*curves.train, "C1", alpha=0.4, linewidth=1, zorder=1, label="train/loss, and smoothed")
@@ -164,10 +171,10 @@ def draw_loss(figure: Any, run: RunStart) -> None:
 
 
 def phase_seconds(one: Generation, after: Generation | None) -> list[float]:
-    """Return the seconds that generation `one` spent in each phase of COLORS, in that order.
+    """Return the seconds that generation `one` spent in each phase of COLORS, in the order of COLORS.
 
-    The time of the steps that the next generation `after` repeated is lost. So is the time until `after`
-    started, if it is a restart.
+    `after` is the next generation; None: there is none. The time of the steps that `after` repeated counts as
+    lost. If `after` is a restart, the time until `after` started counts as lost, too.
     """
     start_s, evaluation_s, wait_s = (one.phases.get(phase, 0.0) for phase in PHASES)
     steps_s, twice_s, pause_s = max(0.0, one.seconds - evaluation_s - wait_s), 0.0, 0.0
@@ -181,7 +188,7 @@ def phase_seconds(one: Generation, after: Generation | None) -> list[float]:
 def draw_timeline(figure: Any, run_dir: Path) -> None:
     """Draw how the time of a run's last generations was spent, and how each generation ended.
 
-    Raises OSError or BadJson if run.json is unusable.
+    Raises OSError or BadJson if run.json cannot be used.
     """
     history = check_json(read_json(run_dir / "run.json"), History)
     generations = history.generations
@@ -224,7 +231,7 @@ def draw_timeline(figure: Any, run_dir: Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Draw what the time of a run went to, and how its workers ended: RUN/timeline.png, from RUN/run.json.
 
-    A training job does it by itself, at each evaluation and at the end.
+    A training job draws this picture by itself, at each evaluation and at the end.
     """
     parser = CommandParser("python -m mingpt timeline", main.__doc__)
     parser.add_argument("run", type=typed_path, metavar="RUN", help="run folder on a disk of this machine")

@@ -35,9 +35,10 @@ log = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Measures the seconds per step from the last `reset` on. Code that fetches batches adds to `data_s`.
+    """Measures the seconds per step since the last `reset`. Code that fetches batches adds to `data_s`.
 
-    `phases` has the total seconds of each kind of work outside the steps, such as evaluations.
+    `phases` has the total seconds of each kind of work outside the steps, such as evaluations, by the names
+    in history.PHASES.
     """
 
     def __init__(self, step: int) -> None:
@@ -58,19 +59,20 @@ class StepTimer:
         return result
 
     def seconds_per_step(self, step: int) -> tuple[float, float]:
-        """Return the mean seconds per step from `reset` on: of the whole step, and of fetching data.
+        """Return (mean seconds of a step, mean seconds of fetching data in a step) since the last `reset`.
 
-        `step` is the last completed step, which must be later than the one given to `reset`.
+        `step` is the last completed step, which must be later than the step that was given to `reset`.
         """
         steps = step - self.first_step
         return (time.perf_counter() - self.began) / steps, self.data_s / steps
 
 
 class RunLogger:
-    """Reports a run, on a rank that keeps a run folder, from the step `start.step` on.
+    """Reports a run from the step `start.step` on, on a rank that writes to a run folder.
 
-    Constructing it writes config.yaml, begins a generation in run.json, and drops the records past that step
-    from metrics.jsonl. If a file cannot be written, one log line says so, and the run goes on.
+    Constructing it writes config.yaml, begins a generation in run.json, and drops the records of later steps
+    from metrics.jsonl. If a file cannot be written, one log line says so, and the run goes on. Raises
+    ClaimLost as `log_values` does.
     """
 
     def __init__(self, start: RunStart, environment: Environment) -> None:
@@ -94,13 +96,13 @@ class RunLogger:
         if start.is_main and config.report.tracker:
             tracker = functools.partial(Tracker, package=config.report.tracker)
             self.sinks.append(InThread(run, f"report.tracker={config.report.tracker}", tracker))
-        self.last = self.records.last  # for the manifest
+        self.last = self.records.last  # the last record of each kind, for the manifest
         recorded = self.last.get("train", {"step": 0})["step"]
         if recorded < start.logged_step:
             self.history.note_missing(recorded + 1, start.logged_step)
 
     def repeated_failure(self) -> str | None:
-        """If going on would repeat a failure, report a failed run and return one sentence; else None."""
+        """If going on would repeat a failure, report a failed run and return a sentence; else return None."""
         sentence = self.history.repeated_failure()
         if sentence:
             self.failed(self.history.generations[-1]["from_step"], sentence)
@@ -114,11 +116,11 @@ class RunLogger:
         assignment: Sequence[Sequence[int]],
         snapshots: str,
     ) -> None:
-        """Log how the generation before ended, if that is known, and, unless this is a restart, the plan.
+        """Log the line on how the previous generation ended, if `start_generation` has returned one.
 
-        `step` is the step that the run goes on from. `compile_choice` says whether the model is compiled, and
-        why. `assignment` has the numbers of each rank's micro-batches in a step. `snapshots` is the folder or
-        the URL of the snapshots.
+        Then, unless this is a restart, log what the run is going to do. `step` is the step from which the run
+        goes on. `compile_choice` says whether the model is compiled, and why. `assignment` has, for each
+        rank, the numbers of its micro-batches in a step. `snapshots` is the folder or URL of the snapshots.
         """
         if self.previous_end:
             log.log(logging.WARNING if self.start.is_main else logging.INFO, "%s", self.previous_end)
@@ -163,9 +165,9 @@ class RunLogger:
             sink.on_step(step)
 
     def log_values(self, step: int, values: Values) -> None:
-        """Give the values of metrics after `step` to all sinks, which write them.
+        """Give the values of metrics after `step` to all sinks, which write these values.
 
-        Raises ClaimLost if another job or a later generation writes to the run folder by now.
+        Raises ClaimLost if by now another job or a later generation writes to the run folder.
         """
         self.start.check_claim()
         for sink in self.sinks:
@@ -176,7 +178,11 @@ class RunLogger:
         self.history.note_step(stats.step, stats.step_s, phases)
 
     def log_skipped(self, step: int, first_window: int, last_window: int, count: int) -> None:
-        """Record that the update of `step`, from these windows, was skipped, as `count` updates so far."""
+        """Record that the update of `step` was skipped.
+
+        `first_window` and `last_window` are the numbers of the step's windows. `count` is how many updates
+        the run has skipped so far.
+        """
         self.log_values(step, {"skipped/first_window": first_window, "skipped/last_window": last_window})
         self.history.note_skipped(count)
 
@@ -188,12 +194,15 @@ class RunLogger:
             log.info("\n".join("    " + line for line in sample.splitlines()))
 
     def flush(self) -> None:
-        """Make all records so far durable, if possible. The thread that writes snapshots calls it, too."""
+        """Make all records so far durable, if possible. The thread that writes snapshots calls this, too."""
         self.config_file.retry()
         self.records.flush()
 
     def failed(self, step: int, why: str, goes_on: bool = False) -> None:
-        """Report that this generation failed, and the job, too, unless it `goes_on` here in the next one."""
+        """Report that this generation failed at `step`; `why` says why.
+
+        The status of the run becomes "failed", or "stopped" if the job `goes_on` on this node.
+        """
         self._end("stopped" if goes_on else "failed", step, f"failed: {why}")
 
     def ended(
@@ -204,10 +213,11 @@ class RunLogger:
         phases: dict[str, float] | None = None,
         best: tuple[float, int] = (math.inf, -1),
     ) -> None:
-        """Report that the run finished, or was stopped by `stopped_by`, with a durable snapshot of `step`.
+        """Report that the run finished, or that the request `stopped_by` stopped it. Closes the sinks.
 
-        `best` has the lowest validation loss of a snapshot that is kept, and its step. Closes the sinks, so
-        that nothing can be reported after it. Raises ClaimLost, as `log_values` does.
+        Call this last, once the snapshot of `step` is durable. `stopped_by` None means that the run finished.
+        `snapshots` is the folder or URL of the snapshots. `best` is (lowest validation loss of a snapshot
+        that is kept, step of this snapshot). Raises ClaimLost as `log_values` does.
         """
         self.start.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
@@ -236,7 +246,7 @@ class RunLogger:
         log.info(f"next: {shlex.join(command)}")
 
     def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
-        """Record the end, and close the sinks. Metrics that cannot be written now are recorded as lost."""
+        """Record the end, and close the sinks. Metrics that still cannot be written are recorded as lost."""
         self.flush()
         if self.records.file.waiting:
             self.history.note_missing(self.records.first_waiting, step)
@@ -255,8 +265,8 @@ def peak_memory() -> int:
 def is_reported(run_dir: Path) -> bool:
     """Return whether the end of a run is on record: `status` in run.json is not "running".
 
-    Also true if no file shows that the end is missing: if run.json is damaged, or if both run.json and
-    metrics.jsonl are missing, as in a copy of the snapshots.
+    The result is also true if no file shows that the end is missing: if run.json is damaged, or if both
+    run.json and metrics.jsonl are missing, as in a copy of the snapshots.
     """
     if not (run_dir / "run.json").exists():
         was_recording = (run_dir / "metrics.jsonl").exists()

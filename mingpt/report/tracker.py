@@ -1,7 +1,7 @@
 """Sinks that pass metrics to other programs: TensorBoard, and trackers such as wandb and trackio.
 
-metrics.jsonl has every value. If such a program is unreachable, fails or is too slow, it lacks some values,
-and the run goes on.
+metrics.jsonl has every value. If such a program is unreachable, fails or is too slow, the program lacks some
+values, and the run goes on.
 """
 
 import html
@@ -27,7 +27,7 @@ class TensorBoard(Sink):
     """Writes values and samples to run_dir/tensorboard, one file per generation.
 
     The files of earlier generations keep the values of steps that are done again, but TensorBoard does not
-    show them (`purge_step`).
+    show these values (`purge_step`).
     """
 
     def __init__(self, run: RunStart) -> None:
@@ -52,8 +52,8 @@ class TensorBoard(Sink):
 class Tracker(Sink):
     """Sends values to a package with wandb's `init`, `log` and `finish`; all generations are one run there.
 
-    Credentials and the place of the data are settings of the package itself. The environment variable
-    <PACKAGE>_PROJECT names the project, by default the name of the folder above the run folder.
+    Credentials and the place of the data are settings of the package itself. The project's name is the
+    environment variable <PACKAGE>_PROJECT, by default the name of the folder above the run folder.
     """
 
     def __init__(self, run: RunStart, package: str) -> None:
@@ -85,7 +85,7 @@ class Tracker(Sink):
 class InThread(Sink):
     """Makes a sink and calls its methods in a separate thread, so that the sink may block or raise any error.
 
-    If the sink fails, one log line says so, it gets no more values, and the run goes on.
+    If the sink fails, one log line says so, the sink gets no more values, and the run goes on.
     """
 
     def __init__(self, run: RunStart, label: str, make_sink: Callable[[RunStart], Sink]) -> None:
@@ -111,7 +111,10 @@ class InThread(Sink):
             self.calls.put(call)
 
     def work(self) -> None:
-        """Make the sink, do the calls in order, and close it; stop if the folder becomes another job's."""
+        """Make the sink, make the queued calls in order, and close the sink. Never raises.
+
+        Once another job or a later generation writes to the run folder, return without closing the sink.
+        """
         try:
             sink = self.make_sink(self.run)
             for call in iter(self.calls.get, None):

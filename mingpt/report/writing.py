@@ -1,7 +1,7 @@
 """Write a run's report files. If a write fails, the run goes on, and the write is tried again later.
 
-metrics.jsonl has a JSON object per record, written at once, each with its `step`. The records of all
-generations (a generation is the workers between two restarts) make one curve.
+metrics.jsonl has one JSON object per record, with the record's `step`; a record is written as soon as it is
+made. The records of all generations (a generation is the workers between two restarts) make one curve.
 """
 
 import functools
@@ -18,7 +18,8 @@ from typing import Any
 from mingpt.base.files import parse_json, reason_of, write_all, write_atomic
 from mingpt.report.metrics import RunStart, Sink, Values
 
-# Called before a file is touched. False: another job or a later generation has the folder; write nothing.
+# Called before a file is changed. False means that another job or a later generation writes to the folder by
+# now, and that nothing may be written.
 MayWrite = Callable[[], bool]
 log = logging.getLogger(__name__)
 
@@ -26,8 +27,9 @@ log = logging.getLogger(__name__)
 class ReportFile:
     """A file that is replaced as a whole, or appended to. Raises no OSError. Several threads may use it.
 
-    A write that fails is kept and done before the next write. One log line says that writing fails, and one
-    that it works again. At most `max_waiting` writes are kept (None: any number); the oldest are dropped.
+    A write that fails is kept, and tried again before the next write. One log line says when writing begins
+    to fail, and another line when writing works again. At most `max_waiting` writes are kept (None: any
+    number); if there are more, the oldest are dropped.
     """
 
     def __init__(
@@ -35,16 +37,17 @@ class ReportFile:
     ) -> None:
         self.path, self.may_write, self.is_failing = path, may_write, False
         self.waiting: deque[Callable[[], None]] = deque(maxlen=max_waiting)
-        self.lock = threading.RLock()  # reentrant: if this is log.txt, `report` adds a line to it
+        # Reentrant, because `report` appends a line to log.txt, which may be this file.
+        self.lock = threading.RLock()
 
     def replace(self, content: str | bytes) -> None:
-        """Replace the file and fsync it; content that could not be written before is dropped."""
+        """Replace the file and make it durable; earlier content that could not be written is dropped."""
         with self.lock:
             self.waiting.clear()
             self.put(lambda: write_atomic(self.path, content, sync="file", before_rename=self.may_write))
 
     def append(self, line: bytes, sync: bool = False) -> None:
-        """Append a whole line, which must end with a newline; with `sync`, make the file durable."""
+        """Append `line`, one whole line with its newline, or b""; with `sync`, make the file durable."""
         self.put(lambda: append(self.path, line, sync))
 
     def put(self, write: Callable[[], None]) -> None:
@@ -54,7 +57,7 @@ class ReportFile:
             self.retry()
 
     def retry(self) -> None:
-        """Do the kept writes in order, up to the first one that fails."""
+        """Do the kept writes in order, up to the first one that fails; none if `may_write` returns False."""
         with self.lock:
             if not self.may_write():
                 return
@@ -68,7 +71,7 @@ class ReportFile:
             self.report(None)
 
     def report(self, error: BaseException | None) -> None:
-        """Log one line when writing begins to fail with `error`, and one when it works again (None)."""
+        """Note that writing failed with `error`, or worked if that is None. Log one line at each change."""
         was_failing, self.is_failing = self.is_failing, error is not None
         if error is not None and not was_failing:
             log.warning(
@@ -79,7 +82,7 @@ class ReportFile:
 
 
 def append(path: Path, line: bytes, sync: bool) -> None:
-    """Append a line to a file. If this raises OSError, the file has no part of the line."""
+    """Append a line to a file. Raises OSError if that fails; then the file has no part of the line."""
     # The file is opened each time, because a handle on NFS may become stale.
     with open(path, "ab", buffering=0) as file:
         handle, size = file.fileno(), os.fstat(file.fileno()).st_size
@@ -93,7 +96,10 @@ def append(path: Path, line: bytes, sync: bool) -> None:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics.jsonl; nothing if it is missing. Log other lines. Raises OSError."""
+    """Yield the records of the metrics.jsonl at `path`; none if the file is missing.
+
+    A line that is not a record is logged and skipped. Raises OSError if the file cannot be read.
+    """
     for line, record in read_lines(path):
         if record is None:
             log.warning(f"a line of {path} that is not a record is ignored: {line!r:.60}")
@@ -102,7 +108,10 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield (line with its newline, its record or None) in order, nothing if the file is missing."""
+    """Yield (line with its newline, the record in the line) in order; nothing if the file is missing.
+
+    The record is None if the line is not a record. Raises OSError if the file cannot be read.
+    """
     if not path.exists():
         return
     with open(path, "rb") as file:
@@ -117,7 +126,10 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 class JsonlSink(Sink):
-    """Appends each record to metrics.jsonl. Constructing it drops the records of steps to be done again."""
+    """Appends each record to metrics.jsonl.
+
+    Constructing a JsonlSink drops the records of steps that this generation does again.
+    """
 
     def __init__(self, run: RunStart) -> None:
         self.run, self.last = run, dict[str, dict[str, Any]]()  # the last record of each kind
@@ -127,10 +139,11 @@ class JsonlSink(Sink):
         self.file.put(self.drop_records)
 
     def drop_records(self) -> None:
-        """Truncate the file before its first record past the step from which this generation goes on.
+        """Truncate the file before the first record of a step past `run.step`, where this generation starts.
 
-        Records of step 0 are dropped if the generation starts there, because they are written again. A last
-        line that a crash has cut short is dropped, too. This needs no space on the disk. Raises OSError.
+        If this generation starts at step 0, all records are dropped, also those of step 0, which are written
+        again. A last line that a crash left incomplete is dropped, too. Truncating needs no space on the
+        disk. Raises OSError if the file cannot be read or truncated.
         """
         kept_bytes, step = 0, self.run.step
         for line, record in read_lines(self.file.path):
@@ -159,5 +172,5 @@ class JsonlSink(Sink):
         self.file.append(json.dumps(record).encode() + b"\n")
 
     def flush(self) -> None:
-        """Make the records durable, if possible."""
+        """Make all records so far durable, if possible."""
         self.file.append(b"", sync=True)

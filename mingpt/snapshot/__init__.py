@@ -1,10 +1,11 @@
 """Snapshots, the saved states of a run, as files in a folder, at a URL or in /dev/shm.
 
-A snapshot consists of tensor files and a manifest, a JSON file that describes them. It is valid if its
-manifest exists and all files have the checksums that the manifest lists. SnapshotSaver (saver.py) writes
-snapshots and deletes old ones, search.py chooses the newest for all ranks, and claim.py lets only one job at
-a time write to a run folder. Only contents.py knows the model: elsewhere tensors are known by their names,
-and by the rows that each rank holds.
+A snapshot consists of tensor files, the tokenizer's file if there is a tokenizer, and a manifest, a JSON file
+that lists the other files. A snapshot is valid if its manifest exists and all files have the checksums that
+the manifest lists. SnapshotSaver (saver.py) writes snapshots and deletes old ones, search.py chooses the same
+newest snapshot for all ranks, and claim.py lets only one job at a time write to a run folder. Only
+contents.py knows the model: all other files know a tensor only by its name, and by the rows of the tensor
+that each rank holds.
 """
 
 from mingpt.snapshot.lookup import open_snapshot

@@ -2,14 +2,19 @@
 
 The file `claim-<number>.json` is in the run folder, and the claim with the highest number counts. A job takes
 the folder over from another job by creating the file with the next number; if several jobs try, only one
-succeeds. A job may do so once the agents (torchrun's) of the other job have ended. If those agents may run on
-a different machine, where they cannot be seen, the job waits until the claim has not been renewed for LEASE_S
-seconds, the lease. Otherwise the job is refused with an error. A later generation of the same job (its
-workers after a restart) shares an agent with the generation before, and overwrites the claim at once. If the
-network splits a job into parts that cannot reach each other, the part that claims the folder first goes on.
+succeeds. If all agents (torchrun, or train.py) of the job that holds the claim have ended, another job takes
+the folder over at once. If one of these agents is alive, the other job is refused with an error. If an agent
+may run on a different machine, where it cannot be seen, the other job waits: it takes the folder over when
+the claim has not been renewed for LEASE_S seconds (the lease), and is refused if the claim is renewed.
 
-The rank that writes the records of a run folder holds the job's claim to it. Before each record and each
-manifest it asks `Claim.check` whether the claim that counts is still that of its generation.
+A later generation of the same job (its workers after a restart) shares an agent with the previous generation,
+and overwrites the claim at once. If the network splits a job into two groups of workers that cannot reach
+each other, the group that claims the folder first goes on, and the other group waits while the claim is
+renewed.
+
+The rank that writes the records of a run folder holds the job's claim to that folder. Before each record and
+each file of a snapshot, this rank calls `Claim.check`, which raises an error if the claim that counts is no
+longer that of this rank's generation.
 """
 
 import json
@@ -28,7 +33,7 @@ from mingpt.base.processes import Process
 from mingpt.distributed import write_stderr
 
 LEASE_S = 20.0  # another job takes over a claim that has not been renewed for this long
-RENEW_S = 5.0  # between two renewals
+RENEW_S = 5.0  # seconds between two renewals
 POLL_S = 0.5
 FILE_NAME = re.compile(r"claim-([0-9]{6})\.json")
 log = logging.getLogger(__name__)
@@ -38,18 +43,20 @@ log = logging.getLogger(__name__)
 class Holder:
     """The generation of a job that holds a claim.
 
-    `agents` are the processes of the job's torchrun agents; without torchrun, those of its workers.
+    `agents` are the processes that started the job's workers (torchrun, or train.py); for workers that have
+    no agent, the workers' own processes.
     """
 
     agents: tuple[Process, ...]
     job: str  # a random id, the same in all generations of a job
     generation: str  # a random id, different in each generation
-    since: Seconds  # when the job made its first claim, since 1970
+    since: Seconds  # time of the job's first claim, in seconds since 1970
 
     def is_alive(self) -> bool | None:
-        """Return whether any of the agents is alive; None if that is not known.
+        """Return True if any of the agents is alive, False if all have ended, None if neither is known.
 
-        It is not known if there is no agent, or if no agent is seen alive but some cannot be seen from here.
+        Returns None if no agent is recorded, or if no agent is seen alive and at least one agent cannot be
+        seen from this machine.
         """
         states = [agent.is_alive() for agent in self.agents]
         if True in states:
@@ -57,11 +64,11 @@ class Holder:
         return None if None in states or not states else False
 
     def shares_agent(self, other: "Holder") -> bool:
-        """Return whether the two holders have an agent in common; if so they belong to one job."""
+        """Return whether this holder and `other` have an agent in common; if so, both are of the same job."""
         return bool({*self.agents} & {*other.agents})
 
     def sentence(self) -> str:
-        """Return a phrase with the job, its agents, and the local time of the job's first claim."""
+        """Return a phrase that names the job, its agents, and the local time of the job's first claim."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         agents = [f"process {agent.pid} on host {agent.host}" for agent in self.agents]
         return f"job {self.job[:8]} ({', '.join(agents) or 'an unknown process'}, since {since})"
@@ -70,20 +77,20 @@ class Holder:
 class Found(NamedTuple):
     """A claim as it was read from its file."""
 
-    number: int
+    number: int  # in the file's name; 0 if there is no claim
     holder: Holder
     renewed: int  # modification time of the file, in nanoseconds since 1970
 
 
-UNKNOWN = Holder((), "unknown", "unknown", since=0.0)  # if the file is damaged, or just being written
-NONE = Found(0, UNKNOWN, 0)  # there is no claim
+UNKNOWN = Holder((), "unknown", "unknown", since=0.0)  # if a claim's file is damaged, or being written now
+NONE = Found(0, UNKNOWN, 0)  # what `read_newest` returns if there is no claim
 
 
 def read_newest(folder: Path) -> Found:
-    """Return the claim to `folder` with the highest number, of any job; NONE if there is no claim.
+    """Return the claim with the highest number in `folder`, made by any job; NONE if there is no claim.
 
-    The claim's holder is UNKNOWN if the file is damaged, or just being written. Raises OSError if the folder
-    or the file cannot be read.
+    The claim's `holder` is UNKNOWN if its file is damaged, or is being written now. Raises OSError if the
+    folder or the file exists but cannot be read.
     """
     try:
         names = os.listdir(folder)
@@ -104,19 +111,20 @@ def read_newest(folder: Path) -> Found:
 
 
 class Claim:
-    """The right of a generation, `holder`, to write to a run folder, from `acquire` until `release`."""
+    """The right of the generation `holder` to write to a run folder, from `acquire` until `release`."""
 
     def __init__(self, folder: Path, holder: Holder) -> None:
         self.folder, self.holder = folder, holder
-        self.number = 0  # of the claim's file; 0 while the claim is not held
+        self.number = 0  # in the name of the claim's file; 0 while this generation does not hold the claim
 
     def path(self, number: int) -> Path:
         return self.folder / f"claim-{number:06d}.json"
 
     def check(self) -> None:
-        """Raise ClaimLost if the claim was removed, or another job or a later generation made a newer one.
+        """Raise ClaimLost if the claim was removed, or is now that of another job or a later generation.
 
-        Raises nothing while the claim is not held, or while the folder or the newest claim cannot be read.
+        Returns without an error if `acquire` has not claimed the folder, or if the folder or the newest claim
+        cannot be read at this moment.
         """
         if not self.number:
             return
@@ -134,7 +142,7 @@ class Claim:
         raise SupersededError(f"{what} no longer belongs to this job, {who}: nothing more is written")
 
     def may_write(self) -> bool:
-        """Return whether this generation may still write to the folder: `check` raises nothing."""
+        """Return whether this generation may still write to the folder: False if `check` raises ClaimLost."""
         try:
             self.check()
         except ClaimLost:
@@ -144,10 +152,10 @@ class Claim:
     def acquire(self) -> None:
         """Claim the folder, and from then on renew the claim in a background thread.
 
-        If another holder may be alive on a different machine, or is a part of this job that the network has
-        cut off, waits until that holder has not renewed its claim for LEASE_S seconds. Raises UserError,
-        which names the holder, if another job is seen to be alive or renews its claim meanwhile, and OSError
-        if the folder cannot be read or written.
+        Waits if the folder is claimed by a job that may be alive on a different machine, or by workers of
+        this job from which the network has separated this worker. The wait ends when that claim has not been
+        renewed for LEASE_S seconds. Raises UserError, which names the holder, if another job is seen to be
+        alive, or renews its claim during the wait. Raises OSError if the folder cannot be read or written.
         """
         waited_for, deadline = NONE, 0.0
         while not self.number:
@@ -164,17 +172,18 @@ class Claim:
     def may_take(self, found: Found) -> bool:
         """Return whether the folder may be claimed at once; `found` is the claim with the highest number.
 
-        It may be if there is no claim, or if the claim is that of a job that has ended, or of an earlier
-        generation of this job.
+        The folder may be claimed at once if there is no claim, if all agents of the job that holds the claim
+        have ended, or if the holder is an earlier generation of this job.
         """
         holder = found.holder
         return not found.number or holder.is_alive() is False or self.holder.shares_agent(holder)
 
     def refuse_or_tell(self, found: Found, is_first: bool) -> None:
-        """Raise UserError if another job uses the folder; else, if `is_first`, print that this job waits.
+        """Raise UserError if another job uses the folder; else print, once per wait, that this job waits.
 
-        Another job uses the folder if one of its agents is seen alive, or if it made or renewed its claim
-        while this job waited.
+        `found` is the claim with the highest number, and `is_first` is true in the first call of a wait.
+        Another job uses the folder if one of its agents is seen alive or, in later calls, because it has made
+        or renewed its claim during the wait.
         """
         holder = found.holder
         if holder.job != self.holder.job and (holder.is_alive() or not is_first):
@@ -189,10 +198,11 @@ class Claim:
             )
 
     def take(self, found: Found) -> None:
-        """Try to claim the folder after `found`, the claim that counted so far; set `number` on success.
+        """Try to claim the folder, where `found` is the claim that counted so far; on success set `number`.
 
-        The claim of an earlier generation of this job is overwritten, which needs no space on a full disk. If
-        another job is faster, `number` stays 0. Raises OSError if the claim cannot be written.
+        If `found` is of an earlier generation of this job, its file is overwritten, which needs no space on a
+        full disk; else a file with the next number is created. If another job is faster, `number` stays 0.
+        Raises OSError if the file cannot be written.
         """
         is_ours = self.holder.shares_agent(found.holder)
         if is_ours:
@@ -222,9 +232,9 @@ class Claim:
             self.renew()
 
     def renew(self) -> None:
-        """Update the file's modification time, to show other machines that the job is alive.
+        """Update the modification time of the claim's file, to show other machines that the job is alive.
 
-        A failure is only logged.
+        Does nothing if this generation no longer holds the claim. A failure is only logged.
         """
         try:
             if self.number and self.may_write():
@@ -233,7 +243,10 @@ class Claim:
             log.info(f"the claim to run_dir {self.folder} could not be renewed: {error}")
 
     def release(self) -> None:
-        """Remove the claim, at the end of the job, if this generation still holds it. Raises nothing."""
+        """Remove the claim's file if this generation still holds the claim. Call this when the job ends.
+
+        Never raises: a failure is only logged.
+        """
         if self.number and self.may_write():
             remove_quietly(self.path(self.number))
         self.number = 0

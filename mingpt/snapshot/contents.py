@@ -1,7 +1,7 @@
 """What a snapshot of a run must hold: the names, shapes and types of its tensors, and its tokenizer.
 
-All of this is checked before any tensor is read. If a state is sharded, each rank's part holds some rows of
-each sharded tensor.
+All of this is checked before any tensor is read. A snapshot in memory may hold only one rank's part of a
+sharded state: the rows of each sharded tensor that this rank held.
 """
 
 import hashlib
@@ -23,11 +23,12 @@ from mingpt.snapshot.store import OLDER_TOKENIZER, Snapshot
 
 
 def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-    """Raise CorruptSnapshot unless a snapshot holds the whole state of a run, and no other tensors.
+    """Check that a snapshot holds the whole state of a run, and no other tensors; else raise CorruptSnapshot.
 
     The state is the parameters and the optimizer's state, in float32, of the model that the manifest's
-    configuration describes. `tokenizer` is the content of the tokenizer's file. Reads no tensor. Raises
-    UserError as `check_shard` does.
+    configuration describes. `entries` has the types and shapes of the snapshot's tensors, and `tokenizer` the
+    bytes of its tokenizer (None: there are none). No tensor is read. Raises UserError if the snapshot was
+    written by a training loop of the user's own, not by a run.
     """
     if manifest.shard:
         raise CorruptSnapshot("it is a part of a sharded state")
@@ -35,14 +36,15 @@ def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
 
 
 def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-    """Raise CorruptSnapshot unless a snapshot holds the whole state of a run, or one rank's part of it.
+    """Check that a snapshot holds a run's whole state, or one rank's part of it; else raise CorruptSnapshot.
 
-    A part must hold the rank's rows of each sharded tensor. It holds the tokenizer and all tensors that are
-    not sharded, or none of these. A tokenizer.json is not parsed here, because that takes long. Raises
-    UserError if the snapshot was not written by a run, but by a training loop of the user's own.
+    If `manifest.shard` is None, the snapshot must hold the whole state. Otherwise it must hold the rows of
+    each sharded tensor that rank `manifest.shard.rank` held. If it holds any tensor that is not sharded, it
+    must hold all tensors that are not sharded, and the tokenizer. A tokenizer.json is not parsed here,
+    because that takes long. The arguments, and the UserError that may be raised, are those of `check_model`.
     """
     missing = sorted({"config", "tokenizer", "data", "software"} - manifest.model_fields_set)
-    if len(missing) == 4:  # not corrupt: a different program wrote it, and it stays as it is
+    if len(missing) == 4:  # not corrupt: a different program wrote the snapshot, which stays as it is
         raise UserError(
             f"the snapshot of step {manifest.step} was written by a training loop of your own, not by a run: "
             "choose another folder"
@@ -81,7 +83,10 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
 
 
 def tensor_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
-    """Return the unsharded shape of each parameter and of each tensor of the optimizer's state, by name."""
+    """Return the unsharded shape of each parameter and of each tensor of the optimizer's state, by name.
+
+    Each name begins with "model." or "optimizer.".
+    """
     parameters = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
     states = state_shapes(parameters, config.optimizer)
     shapes = {f"model.{name}": shape for name, shape in parameters.items()}
@@ -89,10 +94,10 @@ def tensor_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
 
 
 def stored_rows(manifest: Manifest) -> RowMap:
-    """Return the rows that each part of a saved state holds; `manifest` is that of any of the parts.
+    """Return which rows each part of a saved state holds; `manifest` is the manifest of any of the parts.
 
-    A state that is not sharded is a single part. Raises UserError if no model has the manifest's
-    configuration.
+    A state that is not sharded is a single part. Raises UserError if no model can have the configuration in
+    the manifest.
     """
     shapes, shard = tensor_shapes(manifest.settings, manifest.tokenizer.vocab_size), manifest.shard
     if shard is None:
@@ -101,12 +106,15 @@ def stored_rows(manifest: Manifest) -> RowMap:
 
 
 def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
-    """Return the tokenizer in a snapshot; None if there is none. Raises UserError if it cannot be used."""
+    """Return the tokenizer in a snapshot; None if the snapshot has no tokenizer.
+
+    Raises UserError if the tokenizer cannot be used, and the errors of `Snapshot.read_tokenizer`.
+    """
     return make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())
 
 
 def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | None:
-    """Return the tokenizer of a snapshot, whose bytes are `content`; None if the run has no tokenizer.
+    """Return the tokenizer of a snapshot, made from its bytes `content`; None if the run has no tokenizer.
 
     Raises UserError if the tokenizer cannot be used, or needs a package that is not installed.
     """
@@ -121,8 +129,8 @@ def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | Non
 def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
     """Return the tokenizer whose bytes are `content`, and which the snapshot's manifest describes.
 
-    Raises ValueError if there are no bytes, if their SHA-256 is not the manifest's, if they are no tokenizer,
-    or if it has more tokens than the model's embedding has rows.
+    Raises ValueError if `content` is None, if its SHA-256 is not the one in the manifest, if the bytes are
+    not those of a tokenizer, or if the tokenizer has more tokens than the model's embedding has rows.
     """
     about = manifest.tokenizer
     if content is None or about.sha256 not in (None, hashlib.sha256(content).hexdigest()):
@@ -135,7 +143,10 @@ def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
 
 
 def describe_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> TokenizerFields:
-    """Return what a manifest says about a tokenizer; `vocab_size` is the number of rows of the embedding."""
+    """Return what a manifest says about `tokenizer`, which is None if the run has no tokenizer.
+
+    `vocab_size` is the number of rows of the model's embedding.
+    """
     if tokenizer is None:
         return TokenizerFields(kind="none", vocab_size=vocab_size)
     digest = hashlib.sha256(tokenizer.to_bytes()).hexdigest()
@@ -143,9 +154,10 @@ def describe_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> Tokenize
 
 
 def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin: str) -> dict[str, Tensor]:
-    """Return views of the weights, without the learned positions past those in `shapes`.
+    """Return views of the weights `tensors`, without the learned positions for which `shapes` has no rows.
 
-    Raises UserError, which names `origin`, if the weights are those of a different model.
+    `shapes` has the shapes of the parameters of a model, by name. Raises UserError, whose message calls the
+    weights `origin`, if they are those of a different model.
     """
     there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     check_shapes(there, shapes, origin)
@@ -155,10 +167,10 @@ def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin:
 def check_shapes(
     there: Mapping[str, tuple[Shape, torch.dtype]], here: Mapping[str, Shape], origin: str
 ) -> None:
-    """Raise UserError unless weights of the shapes and types `there` fit a model of the shapes `here`.
+    """Raise UserError if weights of the shapes and types `there` do not fit a model of the shapes `here`.
 
-    Weights may have any floating-point type, and more learned positions than the model. Messages call the
-    weights `origin`.
+    The weights may have any floating-point type, and more learned positions than the model. The error's
+    message calls the weights `origin`.
     """
     wrong = []
     for name, shape in here.items():
@@ -182,9 +194,9 @@ def check_shapes(
 
 
 def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
-    """Copy all weights into `model`, except learned positions past its block_size.
+    """Copy the weights `tensors` into `model`, except learned positions past the model's block_size.
 
-    Raises UserError, which names `origin`, if the weights are those of a different model.
+    Raises UserError, whose message calls the weights `origin`, if they are those of a different model.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     model.load_state_dict(fit_weights(tensors, shapes, origin), strict=False)  # buffers are not stored

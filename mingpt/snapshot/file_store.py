@@ -1,8 +1,7 @@
 """Write files to a folder or fsspec URL. In a folder or an object store a file appears only when it is whole.
 
-In a folder a file is written under a temporary name, fsynced and renamed. For a URL it is written to a
-temporary file in TMPDIR, which the driver of fsspec then uploads: an object appears when its upload is
-complete.
+In a folder a file is written under a temporary name, fsynced and renamed. For a URL the content is written to
+a temporary file in TMPDIR, which fsspec's driver then uploads: an object appears when its upload is complete.
 
 S3 keeps, and charges for, the parts of an unfinished upload until the upload is aborted. s3fs aborts an
 upload that fails, but a killed process aborts nothing: a lifecycle rule of the bucket
@@ -42,11 +41,11 @@ log = logging.getLogger(__name__)
 def write_chunks(
     file: Any, chunks: Iterable[memoryview], name: str, size: int, handle: int | None = None
 ) -> str:
-    """Write `chunks`, `size` bytes in all, to `file`; return their SHA-256 in hex, computed meanwhile.
+    """Write `chunks`, `size` bytes in all, to `file`; return the SHA-256 of these bytes, in hex.
 
-    `name` is the file's name in progress events. `handle` is the descriptor of a local file: a thread flushes
-    the file meanwhile, so that the caller's fsync has little left to do. Raises the errors of writing and
-    flushing.
+    A thread computes the hash during the writing. `name` is the file's name in progress events. If `handle`,
+    the descriptor of a local file, is given, another thread flushes the file during the writing, so that the
+    caller's fsync has little left to do. Raises the errors of `chunks`, of writing, and of flushing.
     """
     digest, written, flushed, flushing = hashlib.sha256(), 0, 0, Future[None]()
     flushing.set_result(None)
@@ -68,10 +67,10 @@ def write_chunks(
 class FileStore:
     """Writes, lists and removes the files at `url`, a folder or an fsspec URL.
 
-    A failed listing, read, or upload to a URL is tried again after pauses of `retries_s` seconds.
-    `check_claim` is called before a file appears, and raises ClaimLost if this job no longer has the claim
-    (the right to write there); by default it does nothing. The constructor raises UserError if the URL's
-    driver is not installed.
+    If `list_names`, a read, or an upload to a URL fails, it is tried again after each pause of `retries_s`,
+    in seconds. `check_claim` is called before a file appears at `url`, and must raise ClaimLost if this job
+    no longer has the claim (the right to write there); by default nothing is checked. The constructor raises
+    UserError if the URL's driver is not installed.
     """
 
     def __init__(
@@ -86,14 +85,16 @@ class FileStore:
         self.is_process_private = self.files.protocol == "memory"
         self.check_claim = check_claim
         self.is_ready = True  # false after a failure to prepare the folder
-        self.unreadable: dict[int, str] = {}  # snapshots: step -> reason; never pruned, as they may be valid
-        self.losses: dict[int, float | None] = {}  # validation losses of manifests that were read or written
+        # Step -> why its snapshot could not be read. Such a snapshot is never deleted: it may be valid.
+        self.unreadable: dict[int, str] = {}
+        # Step -> validation loss at that step (None: not measured), from manifests that were read or written.
+        self.losses: dict[int, float | None] = {}
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
 
     def names(self) -> list[str]:
-        """Return the names of all files and folders at `url`, sorted; none if `url` does not exist."""
+        """Return the names of all files and folders at `url`, sorted; [] if `url` does not exist."""
         self.files.invalidate_cache()
         try:
             return sorted(str(entry).rsplit("/", 1)[-1] for entry in self.files.ls(self.root, detail=False))
@@ -101,22 +102,25 @@ class FileStore:
             return []
 
     def list_names(self) -> list[str]:
-        """Return what `names` returns, with retries. Raises UnreadableSnapshot if the last attempt fails."""
+        """Return what `names` returns; retry if it fails. Raises UnreadableSnapshot if all attempts fail."""
         try:
             return with_retries(self.names, f"the folder {self.url}", self.retries_s)
         except CorruptSnapshot as error:  # a loop of symbolic links
             raise UnreadableSnapshot(str(error)) from None
 
     def write_atomic(self, name: str, content: Content) -> None:
-        """Write a file that appears whole and durable, or not at all. Raises as `write_stream` does."""
+        """Write `content` to the file `name`, which appears complete and durable, or not at all.
+
+        Raises the errors of `write_stream`.
+        """
         self.write_stream(name, [memoryview(content)], len(content))
 
     def write_stream(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
-        """Write a file atomically from `chunks`, `size` bytes in all; return its SHA-256 in hex.
+        """Write the file `name` atomically from `chunks`, `size` bytes in all; return its SHA-256 in hex.
 
         The file is durable on return. An earlier file of this name is replaced. Raises ClaimLost if this job
-        has lost the right to write there, UserError if the file to upload cannot be written to TMPDIR, and
-        OSError or an error of fsspec's driver if the write or the upload fails.
+        has lost the claim (the right to write at `url`). Raises UserError if the file to be uploaded cannot
+        be written to TMPDIR. Raises OSError or an error of fsspec's driver if the write or the upload fails.
         """
         partial, final = self.path(f"partial-{name}"), self.path(name)
         if self.is_local:
@@ -142,7 +146,10 @@ class FileStore:
         return sha256
 
     def upload(self, local: Path, path: str) -> None:
-        """Upload a file. Raises fsspec's errors, or OSError if the size at `path` then differs."""
+        """Upload the file `local` to `path`.
+
+        Raises the errors of fsspec's driver, or OSError if the uploaded file then has a different size.
+        """
         self.files.put_file(str(local), path)
         self.files.invalidate_cache()
         written, size = self.files.size(path), local.stat().st_size
@@ -150,11 +157,11 @@ class FileStore:
             raise OSError(f"{path} has {written} bytes of {size} after writing")
 
     def remove_file(self, name: str) -> None:
-        """Remove a file if it exists. In a local folder the removal is durable after `fsync_folder`."""
+        """Remove the file `name` if it exists; in a local folder, only `fsync_folder` makes that durable."""
         with contextlib.suppress(FileNotFoundError):
             self.files.rm_file(self.path(name))
 
     def fsync_folder(self) -> None:
-        """Make renames and removals in a folder on disk durable; at a URL, do nothing."""
+        """Make earlier renames and removals in a folder on disk durable; for a URL, do nothing."""
         if self.is_local:
             fsync_path(self.root)

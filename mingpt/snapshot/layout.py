@@ -1,11 +1,12 @@
-"""The names of a snapshot's files, the place of each tensor in them, and the buffer to write them from.
+"""The names of a snapshot's files, the place of each tensor in its file, and the buffer for writing them.
 
-`step_00001200.json` is the manifest of step 1200, `step_00001200.safetensors` holds its weights,
-`step_00001200.optimizer.safetensors` its optimizer's state and `step_00001200.tokenizer` its tokenizer, if it
-has one. Sampling and export can therefore leave the optimizer's state unread. A tensor's place depends on the
-tensors' names, types and shapes, never on the number of workers.
+The snapshot of step 1200 has the manifest `step_00001200.json`, the weights in `step_00001200.safetensors`,
+the optimizer's state in `step_00001200.optimizer.safetensors`, and the tokenizer, if there is one, in
+`step_00001200.tokenizer`. Sampling and export can therefore leave the optimizer's state unread. The place of
+a tensor in its file depends on the names, types and shapes of the tensors in this file, never on the number
+of workers.
 
-Training waits only while its tensors are copied into a `StagingBuffer`, which was allocated before. The
+Training waits only while the tensors are copied into a `StagingBuffer`, which was allocated before. The
 buffer is then hashed and written in the background.
 """
 
@@ -48,7 +49,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def file_name(step: int, kind: str) -> str:
-    """Return the name of a step's file of this kind.
+    """Return the name of the file of this kind in the snapshot of `step`.
 
     `kind` is "json" (the manifest), TOKENIZER, or one of KINDS (tensors).
     """
@@ -56,14 +57,15 @@ def file_name(step: int, kind: str) -> str:
 
 
 def unfinished_name(step: int) -> str:
-    """Return the name of the empty file that marks the files of a step as an unfinished save."""
+    """Return the name of the empty file that marks the files of `step` as those of an unfinished save."""
     return f"partial-step_{step:08d}"
 
 
 def step_of(name: str, kind: str | None = None) -> int | None:
-    """Return the step in the name of a snapshot's file; None for any other name, or a file of another kind.
+    """Return the step in `name`, if that is the name of a snapshot's file and of the given kind; else None.
 
-    `kind` is "json" (the manifest), "safetensors" (any file that the manifest lists), or None for both.
+    `kind` is "json" (the manifest), "safetensors" (any file that a manifest lists), or None (any file of a
+    snapshot).
     """
     match = FILE_NAME.fullmatch(name)
     if not match or name != file_name(int(match[1]), match[2]):
@@ -73,13 +75,13 @@ def step_of(name: str, kind: str | None = None) -> int | None:
 
 
 def steps_in(names: Iterable[str], kind: str | None = None) -> list[int]:
-    """Return the steps with a file of this kind (see `step_of`) among `names`, each once, newest first."""
+    """Return the steps that have a file of this kind (see `step_of`) in `names`, each once, newest first."""
     found = {step_of(name, kind) for name in names}
     return sorted((step for step in found if step is not None), reverse=True)
 
 
 def files_of(names: Iterable[str], step: int) -> list[str]:
-    """Return the names of this step's files among `names`, sorted, the manifest last."""
+    """Return those of `names` that are files of the snapshot of `step`, sorted, the manifest last."""
     found = [name for name in names if step_of(name) == step]
     return sorted(found, key=lambda name: (name.endswith(".json"), name))
 
@@ -87,7 +89,7 @@ def files_of(names: Iterable[str], step: int) -> list[str]:
 def are_files_of(names: Sequence[str], step: int) -> bool:
     """Return whether a manifest of this step may list exactly the files `names`, in this order.
 
-    The weights come first, then the optimizer's state and the tokenizer, each of which may be missing.
+    The weights come first, then the optimizer's state, then the tokenizer. The last two may be missing.
     """
     weights, *others = [file_name(step, kind) for kind in (*KINDS, TOKENIZER)]
     return list(names[:1]) == [weights] and list(names[1:]) in ([], others[:1], others[1:], others)
@@ -95,7 +97,7 @@ def are_files_of(names: Sequence[str], step: int) -> bool:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The type and shape of a tensor, or of a rank's rows of it, from which a file's layout is computed."""
+    """The type and shape of a tensor, or of one rank's rows of a tensor, as a file holds them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -107,11 +109,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The plan of a safetensors file: its first bytes, and where in it each tensor begins."""
+    """The plan of a safetensors file: its first bytes, and where each tensor begins in the file."""
 
     name: str
     header: bytes  # the first bytes of the file: the length of the JSON, and the JSON
-    begins: dict[str, int]  # tensor: offset from the file's start, in bytes; sorted by offset, without gaps
+    begins: dict[str, int]  # tensor -> offset from the file's start, in bytes; sorted, tensors have no gaps
     size: int  # bytes, header included
 
 
@@ -122,8 +124,8 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 def make_layout(specs: Mapping[str, TensorSpec], step: int) -> list[FileLayout]:
     """Return the layouts of the tensor files of `step`: the weights, then the optimizer's state, if any.
 
-    `specs` describes the tensors as the files hold them: whole, or only a rank's rows. The names of the
-    optimizer's state begin with OPTIMIZER.
+    `specs` describes the tensors as the files hold them: whole, or only one rank's rows. The names of the
+    tensors of the optimizer's state begin with OPTIMIZER.
     """
     weights = {name: spec for name, spec in specs.items() if not name.startswith(OPTIMIZER)}
     optimizer = {name: spec for name, spec in specs.items() if name.startswith(OPTIMIZER)}
@@ -132,16 +134,16 @@ def make_layout(specs: Mapping[str, TensorSpec], step: int) -> list[FileLayout]:
 
 
 def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
-    """Return the layout of one file that holds all these tensors.
+    """Return the layout of the file `name`, which holds all tensors of `specs`.
 
-    The tensors are sorted by the size of an element, largest first, so that each is aligned, and then by
-    name.
+    The tensors are sorted by the size of an element, largest first, so that each tensor is aligned; tensors
+    with elements of the same size are sorted by name.
     """
     return lay_out(name, dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))))
 
 
 def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
-    """Return the layout of a file that holds the tensors in the order of `specs`, without gaps."""
+    """Return the layout of the file `name`, which holds the tensors in the order of `specs`, without gaps."""
     entries, begins, position = dict[str, Any](), dict[str, int](), 0
     for tensor, spec in specs.items():
         begins[tensor] = position
@@ -156,9 +158,10 @@ def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
 
 
 class StagingBuffer:
-    """Memory on the CPU for a copy of tensors with the names, types and shapes of `tensors`.
+    """CPU memory for a copy of tensors that have the names, types and shapes of `tensors`.
 
-    `fill` copies the tensors. If one of them is on a GPU, the memory's pages are locked (pinned).
+    The constructor only allocates the memory; `fill` copies tensors into it. If any of `tensors` is on a GPU,
+    the memory's pages are locked (pinned).
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -178,7 +181,7 @@ class StagingBuffer:
         """Have CUDA lock (pin) the buffer's pages until the buffer is freed.
 
         A copy from the GPU to pages that are not locked blocks the host. torch's pinned memory is not used,
-        because it would round the size up to a power of two. If locking fails, a log line says so.
+        because torch would round its size up to a power of two. If locking fails, that is only logged.
         """
         runtime, address = torch.cuda.cudart(), self.buffer.data_ptr()
         try:
@@ -193,7 +196,10 @@ class StagingBuffer:
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy into the buffer those of `tensors` for which it has a place; on return they may change."""
+        """Copy into the buffer those of `tensors` for which the buffer has a place.
+
+        On return the tensors may change, because this waits until copies from GPUs have ended.
+        """
         devices = {tensors[name].device for name in self.slots if tensors[name].is_cuda}
         for name, slot in self.slots.items():
             slot.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
@@ -201,7 +207,7 @@ class StagingBuffer:
             torch.cuda.synchronize(device)
 
     def pieces(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """Yield the bytes of these tensors as uint8 tensors of at most PIECE_BYTES, without copying them."""
+        """Yield the buffer's bytes of the tensors `names`, as uint8 views of at most PIECE_BYTES each."""
         for name in names:
             yield from (piece for piece in self.parts[name].split(PIECE_BYTES) if len(piece))
 

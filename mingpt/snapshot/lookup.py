@@ -1,6 +1,7 @@
-"""Open or list snapshots for another program or run: by a file's name, or the newest or best of a folder.
+"""Open a snapshot by the name of its file, or the newest or best one of a folder; list a run's snapshots.
 
-Unlike a run that resumes, nothing here renames or removes a file.
+This is for commands, and for a new run that starts from another run's weights. Unlike a run that resumes,
+nothing here renames or removes a file.
 """
 
 import logging
@@ -18,7 +19,7 @@ from mingpt.snapshot.reading import Check, accept_all
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
 MANIFEST = re.compile(r"((?:(damaged|suspect)-[0-9]+-)?)step_([0-9]{8,19})\.json")
-ROW = "{:>9} {:>9} {:>12}  {}"  # of a list of snapshots
+ROW = "{:>9} {:>9} {:>12}  {}"  # of the table of snapshots
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 log = logging.getLogger(__name__)
 
@@ -26,12 +27,14 @@ log = logging.getLogger(__name__)
 def open_snapshot(
     where: str, check: Check = accept_all, weights_only: bool = False, best: bool = False
 ) -> Snapshot:
-    """Open and verify a snapshot: that of the file `where`, or the newest valid one of the folder `where`.
+    """Return the snapshot in the file or folder `where`, after a check of all its bytes.
 
-    Both may be at a URL. With `best`, `where` must be a folder, and its valid snapshot with the lowest
-    validation loss is opened. In a folder, a snapshot that is not valid, or that `check` refuses, is skipped
-    and logged in one line. With `weights_only`, only the header of the optimizer's state is read. Raises
-    UserError if no snapshot can be used, or if one has an unknown schema version.
+    `where` is the path or URL of a snapshot's file, or of a run folder or a folder of snapshots, whose newest
+    valid snapshot is returned. With `best`, `where` must be a folder, and the valid snapshot with the lowest
+    validation loss is returned. In a folder, a snapshot that is not valid, or that `check` refuses, is
+    skipped with a log line. With `weights_only`, the optimizer's state is not checked: only the header of its
+    file is read. Raises UserError if no snapshot can be used, or if the schema version of a snapshot that
+    would be returned is unknown.
     """
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)
@@ -79,10 +82,11 @@ def open_snapshot(
 
 
 def possible_places(where: str) -> list[str]:
-    """Return the places where the snapshots of a folder or URL may be, in the order in which to look.
+    """Return the folders or URLs where the snapshots of a run may be, in the order in which to look.
 
-    These are `snapshot.path` of the config.yaml in a local run folder, then `snapshots/` in the folder or at
-    the URL, then the folder or URL itself. Raises UserError if the config.yaml is damaged.
+    `where` is the folder or URL of the run or of its snapshots. If `where` is a local folder with a
+    config.yaml that sets `snapshot.path`, that path comes first; then `snapshots/` in `where`; then `where`
+    itself. Raises UserError if the config.yaml is damaged.
     """
     places = [f"{where.rstrip('/')}/snapshots", where]
     config = f"{where}/config.yaml"
@@ -93,10 +97,11 @@ def possible_places(where: str) -> list[str]:
 
 
 def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
-    """Yield (step, table row) for each snapshot, also for those set aside; log why a snapshot is not valid.
+    """Yield (step, table row) for each snapshot in `store`; log why a snapshot is not valid.
 
-    Set aside are snapshots whose files a run has renamed, because they are damaged or suspect. Raises
-    UnreadableSnapshot if the folder cannot be read.
+    Also yields rows for snapshots that a run has set aside: it has renamed their files because they are
+    damaged, or suspect (a worker may have computed wrongly). Raises UnreadableSnapshot if the folder cannot
+    be read.
     """
     for match in filter(None, map(MANIFEST.fullmatch, store.list_names())):
         prefix, set_aside, step = match[1], match[2], int(match[3])
@@ -118,9 +123,9 @@ def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
 def main(arguments: Sequence[str]) -> int:
     """List the snapshots of a run: step, validation loss at that step, size, and state.
 
-    The state is valid, damaged, suspect (a worker may have computed wrongly), or unreadable (for now, or of
-    another version). Each snapshot is read and checked byte by byte, except those that a run has renamed as
-    damaged or suspect. Nothing is changed.
+    The state is valid, damaged, suspect (a worker may have computed wrongly), or unreadable (it cannot be
+    read now, or another version of this program wrote it). Each snapshot is read and checked byte by byte,
+    except those that a run has already renamed as damaged or suspect. Nothing is changed.
     """
     parser = CommandParser("python -m mingpt snapshots", main.__doc__)
     parser.add_argument(

@@ -1,8 +1,8 @@
-"""The manifest: JSON about a snapshot, with the SHA-256 of its files and a checksum of itself.
+"""The manifest: a JSON file about a snapshot, with the SHA-256 of each other file and a checksum of itself.
 
-It lists the snapshot's other `files`; `bytes` and `sha256` are computed over all of them. Checksums protect
-against accidents, but anybody may have written the manifest. Every field is therefore checked before it is
-used: `decode_manifest` returns a Manifest or raises.
+Its field `files` lists the snapshot's other files, and `bytes` and `sha256` are computed over all of these
+files together. Checksums protect against accidents, but anybody may have written the manifest. Every field is
+therefore checked before it is used: `decode_manifest` returns a checked Manifest or raises an error.
 """
 
 import functools
@@ -20,7 +20,7 @@ from mingpt.config import Config, check
 from mingpt.snapshot.layout import are_files_of
 
 SCHEMA = 3
-OLDER_SCHEMA = 2  # is read, too
+OLDER_SCHEMA = 2  # manifests of this schema version are read, too
 MAX_BYTES = 4 << 20  # of a manifest, of which three copies exist while it is checked
 CONFIG = pydantic.TypeAdapter(Config)
 
@@ -32,7 +32,7 @@ Scalar = bool | Number | Name | None
 def parse_object(content: bytes, what: str) -> dict[str, Any]:
     """Return the JSON object in `content`, which messages call `what`.
 
-    Raises CorruptSnapshot if `content` is anything else.
+    Raises CorruptSnapshot if `content` is not JSON, or not an object.
     """
     try:
         parsed = parse_json(content)
@@ -44,16 +44,16 @@ def parse_object(content: bytes, what: str) -> dict[str, Any]:
 
 
 class Part(pydantic.BaseModel):
-    """The base class of objects in a manifest: types are strict ("1" is not 1), other fields are allowed."""
+    """The base class of objects in a manifest. Types are strict ("1" is not 1); more fields are allowed."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow", frozen=True)
 
 
 class DataFields(Part):
-    """The data that the run trains on.
+    """What a manifest says about the data that the run trains on.
 
-    `sha256` is the fingerprint of all data; `files` has the fingerprint of each token shard, by the shard's
-    name.
+    `path` is data.path, `sha256` the fingerprint (a hash) of all data. `files` has the fingerprint of each
+    token shard, by the shard's name; it is empty for a text, or if there are too many shards.
     """
 
     path: str
@@ -62,11 +62,11 @@ class DataFields(Part):
 
 
 class TokenizerFields(Part):
-    """What a manifest says about the tokenizer. If `kind` is "none", the snapshot has none."""
+    """What a manifest says about the tokenizer. If `kind` is "none", the snapshot has no tokenizer."""
 
     kind: Name
-    vocab_size: int = pydantic.Field(ge=1, lt=2**63)  # rows of the model's embedding
-    sha256: Sha256 | None = None  # of the tokenizer's bytes
+    vocab_size: int = pydantic.Field(ge=1, lt=2**63)  # number of rows of the model's embedding
+    sha256: Sha256 | None = None  # of the tokenizer's bytes; None: no tokenizer, or not recorded
 
 
 class SoftwareFields(Part):
@@ -79,7 +79,7 @@ class SoftwareFields(Part):
     dtype: Literal["float32", "bfloat16", "float16"]
     device_type: Name | None = None
     compiled: bool | Name = False
-    numerics: int = 1  # NUMERICS in device.py when the run computed
+    numerics: int = 1  # the constant NUMERICS (distributed/device.py) of the program that wrote the snapshot
 
 
 class FileRecord(Part):
@@ -91,16 +91,16 @@ class FileRecord(Part):
 
 
 class ShardFields(pydantic.BaseModel):
-    """Which part of a sharded state a snapshot in memory holds: the rows of one rank.
+    """Which part of a sharded state a snapshot in memory holds: the rows of rank `rank`.
 
-    It may also hold the tensors that are not sharded.
+    The snapshot may also hold the tensors that are not sharded.
     """
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     rank: Count
     workers: int = pydantic.Field(ge=1, lt=2**31)
-    weights: bool  # whether weights are sharded, too, not only the optimizer's state
-    generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # random, the same in all parts of a save
+    weights: bool  # whether the model's weights are sharded, too, not only the optimizer's state
+    generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # a random id, the same on all ranks
 
     @pydantic.model_validator(mode="after")
     def check_rank(self) -> "ShardFields":
@@ -129,31 +129,33 @@ class LossScaleFields(pydantic.BaseModel):
 class Manifest(Part):
     """The content of a manifest, checked for types and ranges.
 
-    `files`, `sha256`, `bytes` and `audit` are set only when the snapshot is written.
+    `files`, `sha256`, `bytes` and `audit` have their defaults until the snapshot is written.
     """
 
-    run: RunId | None = None  # the run that wrote it; None: not recorded
+    run: RunId | None = None  # id of the run that wrote the snapshot; None: not recorded
     step: Count
-    windows: Count  # the training windows (token sequences) that all workers have read
+    windows: Count  # the number of training windows (token sequences) that all workers together have read
     # Each manifest of a run has these four; a training loop of your own leaves them out.
     config: dict[str, Any] = {}
     tokenizer: TokenizerFields = TokenizerFields(kind="none", vocab_size=1)
     data: DataFields = DataFields(path="", sha256=64 * "0")
     software: SoftwareFields = SoftwareFields.model_construct(torch="", device="", threads=1, dtype="float32")
     audit: Sha256 = 64 * "0"  # a hash over all tokens that were trained on
-    metrics: dict[str, dict[str, Number]] = {}  # the last record of each kind
-    evaluated_step: Count | None = None  # the last step after which the run was evaluated
-    replayed_step: Count | None = None  # the last step at which the workers were compared and agreed
+    metrics: dict[str, dict[str, Number]] = {}  # kind, such as "val" -> the last record of that kind
+    # The last step after which the run was evaluated; the last step at which the workers were compared and
+    # agreed. None: there was no such step, or it is not recorded.
+    evaluated_step: Count | None = None
+    replayed_step: Count | None = None
     discarded_after: list[Count] = []  # see is_discarded
     # Numbers of updates that were left out: in all, and in a row up to this step.
     skipped: Annotated[list[Count], pydantic.Field(min_length=2, max_length=2)] = [0, 0]
     loss_scale: LossScaleFields | None = None  # of a run in float16
-    after: Count = 0  # in a memory snapshot: the newest step on disk when it was saved
-    shard: ShardFields | None = None  # in a memory snapshot of a part
+    after: Count = 0  # only of a snapshot in memory: the newest step on disk when this snapshot was saved
+    shard: ShardFields | None = None  # only of a snapshot in memory that holds one rank's part of the state
     files: list[FileRecord] = []  # weights, optimizer's state, tokenizer; the last two may be missing
     sha256: Sha256 = 64 * "0"  # see joint_sha256
     bytes: Count = 0  # of all files
-    vocabulary: str = ""  # in OLDER_SCHEMA: the characters of a tokenizer that no tensor holds
+    vocabulary: str = ""  # only in OLDER_SCHEMA: the characters of the tokenizer, if no tensor holds them
 
     @pydantic.model_validator(mode="after")
     def check_steps(self) -> "Manifest":
@@ -167,7 +169,7 @@ class Manifest(Part):
         return parse_config(self.config)
 
     def with_files(self, records: Sequence[FileRecord]) -> "Manifest":
-        """Return a copy that lists these files, and the size and hash of all of them together."""
+        """Return a copy of this manifest that lists these files, with their joint size and hash."""
         total = sum(record.bytes for record in records)
         listed = {"files": list(records), "sha256": joint_sha256(records), "bytes": total}
         return self.model_copy(update=listed)
@@ -178,24 +180,27 @@ def is_discarded(manifest: Manifest, discarded_after: Sequence[int]) -> bool:
 
     Each time that workers compute differently, the last step at which they agreed is added to the run's list.
     A manifest holds the list as it was when the manifest was written. A snapshot is discarded if a step that
-    is earlier than its own was added to the list afterwards.
+    is earlier than the snapshot's own step was added to the run's list after the manifest was written.
     """
     return any(manifest.step > step for step in discarded_after[len(manifest.discarded_after) :])
 
 
 def joint_sha256(records: Sequence[FileRecord]) -> str:
-    """Return the SHA-256, in hex, of the files' SHA-256 values in hex, joined in their order."""
+    """Return one SHA-256, in hex, for all files: the hash of their SHA-256 values in hex, joined in order."""
     return hashlib.sha256("".join(record.sha256 for record in records).encode()).hexdigest()
 
 
 def validation_loss(manifest: Manifest) -> float | None:
-    """Return the validation loss at the snapshot's own step; None if it was not measured there."""
+    """Return the validation loss at the snapshot's own step; None if it was not measured at that step."""
     record = manifest.metrics.get("val", {})
     return record.get("val/loss") if record.get("step") == manifest.step else None
 
 
 def finite_records(metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return those records of `metrics` whose values are all finite numbers, because JSON has no others."""
+    """Return those records of `metrics`, {kind: record}, in which all values are finite numbers.
+
+    JSON cannot hold other numbers.
+    """
     return {
         kind: record
         for kind, record in metrics.items()
@@ -204,7 +209,7 @@ def finite_records(metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, An
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the content of the manifest's file. Raises UserError if it has more than MAX_BYTES bytes."""
+    """Return the content of the manifest's file. Raises UserError if that is more than MAX_BYTES bytes."""
     content = add_checksum({"schema": SCHEMA} | manifest.model_dump(exclude_unset=True))
     if len(content) > MAX_BYTES:
         raise UserError(f"the manifest would have {len(content):,} bytes, more than {MAX_BYTES:,}")
@@ -218,9 +223,10 @@ def add_checksum(manifest: dict[str, Any]) -> bytes:
 
 
 def decode_manifest(content: bytes) -> Manifest:
-    """Return the checked manifest in `content`.
+    """Return the manifest in `content`, the bytes of its file, after checks of all fields.
 
-    Raises CorruptSnapshot if it is wrong, UserError if its schema version is unknown.
+    Raises CorruptSnapshot if the manifest is damaged or a field is wrong. Raises UserError if the schema
+    version is unknown, or if a tensor file is split into several files (see `check_files`).
     """
     fields = parse_object(content, "its manifest")
     if not is_intact(fields, content):
@@ -236,9 +242,9 @@ def decode_manifest(content: bytes) -> Manifest:
 
 
 def from_older(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert the fields of a manifest of OLDER_SCHEMA to the present schema.
+    """Convert the fields of a manifest of OLDER_SCHEMA to those of the present schema.
 
-    The fields `tokenizer` and `evaluated_step` are derived from `vocabulary` and `metrics`.
+    The field `tokenizer` is derived from `vocabulary`, and `evaluated_step` from `metrics`.
     """
     vocabulary, metrics = fields.get("vocabulary"), fields.get("metrics")
     derived: dict[str, Any] = {}
@@ -251,10 +257,10 @@ def from_older(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_files(manifest: Manifest) -> None:
-    """Raise CorruptSnapshot unless the manifest lists the files of a snapshot of its step.
+    """Raise CorruptSnapshot if the files that a manifest lists cannot be those of a snapshot of its step.
 
-    `bytes` and `sha256` must also be those of all `files` together. No file is read. Raises UserError if a
-    tensor file is split into several, as earlier versions did.
+    Also raises CorruptSnapshot if `bytes` and `sha256` are not those of all `files` together. No file is
+    read. Raises UserError if a tensor file is split into several files, as in earlier versions.
     """
     records, names = manifest.files, [record.name for record in manifest.files]
     if any("-of-" in name for name in names):
@@ -272,12 +278,12 @@ def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
     """Return whether `content` is, byte for byte, what `add_checksum` returns for the manifest."""
     try:
         return add_checksum(manifest) == content
-    except RecursionError:  # it is nested deeply
+    except RecursionError:  # the JSON is nested too deeply
         return False
 
 
 def check_schema(manifest: dict[str, Any]) -> None:
-    """Raise UserError if the schema version is unknown, CorruptSnapshot if it is no version number."""
+    """Raise UserError if a manifest's schema version is unknown, CorruptSnapshot if it is not a number."""
     schema = manifest.get("schema")
     if type(schema) is not int or schema < 1:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")
@@ -289,9 +295,10 @@ def check_schema(manifest: dict[str, Any]) -> None:
 
 
 def parse_config(given: dict[str, Any]) -> Config:
-    """Return a manifest's configuration. Raises CorruptSnapshot if a setting has a wrong value.
+    """Return the configuration in `given`, a manifest's field `config`.
 
-    Settings that this version does not know are ignored, and missing settings get their defaults.
+    Settings that this version does not know are ignored, and missing settings get their defaults. Raises
+    CorruptSnapshot if a setting has a wrong value.
     """
     known: dict[str, Any] = {}
     for name, info in Config.__pydantic_fields__.items():  # type: ignore[attr-defined]

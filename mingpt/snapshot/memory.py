@@ -1,17 +1,19 @@
 """Frequent snapshots in the nodes' memory, so that a killed worker costs a few steps at most.
 
-They are ordinary snapshots in a folder such as /dev/shm, which outlives the workers but not the node. In this
-folder, the folder of a run is named after the random id in run.json and the run folder's path. In the run's
-folder, each rank that saves in a generation (the workers between two restarts) has a folder of its own.
+These are ordinary snapshots, written to a folder such as /dev/shm, whose files outlive the workers but not
+the node. This folder has one subfolder for each run, named after the random id in run.json and the path of
+the run folder. In the run's subfolder, each rank that saves has one folder for each generation (the workers
+between two restarts).
 
 If each rank holds the whole state, the first worker of each node writes it. A sharded state is written in
-parts, one per rank, each a snapshot with the field `shard`. A worker of the next node keeps a copy of each
-part, in another folder, so that a lost node costs a few steps, too. Training waits only while the state is
-copied once.
+parts, one per rank; each part is a snapshot whose manifest has the field `shard`. A worker of the next node
+also writes a copy of the part, to a folder of its own, so that the loss of a node also costs only a few
+steps. Training waits only while each rank copies its tensors to a buffer.
 
 A save counts when all its parts are written. Until then the previous save is kept, so that at any time one
-save is complete; the folder must have room for two. At an orderly end all are removed. If the folder is
-missing or too small, one line says so, and snapshots are saved only on disk.
+save is complete; the memory must have room for two saves. When a run ends without a failure, its snapshots in
+memory are removed. If the folder is missing or too small, one line in the log says so, and snapshots are
+saved only on disk.
 """
 
 import contextlib
@@ -38,7 +40,9 @@ from mingpt.snapshot.manifest import Manifest, ShardFields
 from mingpt.snapshot.saver import Keep, LateFields, SnapshotSaver, Transfer
 from mingpt.snapshot.store import SnapshotStore
 
-LEFT_TO_AGENT = "left-to-agent"  # a file in a run's folder, until the next generation begins to save
+# The name of an empty file in a run's folder. It says that the snapshots there are left to the agent (see
+# `leave_to_agent`); the next generation removes the file before it saves.
+LEFT_TO_AGENT = "left-to-agent"
 LEFTOVER_S = 24 * 3600.0
 log = logging.getLogger(__name__)
 
@@ -52,17 +56,17 @@ class MemorySnapshots:
         self.root = Path(path) / f"mingpt-{run_id}-{place}"
 
     def folders(self) -> list[Path]:
-        """Return the folders of this run on this machine, of all ranks and generations, sorted."""
+        """Return this run's folders of snapshots on this machine, of all ranks and generations, sorted."""
         return sorted(path for path in self.root.glob("*") if path.is_dir())
 
     def stores(self) -> list[SnapshotStore]:
         return [SnapshotStore(str(path)) for path in self.folders()]
 
     def make_room(self, step: int) -> None:
-        """Remove the run's snapshots on this machine, except those of the newest step up to `step`.
+        """Remove the run's snapshots on this machine, except those of the newest saved step up to `step`.
 
-        A generation calls it before it starts from `step`, while no worker is saving. With -1 all are
-        removed.
+        Call this before a generation starts from `step`, while no worker is saving. If `step` is -1, all
+        snapshots are removed.
         """
         stores = self.stores()
         kept = max((found for store in stores for found in store.steps() if found <= step), default=None)
@@ -79,7 +83,10 @@ class MemorySnapshots:
                 shutil.rmtree(root, ignore_errors=True)
 
     def remove(self, belongs: Callable[[str], bool]) -> None:
-        """Remove the run's folders for whose names `belongs` is true, then their parent if it is empty."""
+        """Remove those of the run's folders for whose names `belongs` is true, and the file LEFT_TO_AGENT.
+
+        Then removes the parent folder if it is empty. Errors are ignored.
+        """
         for path in self.folders():
             if belongs(path.name):
                 shutil.rmtree(path, ignore_errors=True)
@@ -89,7 +96,7 @@ class MemorySnapshots:
 
 
 def is_leftover(root: Path) -> bool:
-    """Return whether a run's folder is this user's, and nothing in it has changed for a day."""
+    """Return whether `root`, the folder of a run, is this user's, and nothing in it has changed for a day."""
     try:
         if root.is_symlink() or root.stat().st_uid != os.getuid():
             return False
@@ -100,10 +107,11 @@ def is_leftover(root: Path) -> bool:
 
 
 def plan_copies(node_of: Sequence[int]) -> list[int | None]:
-    """Return, for each rank, the rank that keeps a copy of its part: ranks of the next node, taken in turn.
+    """Return, for each rank, the rank that keeps a copy of its part of a sharded state.
 
-    `node_of` has the node of each rank. After the last node comes the first. With a single node, all are
-    None.
+    `node_of` has the node of each rank. The parts of a node's ranks are given in turn to the ranks of the
+    next node; the last node is followed by the first. With a single node there are no copies: the result has
+    only None.
     """
     nodes = sorted(set(node_of))
     if len(nodes) < 2:
@@ -117,12 +125,13 @@ def plan_copies(node_of: Sequence[int]) -> list[int | None]:
 
 
 class MemorySaver:
-    """Saves the state to memory: each rank writes its part, and a rank of the next node a copy of it.
+    """Saves the state to memory: each rank writes its part, and a rank of the next node a copy of that part.
 
-    `rows` tells what each rank holds. If the state is not sharded, only the first worker of each node saves
-    it, and no copies are made. `generation` is a random id, the same on all ranks and different in each
-    generation (the workers between two restarts). Only `write`, and what it calls, runs in a background
-    thread.
+    `rows` says which rows of each tensor each rank holds. If the state is not sharded, only the first worker
+    of each node saves, and no copies are made. `generation` is a random id, the same on all ranks and
+    different in each generation (the workers between two restarts). `tokenizer` has the bytes of the
+    tokenizer that is written with this rank's part (None: none is written). Only `write`, and what it calls,
+    runs in a background thread.
     """
 
     def __init__(
@@ -135,21 +144,22 @@ class MemorySaver:
     ) -> None:
         self.snapshots, self.rows, self.launch = snapshots, rows, context.launch
         self.generation = generation
-        # The ranks that save together.
+        # The ranks that save together: all ranks if the state is sharded, else only this one.
         self.peers = context if rows.sharded else BackgroundGroup(0, 1)
         self.rank = self.peers.rank
         # For each rank, the rank that keeps a copy of its part, or None.
         self.keepers = plan_copies([place.node_rank for place in context.places]) if rows.sharded else [None]
-        # The saver of this rank's part, and those of the copies that it keeps, by the part's rank.
+        # `own` writes this rank's part. `savers` has `own` and the savers that write the copies which this
+        # rank keeps, by the rank whose part a saver writes.
         self.own = self.make_saver(f"{context.rank}", tokenizer)
         self.savers = {self.rank: self.own}
         for rank, keeper in enumerate(self.keepers):
             if keeper == self.rank:
                 self.savers[rank] = self.make_saver(f"{rank}-copy")
-        self.group: BackgroundGroup | None = None  # for the copies, if any are made
+        self.group: BackgroundGroup | None = None  # sends and receives the copies; None if there are none
         self.thread: threading.Thread | None = None
-        self.problem: str | None = None  # why this rank cannot write
-        self.newest = 0  # step of the last save that was begun
+        self.problem: str | None = None  # why this rank cannot write; None if nothing failed
+        self.newest = 0  # step of the last save that was begun; 0 for none
         self.disabled = False
 
     def make_saver(self, suffix: str, tokenizer: bytes | None = None) -> SnapshotSaver:
@@ -159,8 +169,9 @@ class MemorySaver:
     def allocate(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the staging buffer for a state like `tensors`, and create the folders.
 
-        If on any node the memory has no room for two saves, with the copies, saving is disabled on all ranks.
-        A second call does nothing. Collective if the state is sharded.
+        If a node's memory has no room for two saves, copies included, saving to memory is disabled: on all
+        ranks if the state is sharded, else only on that node. A second call does nothing. Collective if the
+        state is sharded.
         """
         if self.own.staging or self.disabled:
             return
@@ -177,11 +188,11 @@ class MemorySaver:
             self.group = BackgroundGroup(self.rank, len(self.keepers))
 
     def create_folders(self, needed: int) -> None:
-        """Create this rank's folders, and write down for the agent where the run's folder is.
+        """Create this rank's folders, and write the path of the run's folder to a file for the agent.
 
-        The agent may have to remove that folder at its end. Raises OSError if a folder cannot be created, or
-        if there is no room for `needed` bytes. The space that older snapshots take counts as room, because
-        they are removed for new ones.
+        The agent may have to remove the run's folder when it exits. Raises OSError if a folder cannot be
+        created, or if there is no room for `needed` bytes. The space that older snapshots take counts as
+        room, because new snapshots replace them.
         """
         root = self.snapshots.root
         root.mkdir(mode=0o700, exist_ok=True)
@@ -198,13 +209,13 @@ class MemorySaver:
         self.problem = f"{reason_of(error)}, on {platform.node()}"
 
     def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], late_fields: LateFields = dict) -> None:
-        """Copy this rank's tensors, and write the copy in the background.
+        """Copy this rank's tensors to the staging buffer, and write them to memory in the background.
 
-        On return the tensors may change. The background thread also receives and writes the copies of other
-        ranks' parts that this rank keeps, and adds the fields that `late_fields` returns to the manifest. If
-        any rank is still writing the previous save, all ranks skip this one, because the previous save must
-        be complete before an older one is removed. A failed write disables saving at the next call.
-        Collective if the state is sharded.
+        On return the tensors may change. The background thread adds the fields that `late_fields` returns to
+        the manifest; it also receives and writes the copies of other ranks' parts that this rank keeps. If
+        one of the ranks that save together is still writing the previous save, all of them skip this save,
+        because the previous save must be complete before an older save is removed. After a failed write, the
+        next call disables saving. Collective if the state is sharded.
         """
         self.allocate(tensors)
         if self.disabled or not self.is_free():
@@ -215,9 +226,10 @@ class MemorySaver:
         self.thread.start()
 
     def is_free(self) -> bool:
-        """Return whether a save may begin: no rank is still writing, and none has failed.
+        """Return whether a save may begin: no rank that saves with this one is still writing or has failed.
 
-        A failure on any rank disables saving on all. Collective if the state is sharded.
+        After a failure on one of these ranks, saving is disabled on all of them. Collective if the state is
+        sharded.
         """
         is_busy = bool(self.thread and self.thread.is_alive())
         states = self.peers.all_gather_object((is_busy, self.problem))
@@ -231,8 +243,9 @@ class MemorySaver:
     def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields, is_first: bool) -> None:
         """Write this rank's part, send a copy to another rank, and write the copies that this rank keeps.
 
-        From the generation's second save on, the folders of earlier generations are removed first, because
-        the first save is complete on all ranks by then. Stops if another rank is gone.
+        `save` runs this in a background thread; `is_first` means that this is the generation's first save.
+        Before any later save, the folders of earlier generations are removed, because the generation's first
+        save is complete by then. If another rank is gone, stops and sets `problem`.
         """
         try:
             manifest = manifest.model_copy(update=late_fields())
@@ -250,13 +263,13 @@ class MemorySaver:
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
-            self.note_problem(error)  # unless the main thread loses the same peer, all ranks learn of it
+            self.note_problem(error)  # all ranks learn of this, unless the main thread loses the same peer
 
     def write_part(self, saver: SnapshotSaver, rank: int, manifest: Manifest, transfer: Transfer) -> None:
-        """Remove all but the newest snapshot of rank `rank`'s part, then write the next snapshot of it.
+        """Remove all but the newest snapshot of the part of rank `rank`, then write the next one by `saver`.
 
-        Raises only the error of a lost peer. Any other error is kept in `problem`, and `is_free` later tells
-        all ranks of it.
+        `transfer` has or receives the part's bytes. Raises only the error of a lost peer. Any other error is
+        kept in `problem`, and `is_free` later tells all ranks that save together about it.
         """
         if self.rows.sharded:
             shard = ShardFields(
@@ -276,7 +289,7 @@ class MemorySaver:
             transfer.exchange()  # the rank that sends waits for this
 
     def part_specs(self, rank: int) -> dict[str, TensorSpec]:
-        """Return, by name, the types and shapes of a rank's rows of the sharded tensors."""
+        """Return the type and shape of the rows of each sharded tensor that `rank` holds, by tensor name."""
         assert self.own.staging, "allocate comes first"
         return {
             name: TensorSpec(slot.dtype, (len(self.rows.of(name, rank)), *slot.shape[1:]))
@@ -285,7 +298,7 @@ class MemorySaver:
         }
 
     def plan_copy(self, rank: int, step: int) -> Transfer:
-        """Return the transfer of a rank's rows to the rank that keeps a copy of them."""
+        """Return the Transfer that sends the part of `rank` at `step` to the rank that keeps its copy."""
         specs, keeper = self.part_specs(rank), self.keepers[rank]
         assert self.group and self.own.staging and keeper is not None
         return Transfer(
@@ -297,9 +310,9 @@ class MemorySaver:
         )
 
     def disable(self, problem: str) -> None:
-        """Remove this rank's snapshots from memory, and save no more.
+        """Remove this rank's snapshots from memory, and save no more to memory.
 
-        All ranks call it; rank 0 logs `problem`.
+        All ranks that save together call this; the first of them logs the reason, `problem`.
         """
         self.disabled = True
         if self.rank == 0:
@@ -310,15 +323,18 @@ class MemorySaver:
         self.remove()
 
     def leave_to_agent(self) -> None:
-        """Leave the run's snapshots to the agent, which removes them at its end if no generation follows."""
+        """Leave the run's snapshots in memory, marked for removal by the agent if no generation follows.
+
+        The agent of launch/elastic removes them when it exits.
+        """
         if self.snapshots.root.is_dir():
             (self.snapshots.root / LEFT_TO_AGENT).touch()
 
     def remove(self) -> None:
         """Wait until the background write has ended, and remove the run's snapshots from memory.
 
-        All ranks that save to memory call it. Each removes its own snapshots, and the first worker of a node
-        also those of earlier generations.
+        Call this on all ranks that save to memory. Each rank removes its own snapshots, and the first worker
+        of a node also removes those of earlier generations.
         """
         if self.thread:
             self.thread.join()

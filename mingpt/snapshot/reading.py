@@ -1,9 +1,10 @@
-"""Read the safetensors format strictly, by ranges of a file in a folder or at a URL.
+"""Read files in the safetensors format strictly, range by range, in a folder or at a URL.
 
 A file has 8 bytes with the header's length, the header as JSON, then the tensors. `TensorFile` reads the
-header, and later single tensors. Before memory for a tensor is allocated, the header must be the one that
-`lay_out` writes for its types and shapes, and describe all bytes of the file. No pickle is read, and nothing
-is executed. Wrong content raises CorruptSnapshot, a failure to read UnreadableSnapshot.
+header, and later single tensors. Before memory for a tensor is allocated, `TensorFile` checks that the header
+is exactly the one that `lay_out` writes for tensors of these types and shapes, and that it describes all
+bytes of the file. No pickle is read, and nothing is executed. A missing file or wrong content raises
+CorruptSnapshot, and a failure to read raises UnreadableSnapshot.
 https://huggingface.co/docs/safetensors
 """
 
@@ -31,10 +32,12 @@ log = logging.getLogger(__name__)
 
 
 def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...]) -> T:
-    """Return the result of `work`, which reads `what`; retry after the pauses `retries_s`, in seconds.
+    """Return the result of `work`. If `work` fails, call it again after each pause of `retries_s` (seconds).
 
-    Raises CorruptSnapshot at once if `what` is missing or no file, and UnreadableSnapshot if the last attempt
-    fails. If `work` itself raises one of these two, it is not retried.
+    `work` reads a file or folder, which messages call `what`. If this is missing, or is not a file where one
+    is expected, CorruptSnapshot is raised without another attempt. If the last attempt fails,
+    UnreadableSnapshot is raised. If `work` itself raises CorruptSnapshot or UnreadableSnapshot, that error is
+    raised without another attempt.
     """
 
     def on_failure(error: Exception) -> None:
@@ -50,10 +53,10 @@ def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...])
 
 
 def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnapshot:
-    """Return the error to raise instead of `error`, which came while `what` was read.
+    """Return the error to raise instead of `error`, which was raised while `what` was read.
 
-    This is a CorruptSnapshot if `what` is missing or is not a file, else an UnreadableSnapshot. If `error` is
-    already one of these, it is returned.
+    Returns a CorruptSnapshot if `what` is missing or is not a file, else an UnreadableSnapshot. If `error` is
+    already a CorruptSnapshot or an UnreadableSnapshot, `error` itself is returned.
     """
     if isinstance(error, (CorruptSnapshot, UnreadableSnapshot)):
         return error
@@ -67,14 +70,17 @@ def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnaps
 class SourceFile:
     """Reads the file at `path` in the fsspec file system `files`; messages call the file `what`.
 
-    All methods retry, and raise errors, as `with_retries` does.
+    All methods retry after a failure, and raise the errors of `with_retries`.
     """
 
     def __init__(self, files: Any, path: str, what: str, retries_s: tuple[float, ...]) -> None:
         self.files, self.path, self.what, self.retries_s = files, path, what, retries_s
 
     def size(self) -> int:
-        """Return the size in bytes. Call this first: it raises CorruptSnapshot unless the file is regular."""
+        """Return the file's size in bytes. Raises CorruptSnapshot if there is no regular file at `path`.
+
+        Call this before the file is read, because opening a pipe, for example, would block.
+        """
         return with_retries(lambda: size_of(self.files, self.path), self.what, self.retries_s)
 
     def read(self, begin: int, end: int) -> bytes:
@@ -84,7 +90,7 @@ class SourceFile:
         return bytes(content)
 
     def read_into(self, begin: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from offset `begin` on, at most PIECE_BYTES per request."""
+        """Fill `buffer` with the file's bytes from offset `begin` on, at most PIECE_BYTES per request."""
         for at in range(0, len(buffer), PIECE_BYTES):
             piece = buffer[at : at + PIECE_BYTES]
             work = functools.partial(read_range, self.files, self.path, begin + at, piece)
@@ -92,9 +98,10 @@ class SourceFile:
 
 
 def size_of(files: Any, path: str) -> int:
-    """Return a file's size in bytes.
+    """Return the size, in bytes, of the file at `path` in the fsspec file system `files`.
 
-    Raises IsADirectoryError if `path` is a folder or a device, or an error of fsspec's driver.
+    Raises IsADirectoryError if `path` is a folder, or on a local disk anything else that is not a regular
+    file. Otherwise raises OSError or an error of fsspec's driver if the size cannot be read.
     """
     if isinstance(files, LocalFileSystem):
         status = os.stat(path)
@@ -110,7 +117,8 @@ def size_of(files: Any, path: str) -> int:
 def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
     """Fill `buffer` with a file's bytes from offset `begin` on.
 
-    Raises OSError if the file has fewer bytes, or an error of fsspec's driver.
+    Raises OSError if the file ends before `buffer` is full; OSError or an error of fsspec's driver if the
+    file cannot be read.
     """
     if isinstance(files, LocalFileSystem):
         with open(path, "rb") as file:
@@ -124,9 +132,9 @@ def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
         raise OSError(errno.EIO, f"{count} bytes came instead of {len(buffer)}")
 
 
-Entries = Mapping[str, TensorSpec]
+Entries = Mapping[str, TensorSpec]  # the type and shape of each tensor of a snapshot, by name
 # A function that raises CorruptSnapshot or UnreadableSnapshot if a snapshot with this manifest, these tensors
-# and these bytes of a tokenizer must not be used.
+# and these bytes of a tokenizer (None: there is none) must not be used.
 Check = Callable[[Manifest, Entries, bytes | None], None]
 
 
@@ -135,15 +143,18 @@ def accept_all(manifest: Manifest, entries: Entries, tokenizer: bytes | None) ->
 
 
 class StoredFile:
-    """A file of a snapshot. The constructor checks that it exists and has `expected_size`, in bytes.
+    """A file of a snapshot. The constructor checks that the file exists and has `expected_size` bytes.
 
-    With None, any size will do. Raises CorruptSnapshot or, if reading fails, UnreadableSnapshot.
+    If `expected_size` is None, the file may have any size. The constructor raises CorruptSnapshot if the
+    check fails, and UnreadableSnapshot if the size cannot be read.
     """
 
     def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:
         self.file, self.size = file, file.size()
+        # The type and shape of each tensor in the file, and where the tensor begins, in bytes from the file's
+        # start. Both are empty except in a TensorFile.
         self.specs: dict[str, TensorSpec] = {}
-        self.begins: dict[str, int] = {}  # where each tensor begins, in bytes from the file's start
+        self.begins: dict[str, int] = {}
         if expected_size not in (None, self.size):
             raise CorruptSnapshot(f"{file.what} has {self.size:,} bytes instead of {expected_size:,}")
 
@@ -151,7 +162,8 @@ class StoredFile:
 class TensorFile(StoredFile):
     """A safetensors file. The constructor also reads and checks the header; `read` reads a tensor.
 
-    Raises CorruptSnapshot if the header is wrong. The tensors' numbers and checksums are not checked.
+    The constructor raises CorruptSnapshot if the header is wrong. The numbers in the tensors, and the file's
+    SHA-256, are not checked here.
     """
 
     def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:
@@ -180,8 +192,8 @@ class TensorFile(StoredFile):
 def parse_specs(text: bytes, what: str) -> dict[str, TensorSpec]:
     """Return the type and shape of each tensor in a safetensors header, in the header's order.
 
-    `text` is the header's JSON. Raises CorruptSnapshot, which calls the header `what`, if the header is
-    wrong.
+    `text` is the header's JSON. Raises CorruptSnapshot, whose message calls the header `what`, if the header
+    is wrong.
     """
     try:
         specs = {
@@ -201,7 +213,10 @@ def wrong(name: str, reason: str) -> CorruptSnapshot:
 
 
 def check_finite(name: str, numbers: Tensor) -> None:
-    """Raise CorruptSnapshot if a tensor, or a piece of one, holds NaN or an infinite number."""
+    """Raise CorruptSnapshot if `numbers` holds NaN or an infinite number.
+
+    `numbers` is the tensor `name`, which the message names, or some elements of it.
+    """
     if numbers.is_floating_point() and numbers.numel():
         low, high = numbers.aminmax()  # NaN if any element is
         if not math.isfinite(low) or not math.isfinite(high):

@@ -1,13 +1,14 @@
 """Write snapshots in the background, one at a time, and remove old ones.
 
-A save copies the tensors into a staging buffer, for which training waits. A background thread then writes two
-tensor files and the tokenizer, and the manifest last. A rank that holds the whole state writes it by itself.
-If the state is sharded, each rank holds some rows, and all ranks save together: the main rank receives the
-other ranks' rows of one tensor after the other and writes them, so that the files do not depend on the
-sharding. The background threads exchange the rows over a process group of their own.
+A save first copies the tensors into a staging buffer; training waits only for this copy. A background thread
+then writes the weights, the optimizer's state and the tokenizer to a file each, and the manifest last. A rank
+that holds the whole state writes it by itself. If the state is sharded, each rank holds some rows of each
+tensor, and all ranks save together: the main rank receives the other ranks' rows of one tensor after the
+other, and writes them with its own, so that the files do not depend on the sharding. The ranks' background
+threads exchange the rows over a process group of their own.
 
-The same saver writes to a disk, to a URL and to a node's memory. In memory no rank gathers rows: each rank
-saves only its part, as a snapshot of its own (memory.py).
+The same saver writes to a disk, to a URL and to a node's memory. When it saves to memory, no rank receives
+the rows of all ranks: each rank saves only its part, as a snapshot of its own (memory.py).
 """
 
 import functools
@@ -31,29 +32,30 @@ from mingpt.snapshot.store import SnapshotStore
 
 # A function that computes manifest fields in the background.
 LateFields = Callable[[], dict[str, Any]]
-# Takes a tensor's name; returns (rank, bytes) for the parts of the tensor, in their order.
+# Takes a tensor's name; returns (rank, size in bytes) for each rank's rows that go into the file, in order.
 Sources = Callable[[str], Sequence[tuple[int, int]]]
-NO_LOSS = math.inf, -1
+NO_LOSS = math.inf, -1  # stands for (validation loss, step) if there is no such snapshot
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class Keep(NamedTuple):
-    """Which snapshots a saver leaves when it removes old ones."""
+    """Which snapshots a saver keeps when it removes old ones."""
 
-    last: int  # the number of newest snapshots that stay
-    best: bool = False  # also the one with the lowest validation loss
-    replayed_step: int = 0  # also the newest one up to this step, at which the workers last agreed
+    last: int  # the number of newest snapshots that are kept
+    best: bool = False  # whether the snapshot with the lowest validation loss is also kept
+    # The last step at which the workers agreed (replay.py): the newest snapshot up to this step is also kept.
+    replayed_step: int = 0
 
 
 class Transfer:
-    """Writes the tensor files of one snapshot on rank `writer`, to which the other ranks send their parts.
+    """Writes the tensor files of one snapshot on rank `writer`, to which the other ranks send their rows.
 
-    `layouts` has a plan of each file, and `staging` this rank's bytes. `sources` returns the parts of a
-    tensor, by its name: (rank that holds the part, size in bytes), in order. For each tensor in a file's
-    order, the writer receives one part after the other, in pieces of at most PIECE_BYTES. The writer, and
-    each rank that sends, has a Transfer of the same layouts and calls `write_files`; a rank that only sends
-    may call `exchange` instead.
+    `layouts` has a plan of each file, and `staging` holds this rank's rows. `sources` takes a tensor's name
+    and returns, in the order of the rows, (rank, size in bytes) for each rank whose rows go into the file.
+    The writer goes through the tensors in a file's order, and receives the rows of one rank after the other,
+    at most PIECE_BYTES at a time. The writer and each rank that sends construct a Transfer with the same
+    layouts and call `write_files`; a rank that only sends may call `exchange` instead.
     """
 
     def __init__(
@@ -67,35 +69,35 @@ class Transfer:
         self.staging, self.sources, self.group, self.writer = staging, sources, group, writer
         self.is_writer = group.rank == writer
         self.files = [(layout, self.chunks(layout)) for layout in layouts]
-        self.sent: list[Any] = []  # what this rank has begun to send
+        self.sent: list[Any] = []  # the sends that this rank has begun, to be waited for
 
     def write_files(self, store: SnapshotStore) -> list[FileRecord]:
-        """Write all files, durable on return; return their records on the writer, an empty list elsewhere.
+        """On the writer, write all files and return their records; on other ranks, send rows and return [].
 
-        An error in writing is raised only on the writer, after it has received all parts; the error of a lost
-        peer is raised on the ranks that notice it.
+        The files are durable on return. An error in writing is raised only on the writer, after the writer
+        has received all rows; the error of a lost peer is raised on the ranks that notice the loss.
         """
         try:
             return [store.write_file(layout, chunks) for layout, chunks in self.files if self.is_writer]
         except Exception as error:  # each driver raises exceptions of its own
             if is_lost_peer(error):
-                self.files = []  # nothing more comes
+                self.files = []  # no more rows arrive
             raise
         finally:
             self.exchange()
             self.group.wait(self.sent)
 
     def exchange(self) -> None:
-        """Finish the exchange of each file: begin to send this rank's parts, or receive other ranks' parts.
+        """Finish the exchange of all files: begin to send this rank's rows; on the writer, receive the rest.
 
-        The writer drops what it receives here, because its file is complete, or writing it has failed.
+        The writer receives rows here only if writing a file has failed, and drops them.
         """
         for _, chunks in self.files:
             for _ in chunks:
                 pass
 
     def chunks(self, layout: FileLayout) -> Iterator[memoryview]:
-        """Yield a file's bytes on the writer; on other ranks yield nothing, and begin to send their parts.
+        """On the writer, yield a file's bytes; on another rank, yield nothing and begin to send its rows.
 
         All ranks must iterate to the end.
         """
@@ -119,12 +121,13 @@ class Transfer:
 
 
 class SnapshotSaver:
-    """Saves a state in the background; if it is sharded, each rank has a saver and all save together.
+    """Saves a state in the background; if the state is sharded, each rank has a saver and all save together.
 
-    A rank that saves by itself has no `group`. Otherwise `group` has all ranks, `rows` tells what each of
-    them holds, and the main rank writes and removes the files. After a failed write, on a full disk for
-    example, training continues, and the next save tries again; the caller has to make sure that a run's last
-    write succeeds.
+    If all ranks save together, `group` has all ranks, `rows` says which rows each rank holds, and rank
+    `main_rank` writes and removes the files. Without `group`, this rank saves by itself. `tokenizer` has the
+    tokenizer's bytes (None: there is no tokenizer). After a failed write, on a full disk for example,
+    training continues, and the next save tries again; the caller has to make sure that a run's last write
+    succeeds.
     """
 
     def __init__(
@@ -139,9 +142,9 @@ class SnapshotSaver:
         self.group = group or BackgroundGroup(0, 1)
         self.staging: StagingBuffer | None = None
         self.thread: threading.Thread | None = None
-        self.error: Exception | None = None  # of the last write
-        self.newest_written = 0  # step of the newest snapshot that was written
-        self.best = NO_LOSS  # the lowest validation loss of a snapshot that is kept, and its step
+        self.error: Exception | None = None  # of the last write; None if that write succeeded
+        self.newest_written = 0  # step of the newest snapshot that was written; 0 for none
+        self.best = NO_LOSS  # (the lowest validation loss of a snapshot that is kept, that snapshot's step)
 
     def allocate(self, tensors: Mapping[str, Tensor]) -> StagingBuffer:
         """Return the staging buffer for a state like `tensors`; the first call allocates it."""
@@ -150,7 +153,10 @@ class SnapshotSaver:
         return self.staging
 
     def stage(self, step: int, tensors: Mapping[str, Tensor]) -> Transfer:
-        """Copy this rank's tensors, which may then change; return the transfer that writes the copy."""
+        """Copy this rank's tensors to the staging buffer; return the Transfer that writes the copy.
+
+        On return the tensors may change.
+        """
         staging = self.allocate(tensors)
         staging.fill(tensors)
         whole = self.rows.shapes if self.rows else {}
@@ -173,8 +179,8 @@ class SnapshotSaver:
         """Wait until the previous save is written, copy this rank's tensors, and begin to write the copy.
 
         On return the tensors may change. The background thread adds the fields that `late_fields` returns to
-        the manifest, and, once the snapshot is written, removes all snapshots but those to `keep`. If the
-        write fails, the attribute `error` keeps the error. Collective if there is a `group`.
+        the manifest. Once the snapshot is written, the thread removes all snapshots except those that `keep`
+        describes. If the write fails, the attribute `error` keeps the error. Collective if `group` was given.
         """
         self.wait()
         transfer = self.stage(manifest.step, tensors)
@@ -182,9 +188,10 @@ class SnapshotSaver:
         self.thread.start()
 
     def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields, keep: Keep) -> None:
-        """Write a snapshot, then remove old ones, in a background thread. Collective if there is a `group`.
+        """Write a snapshot, then remove old ones. `save` runs this in a background thread.
 
-        Raises nothing: `error` keeps the error of a failed write, and failures are logged.
+        Never raises: the attribute `error` keeps the error of a failed write. Failures are logged, except a
+        lost peer or claim, which the main thread reports. Collective if there is a `group`.
         """
         step = manifest.step
         try:
@@ -209,15 +216,15 @@ class SnapshotSaver:
         return self.group.rank == self.main_rank
 
     def on_main_rank(self, work: Callable[[], T]) -> T:
-        """Run `work` on the main rank; all ranks return its result or raise its error. Collective."""
+        """Run `work` only on the main rank; return its result or raise its error on all ranks. Collective."""
         return self.group.on_rank(self.main_rank, work)
 
     def write_once(self, manifest: Manifest, transfer: Transfer) -> None:
-        """Write a snapshot, durable on return. If any rank fails, all ranks raise its error. Collective.
+        """Write a snapshot, durable on return. If a rank fails, all ranks raise its error. Collective.
 
-        After an error the snapshot's files are removed, except if the claim (the right to write there) is
-        lost, or if the snapshot is complete: an earlier save of this step was complete, or the error came
-        after the manifest was written.
+        After an error the snapshot's files are removed. They are left if the claim (the right to write there)
+        is lost, or if the snapshot is complete, because an earlier save of this step was complete, or because
+        the error came after the manifest was written.
         """
         step, is_complete = manifest.step, False
 
@@ -241,9 +248,9 @@ class SnapshotSaver:
             raise
 
     def prune(self, keep: Keep) -> None:
-        """Delete all snapshots but those to `keep`, and the files of interrupted removals.
+        """Delete all snapshots except those that `keep` describes, and files that interrupted removals left.
 
-        Unreadable snapshots are neither counted nor deleted.
+        Snapshots that could not be read are neither counted nor deleted.
         """
         _, best = min(self.store.losses_of(self.store.steps()), default=NO_LOSS)
         steps = [step for step in self.store.steps() if step not in self.store.unreadable]
@@ -257,11 +264,15 @@ class SnapshotSaver:
         self.best = min(self.store.losses_of(complete), default=NO_LOSS)
         begun = {*self.store.steps("safetensors")} - {*complete}
         for step in begun:
-            if step < max(complete, default=0) and not self.store.has_manifest(step):  # a listing may be old
+            # A listing may be out of date: ask for the manifest itself.
+            if step < max(complete, default=0) and not self.store.has_manifest(step):
                 self.store.remove(step)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the current write, if any, at most `timeout_s` seconds; return whether it has ended."""
+        """Wait until the current write has ended, at most `timeout_s` seconds (None: without limit).
+
+        Returns whether the write has ended; True if there is no write.
+        """
         if self.thread:
             self.thread.join(timeout_s)
         return not (self.thread and self.thread.is_alive())

@@ -1,13 +1,15 @@
-"""Find the newest valid snapshot that any rank sees, on disk or in a node's memory, and read it together.
+"""Find and read the newest valid snapshot that any rank sees, on disk or in a node's memory.
 
-Each rank lists what its stores offer, from manifests and headers only. All ranks exchange their lists, and
-`choose`, a pure function, picks the newest save all of whose parts are offered by some rank. A whole state is
-one part; a sharded state has a part per worker, and the number of workers may have changed in the meantime.
-The ranks that are to read the chosen parts then check all bytes of these. If a part is bad, it is left out,
-and the ranks choose again.
+The first worker of each node lists the snapshots that it could read from its SnapshotStores; for this it
+reads only manifests and headers. All ranks exchange these lists, and `choose`, a pure function, picks the
+newest save of which every part is in one of the lists. A whole state is one part; a sharded state has one
+part for each worker that saved it, and the number of workers may have changed in the meantime. The ranks that
+are to read the chosen parts then check all bytes of these parts. If a part is bad, it is left out, and the
+ranks choose again.
 
-The result is a StoredState: for each tensor its rows, and which rank reads them. `stream` reads tensor by
-tensor and broadcasts, so that no rank needs memory for a second whole state.
+The result is a StoredState, which says for each tensor which rank reads which rows. All ranks read it
+together: `StoredState.stream` reads some rows at a time on one rank and broadcasts them, so that no rank
+needs memory for a second whole state.
 """
 
 import contextlib
@@ -35,43 +37,43 @@ from mingpt.snapshot.reading import Check, Entries
 from mingpt.snapshot.store import Snapshot, SnapshotStore, unfinished_steps
 
 log = logging.getLogger(__name__)
-# If a kill interrupts a save in parts, some stores have a step that others lack.
+# Two, because a kill during a save in parts may leave the newest step in only some of the SnapshotStores.
 OFFERS_IN_MEMORY = 2
 # Fields of the manifest that are the same in all parts of one save.
 AGREEING = {"step", "windows", "tokenizer", "audit", "after", "shard"}
-RowsOf = Callable[[Manifest], RowMap]  # returns the rows that each part of a manifest's save holds
+RowsOf = Callable[[Manifest], RowMap]  # returns which rows each part of the save with this manifest holds
 
 
 class Offer(NamedTuple):
-    """A saved state, or one part of it, that rank `reader` can read from its store number `store`."""
+    """A saved state, or one part of it, that rank `reader` can read from its SnapshotStore number `store`."""
 
     step: int
     is_on_disk: bool
     key: str  # the same for all parts of one save
-    part: int  # the rank, of `workers`, whose rows it holds
-    workers: int
+    part: int  # the rank, of `workers`, whose rows it holds; 0 for a whole state
+    workers: int  # the number of parts; 1 for a whole state
     has_whole: bool  # whether it also holds the tensors that are not sharded
-    after: int  # if it is in memory: the newest step on disk when it was saved
+    after: int  # if it is in memory: the newest step on disk when it was saved; else 0
     reader: int
     store: int
 
 
 class Fault(NamedTuple):
-    """The reason why a snapshot is not used; with step -1, why no snapshot of the whole store is."""
+    """The reason why the snapshot of `step` is not used; if `step` is -1, why its whole store is not used."""
 
     step: int
     reason: str
-    is_corrupt: bool  # else it cannot be read, and may be valid
+    is_corrupt: bool  # if false, the snapshot or store cannot be read, and may be valid
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.reason}" if self.step >= 0 else self.reason
 
 
 class View(NamedTuple):
-    """What one rank found in its stores; empty on a rank that does not read any store."""
+    """What one rank found in its SnapshotStores; empty on a rank that reads no store."""
 
     offers: Sequence[Offer] = ()
-    faults: Sequence[Fault] = ()
+    faults: Sequence[Fault] = ()  # only those of the store on disk
     completed_step: int = 0  # the newest step on disk that has a manifest, valid or not; 0 for none
 
     @property
@@ -81,22 +83,22 @@ class View(NamedTuple):
 
 
 class Reader:
-    """Reads the stores of one rank: `stores[0]` is on disk or at a URL, the others are in memory.
+    """Reads the SnapshotStores of one rank: `stores[0]` is on disk or at a URL, the others are in memory.
 
-    `check` raises an error for a snapshot that must not be used; `rows_of` returns the rows that each part of
-    a saved state holds.
+    `check` raises an error for a snapshot that must not be used; `rows_of` returns which rows each part of a
+    saved state holds.
     """
 
     def __init__(self, stores: Sequence[SnapshotStore], check: Check, rows_of: RowsOf, rank: int) -> None:
         self.stores, self.check, self.rows_of, self.rank = stores, check, rows_of, rank
-        self.opened: dict[tuple[int, int], Snapshot] = {}  # by number of the store, and step
-        self.faults: dict[tuple[int, int], Fault] = {}  # of the snapshots that are offered no more
+        self.opened: dict[tuple[int, int], Snapshot] = {}  # by (number of the store, step)
+        self.faults: dict[tuple[int, int], Fault] = {}  # by the same; these snapshots are no longer offered
 
     def view(self) -> View:
-        """Open the newest snapshots of each store, and offer those that have no known fault.
+        """Open the newest snapshots of each store; return offers of those that have no known fault.
 
-        These are one snapshot on disk and at most OFFERS_IN_MEMORY of each store in memory. Raises UserError
-        if a newer snapshot has an unknown schema version.
+        At most one snapshot on disk, and OFFERS_IN_MEMORY snapshots of each store in memory, are offered.
+        Raises UserError if a snapshot that is opened has an unknown schema version, or if `check` raises it.
         """
         offers, completed_step = list[Offer](), 0
         for number, store in enumerate(self.stores):
@@ -110,15 +112,16 @@ class Reader:
             unfinished = {*unfinished_steps(names)} - {*complete}
             steps = [step for step in steps_in(names) if step not in unfinished]
             valid = filter(functools.partial(self.can_open, number), steps)
-            most = OFFERS_IN_MEMORY if number else 1  # on disk each snapshot is a whole state
+            most = OFFERS_IN_MEMORY if number else 1  # on disk each snapshot holds a whole state
             offers += [self.describe(number, step) for step in itertools.islice(valid, most)]
         faults = [fault for (number, _), fault in self.faults.items() if number == 0]
         return View(offers, faults, completed_step)
 
     def can_open(self, number: int, step: int) -> bool:
-        """Return whether a snapshot's manifest, file sizes and headers are valid, without a known fault.
+        """Return whether the snapshot of `step` in store `number` can be opened and has no known fault.
 
-        `number` is that of the store. A snapshot is opened only once, and `opened` keeps it.
+        Opening checks the manifest, the files' sizes and their headers. A snapshot is opened only once, and
+        `opened` keeps it.
         """
         if (number, step) not in self.opened.keys() | self.faults.keys():
             with self.faults_noted(number, step):
@@ -130,9 +133,9 @@ class Reader:
 
     @contextlib.contextmanager
     def faults_noted(self, number: int, step: int) -> Iterator[None]:
-        """Return a context that notes a CorruptSnapshot or UnreadableSnapshot which its block raises.
+        """Return a context that catches CorruptSnapshot and UnreadableSnapshot, and adds them to `faults`.
 
-        The error goes no further, and the snapshot is offered no more.
+        The snapshot of `step` in store `number`, with which the block works, is then no longer offered.
         """
         try:
             yield
@@ -153,11 +156,11 @@ class Reader:
         return Offer(step, is_on_disk, key, part, rows.workers, has_whole, manifest.after, self.rank, number)
 
     def snapshot_of(self, offer: Offer) -> Snapshot | None:
-        """Return an offered snapshot; None if another rank is to read it."""
+        """Return the snapshot of an offer; None if a different rank is to read that snapshot."""
         return self.opened[offer.store, offer.step] if offer.reader == self.rank else None
 
     def verify(self, offers: Iterable[Offer]) -> bool:
-        """Check all bytes of those offered snapshots that this rank reads; return whether all are valid."""
+        """Check all bytes of the snapshots in `offers` that this rank reads; return whether all are valid."""
         mine = {(offer.store, offer.step) for offer in offers if offer.reader == self.rank}
         for number, step in mine:
             with self.faults_noted(number, step):
@@ -166,19 +169,19 @@ class Reader:
 
 
 def key_of(manifest: Manifest) -> str:
-    """Return a hash of the manifest's fields that are the same in all parts of one save."""
+    """Return a hash of those fields of the manifest that are the same in all parts of one save."""
     fields = manifest.model_dump(include=AGREEING, exclude={"shard": {"rank"}})
     fields |= {"config": result_settings(manifest.config), "data": manifest.data.sha256}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def choose(offers: Iterable[Offer], saved_after: int | None) -> tuple[list[Offer], Offer] | None:
-    """Choose the newest save all of whose parts are offered; `offers` are sorted by their readers.
+    """Choose the newest save of which all parts are offered; return its parts. None if there is no such save.
 
-    A save in memory does not count if, when it was made, the newest step on disk was past `saved_after`; with
-    None all count. If a step was saved on disk and in memory, the save on disk is chosen. Returns the parts,
-    sorted by the rank whose rows they hold, and the part from which the tensors that are not sharded are
-    read; None if no save is complete.
+    Returns (offers of the parts, sorted by the rank whose rows they hold; the offer from which the tensors
+    that are not sharded are read). `offers` must be sorted by their readers. A save in memory does not count
+    if, when it was made, the newest step on disk was already past `saved_after`; if `saved_after` is None,
+    all saves count. If a step was saved both on disk and in memory, the save on disk is chosen.
     """
     saves: dict[tuple[int, bool, str], list[Offer]] = {}
     for offer in offers:
@@ -194,37 +197,37 @@ def choose(offers: Iterable[Offer], saved_after: int | None) -> tuple[list[Offer
 
 
 class Source(NamedTuple):
-    """Rows of a tensor that `rank` reads from `snapshot`, None on other ranks. A scalar is one row."""
+    """Some rows of the tensor `name`, which `rank` reads. A scalar is one row."""
 
     name: str
     rows: range
-    numel: int
+    numel: int  # the number of elements in these rows
     rank: int
-    snapshot: Snapshot | None
+    snapshot: Snapshot | None  # from which `rank` reads the rows; None on all other ranks
 
 
 @dataclass(frozen=True)
 class StoredState:
     """A saved state that all ranks read together. Its tensors are float32.
 
-    `shapes` has the unsharded shapes, and `sources` says who reads which rows: the sources of a tensor
-    together have all of its rows.
+    `shapes` has the unsharded shape of each tensor, by name. `sources` says which rank reads which rows of a
+    tensor: the Sources of a tensor together have all of its rows.
     """
 
     manifest: Manifest
-    tokenizer: bytes | None
+    tokenizer: bytes | None  # the tokenizer's bytes; None: there is no tokenizer
     shapes: dict[str, Shape]
     sources: dict[str, list[Source]]
 
     def stream(self, names: Iterable[str], context: DistributedContext) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield (name, first row, rows) for each source of these tensors, the same on all ranks.
+        """Yield (name, number of first row, rows) for each Source of these tensors, the same on all ranks.
 
-        One rank reads the rows and broadcasts them, those of several small sources in one message. The rows
-        are float32 on the CPU. Collective: all ranks must iterate to the end.
+        The rank of a Source reads its rows and broadcasts them; the rows of several small Sources are sent in
+        one message. The rows are float32 on the CPU. Collective: all ranks must iterate to the end.
         """
         for batch in self.batches(names):
             sizes, rank = [source.numel for source in batch], batch[0].rank
-            buffer = context.on_all(functools.partial(read_all, batch))  # a store may be slow
+            buffer = context.on_all(functools.partial(read_all, batch))  # reading may be slow
             if context.rank != rank:
                 buffer = torch.empty(sum(sizes))
             context.transport.broadcast(buffer, rank)
@@ -234,15 +237,18 @@ class StoredState:
     def copy_into(
         self, parts: Mapping[str, Tensor], held: RowMap, rank: int, context: DistributedContext
     ) -> None:
-        """Copy into each tensor of `parts` the rows that `rank` holds, as `held` says. Collective."""
+        """Copy the saved rows into `parts`, this rank's tensors, by name. Collective.
+
+        `rank` is this rank, and `held` says which rows of each tensor it holds.
+        """
         for name, begin, rows in self.stream(parts, context):
             copy_rows(parts[name], held.of(name, rank).start, begin, rows)
 
     def batches(self, names: Iterable[str]) -> Iterator[list[Source]]:
-        """Yield lists of sources; the rows of the sources in a list are sent in one message.
+        """Yield lists of Sources of the tensors `names`; the rows of all Sources in a list go in one message.
 
-        One rank reads the sources of a list. They have at most PIECE_BYTES, unless the list has only one
-        source.
+        One rank reads all Sources of a list. Their rows have at most PIECE_BYTES together, unless the list
+        has only one Source.
         """
         sources = [source for name in names for source in self.sources[name]]
         by_rank = itertools.groupby(sorted(sources, key=lambda one: one.rank), lambda one: one.rank)
@@ -251,17 +257,17 @@ class StoredState:
 
 
 def read_all(batch: Sequence[Source]) -> Tensor:
-    """Return the numbers of these sources as one vector; an empty vector on ranks that do not read them."""
+    """Return the elements of these Sources as one vector; an empty vector on ranks that do not read them."""
     read = [source.snapshot.read(source.name).view(-1) for source in batch if source.snapshot]
     return read[0] if len(read) == 1 else torch.cat([torch.empty(0), *read])
 
 
 @torch.no_grad()
 def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
-    """Copy into `part` those of `rows` that belong there, and leave the rest of `part` as it is.
+    """Copy into `part` those of `rows` that `part` has a place for, and leave the rest of `part` as it is.
 
     `rows` are the rows of a tensor from row `begin` on; `part` holds the rows of the same tensor from row
-    `first` on. Either may also be a scalar.
+    `first` on. If the tensor is a scalar, `part` is this scalar, and `rows` has one element.
     """
     if not part.ndim:
         part.copy_(rows.view(()))
@@ -273,23 +279,26 @@ def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """The newest valid snapshot that any rank sees (None if there is none), and the view of each rank."""
+    """The newest valid snapshot that any rank sees, and the View of each rank, by rank."""
 
-    state: StoredState | None
-    where: str  # the folder or URL of the snapshot, or of the store on disk if there is none
+    state: StoredState | None  # None: there is no valid snapshot
+    where: str  # the folder or URL of the snapshot; without a snapshot, that of the snapshots on disk
     views: Sequence[View]
 
     def corrupt(self, rank: int) -> dict[int, str]:
         """Return {step: reason} for the snapshots on disk that rank `rank` found corrupt.
 
-        A step is left out if any rank could not read its snapshot, which may be valid.
+        A step is left out if any rank could not read the snapshot of that step, because it may be valid.
         """
         unreadable = {fault.step for fault in self.unreadable()}
         faults = self.views[rank].faults
         return {one.step: one.reason for one in faults if one.is_corrupt and one.step not in unreadable}
 
     def unreadable(self) -> list[Fault]:
-        """Return the faults of snapshots and stores that some rank cannot read, each once, newest first."""
+        """Return the faults of what a rank cannot read on disk, each fault once, newest first.
+
+        This is a single snapshot, or the whole folder. What cannot be read may be valid.
+        """
         faults = {fault for view in self.views for fault in view.faults if not fault.is_corrupt}
         return sorted(faults, reverse=True)
 
@@ -304,11 +313,11 @@ def find_latest(
 ) -> Found:
     """Find, for all ranks, the newest valid snapshot on disk or in memory that passes `check`. Collective.
 
-    The first worker of each node reads. In a restart all snapshots in memory count, because those on disk may
-    be lost with a node. In a job's first generation (before any restart), a snapshot in memory counts only if
-    the newest step on disk when it was saved, `after`, is not past the newest step on any disk now, valid or
-    not: a user who deletes snapshots wants to go back. Raises UserError for a snapshot with an unknown schema
-    version.
+    The first worker of each node reads `disk` and `memory`. If this is a restart, all snapshots in memory
+    count, because those on disk may be lost with a node. In a job's first generation (before any restart), a
+    snapshot in memory counts only if some disk still has a snapshot, valid or not, at least as new as the
+    newest one when the snapshot in memory was saved (its field `after`): a user who deletes snapshots on disk
+    wants to go back to an earlier step. For `check`, `rows_of` and UserErrors see `Reader`.
     """
     stores = [disk, *memory] if context.launch.local_rank == 0 else []
     reader = Reader(stores, check, rows_of, context.rank)
@@ -330,9 +339,9 @@ def load_latest(
 ) -> Manifest | None:
     """Copy the newest valid snapshot that any rank sees into `tensors`, on all ranks; return its manifest.
 
-    It is for a training loop of your own in which each rank has the whole state, `tensors`, in float32.
-    Returns None if there is no snapshot. All ranks raise UserError if `tensors` are not float32, if they are
-    not the tensors of the snapshot, or if there are only snapshots that are not valid. Collective.
+    Use this in a training loop of your own in which each rank has the whole state, `tensors`, in float32.
+    Returns None if there is no snapshot. All ranks raise UserError if `tensors` are not float32, if their
+    names or shapes differ from those in the snapshot, or if no snapshot is valid. Collective.
     """
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float32:
@@ -359,10 +368,10 @@ def load_latest(
 def assemble(
     reader: Reader, parts: Sequence[Offer], whole: Offer, context: DistributedContext
 ) -> tuple[StoredState, str]:
-    """Return the state that consists of the chosen parts, and where it is. No tensor is read yet. Collective.
+    """Return the state that consists of the chosen parts, and the folder or URL from which `whole` is read.
 
-    `parts` are sorted by the rank whose rows they hold. The tensors that are not sharded will be read from
-    `whole`; the path or URL of its store is returned.
+    No tensor is read yet. `parts` are sorted by the rank whose rows they hold. The tensors that are not
+    sharded will be read from the offer `whole`. Collective.
     """
     content = None
     if whole.reader == context.rank:

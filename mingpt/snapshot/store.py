@@ -2,13 +2,14 @@
 
 `step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state,
 `step_00001200.tokenizer` the tokenizer, and `step_00001200.json`, the manifest, describes these files. The
-manifest is written last, after all files are on disk: **a snapshot exists when its manifest exists and the
-manifest's checksums match.** Until then an empty file `partial-step_00001200` marks the files of this step as
-an unfinished save. The name of a file that is being written begins with `partial-`, too. No pickle is ever
-loaded.
+manifest is written last, after all other files are on disk: **a snapshot exists when its manifest exists and
+the manifest's checksums match.** Until then an empty file `partial-step_00001200` marks the files of this
+step as an unfinished save. While any file is being written, its name also begins with `partial-`. No pickle
+is ever loaded.
 
-`verify` and `read` check all bytes, in pieces: against the SHA-256 in the manifest, and for finite numbers.
-`open` checks only manifest, sizes and headers. `quarantine` renames a snapshot that must not be used.
+`verify` and `read` check all bytes: each file must have the SHA-256 in the manifest, and all numbers must be
+finite. `open` checks only the manifest, and the files' sizes and headers. `quarantine` renames the files of a
+snapshot that must not be used.
 """
 
 import contextlib
@@ -61,13 +62,14 @@ def verify_file(file: StoredFile, sha256: str, step: int) -> None:
     """Read a file once and check all its bytes. Raises CorruptSnapshot, or UnreadableSnapshot.
 
     The file must have this SHA-256 (hex), all numbers must be finite, and the optimizer must have counted at
-    most `step` updates (fewer if the run has changed its optimizer). A thread hashes each piece of at most 16
-    MiB while its numbers are checked and the next piece is read. Two pieces are in memory at a time.
+    most `step` updates (fewer if the run has changed its optimizer or skipped updates). The file is read in
+    pieces of at most 16 MiB: a thread hashes a piece while the numbers of this piece are checked and the next
+    piece is read. Two pieces are in memory at a time.
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
     for name, begin in file.begins.items():
-        if begin % file.specs[name].dtype.itemsize:  # a piece might begin within a number
+        if begin % file.specs[name].dtype.itemsize:  # then a piece might begin within a number
             raise wrong(name, "its numbers are not aligned")
     buffers = [torch.empty(min(PIECE_BYTES, file.size), dtype=torch.uint8) for _ in range(2)]
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -151,17 +153,21 @@ class SnapshotStore(FileStore):
     """Reads and writes the snapshots at `url`; the constructor's arguments are those of FileStore."""
 
     def steps(self, kind: str = "json") -> list[int]:
-        """Return the steps with a manifest, or with any other file (`kind` "safetensors"), newest first."""
+        """Return the steps that have a manifest, newest first.
+
+        With `kind` "safetensors", return the steps that have any other file of a snapshot.
+        """
         return steps_in(self.names(), kind)
 
     def has_manifest(self, step: int) -> bool:
-        """Return whether the step has a manifest, even if a listing of the folder is out of date."""
+        """Return whether `step` has a manifest. Asks for that file, because a listing may be out of date."""
         return bool(self.files.exists(self.path(file_name(step, "json"))))
 
     def losses_of(self, steps: Sequence[int]) -> list[tuple[float, int]]:
-        """Return (validation loss, step) for each of `steps` whose manifest has a loss of that very step.
+        """Return (validation loss, step) for each of `steps` whose manifest has the loss at that step.
 
-        A manifest is read only once. If it cannot be used, that is logged, and the step is left out.
+        Each manifest is read only once. If a manifest cannot be read or used, that is logged, and its step is
+        left out.
         """
         for step in {*steps} - self.losses.keys() - self.unreadable.keys():
             try:
@@ -178,8 +184,8 @@ class SnapshotStore(FileStore):
     def prepare(self) -> None:
         """Create the folder and remove unfinished files. Raises UserError if the folder cannot be written to.
 
-        Only the holder of the claim (the right to write there) may call it, else ClaimLost is raised. A full
-        disk is only logged, because there may be room again by the time of a save.
+        Call this only while the job holds the claim (the right to write there); otherwise ClaimLost is
+        raised. A full disk is only logged, because there may be room again by the time of a save.
         """
         try:
             self.make_ready()
@@ -212,11 +218,11 @@ class SnapshotStore(FileStore):
         self.is_ready = True
 
     def begin(self, step: int) -> bool:
-        """Prepare to save a step; return whether it already has a manifest. Only one rank calls it.
+        """Prepare to save `step`; return whether the step already has a manifest. Call this on one rank only.
 
-        If it has, the save writes the same state over each file, so that the snapshot stays valid. Otherwise
-        the step is marked as unfinished, and files of an earlier attempt are removed. Raises the errors of
-        `write_stream`.
+        If the step has a manifest, the save writes the same state over each file, so that the snapshot stays
+        valid. Otherwise the step is marked as unfinished, and files of an earlier attempt are removed. Raises
+        the errors of `write_stream`.
         """
         self.check_claim()
         if not self.is_ready:
@@ -228,15 +234,16 @@ class SnapshotStore(FileStore):
         return is_complete
 
     def write_file(self, layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
-        """Write a tensor file from `chunks`, header included, durable on return; return its record.
+        """Write a tensor file from `chunks`, which include the header; return the file's record.
 
-        Raises the errors of `write_stream`. The file belongs to no snapshot until `commit`.
+        The file is durable on return, but belongs to no snapshot until `commit` is called. Raises the errors
+        of `write_stream`.
         """
         sha256 = self.write_stream(layout.name, chunks, layout.size)
         return FileRecord(name=layout.name, sha256=sha256, bytes=layout.size)
 
     def write_tokenizer(self, step: int, content: bytes) -> FileRecord:
-        """Write a step's tokenizer file as `write_file` writes tensors; return its record."""
+        """Write the tokenizer file of `step`, as `write_file` writes a tensor file; return its record."""
         name = file_name(step, TOKENIZER)
         sha256 = self.write_stream(name, [memoryview(content)], len(content))
         return FileRecord(name=name, sha256=sha256, bytes=len(content))
@@ -244,7 +251,7 @@ class SnapshotStore(FileStore):
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, which makes the files of its step a snapshot; it is durable on return.
 
-        Raises UserError if the manifest would be too large, else the errors of `write_stream`.
+        Raises UserError if the manifest would be too large, and the errors of `write_stream`.
         """
         step = manifest.step
         self.write_atomic(file_name(step, "json"), encode_manifest(manifest))
@@ -256,7 +263,7 @@ class SnapshotStore(FileStore):
             log.info(f"{unfinished_name(step)} is left in {self.url} ({reason_of(error)})")
 
     def remove(self, step: int) -> None:
-        """Delete a snapshot or an unfinished save, the manifest first.
+        """Delete the files of `step`, a snapshot or an unfinished save, the manifest first.
 
         Raises ClaimLost, OSError or an error of fsspec's driver.
         """
@@ -265,7 +272,7 @@ class SnapshotStore(FileStore):
         self.remove_file(unfinished_name(step))
 
     def remove_files(self, step: int) -> None:
-        """Remove the files of a step. The manifest's removal is durable before other files are removed."""
+        """Remove the files of `step`. The manifest's removal is durable before other files are removed."""
         self.remove_file(file_name(step, "json"))
         self.fsync_folder()
         for name in files_of(self.names(), step):
@@ -273,7 +280,10 @@ class SnapshotStore(FileStore):
         self.fsync_folder()
 
     def discard(self, step: int) -> None:
-        """Remove the files of a failed save, to free their space. Raises nothing."""
+        """Remove the files of a failed save of `step`, to free their space.
+
+        Never raises: a failure is only logged, and a lost claim is ignored.
+        """
         try:
             self.remove(step)
         except ClaimLost:
@@ -289,9 +299,9 @@ class SnapshotStore(FileStore):
     def read_manifest(self, step: int, prefix: str = "") -> Manifest:
         """Return the checked manifest of a step.
 
-        If the snapshot was set aside, `prefix` is what its files' names were given in front. Raises
+        If `quarantine` has renamed the snapshot's files, `prefix` is what it put before their names. Raises
         CorruptSnapshot if the manifest is missing or wrong, UnreadableSnapshot if it cannot be read, and
-        UserError for an unknown schema version.
+        UserError if its schema version is unknown.
         """
         file = self.file(f"{prefix}{file_name(step, 'json')}", "its manifest")
         size = file.size()
@@ -303,10 +313,10 @@ class SnapshotStore(FileStore):
         return manifest
 
     def open(self, step: int, check: Check = accept_all) -> Snapshot:
-        """Return a snapshot whose manifest, file sizes and headers are valid, and which `check` accepts.
+        """Return the snapshot of `step` after checks of its manifest, file sizes and headers, and by `check`.
 
-        No tensor is read. Raises the errors of `check` and of `read_manifest`, and CorruptSnapshot or
-        UnreadableSnapshot for the other files.
+        No tensor is read. Raises the errors of `check` and of `read_manifest`. Raises CorruptSnapshot or
+        UnreadableSnapshot if a different file of the snapshot is wrong or cannot be read.
         """
         manifest, files = self.read_manifest(step), []
         for record in manifest.files:
@@ -323,7 +333,7 @@ class SnapshotStore(FileStore):
         each.
         """
         files, digests, step = [], [], snapshot.manifest.step
-        # Without a configuration it is of a user's own loop, which may update more than once in a step.
+        # Without a configuration a user's own loop wrote it, which may update more than once in a step.
         most_updates = step if "config" in snapshot.manifest.model_fields_set else sys.maxsize
         for file, record in zip(snapshot.files, snapshot.manifest.files, strict=True):
             if not weights_only or record.name != file_name(step, KINDS[1]):
@@ -334,13 +344,16 @@ class SnapshotStore(FileStore):
                 pass  # raises the error of a file's check
 
     def read(self, step: int, check: Check = accept_all, weights_only: bool = False) -> Snapshot:
-        """Open and verify a snapshot, and return it; for arguments and errors see `open` and `verify`."""
+        """Open and verify the snapshot of `step`, and return it.
+
+        For the arguments and the errors see `open` and `verify`.
+        """
         snapshot = self.open(step, check)
         self.verify(snapshot, weights_only)
         return snapshot
 
     def quarantine(self, step: int, reason: str, kind: str = "damaged") -> None:
-        """Rename a snapshot's files to <kind>-<number>-<name>, so that none is used; log the reason."""
+        """Rename a snapshot's files to <kind>-<number>-<name>, so that no run uses them; log the reason."""
         names, number = self.names(), 1
         while any(name.startswith(f"{kind}-{number}-step_{step:08d}") for name in names):
             number += 1
@@ -357,7 +370,7 @@ class SnapshotStore(FileStore):
 def unfinished_steps(names: Iterable[str]) -> list[int]:
     """Return the steps that files in `names` mark as unfinished saves.
 
-    Such a save may be complete all the same, if a kill came before the mark was removed.
+    Such a save may be complete all the same, if the process was killed before it could remove the mark.
     """
     matches = (UNFINISHED.fullmatch(name) for name in names)
     return [int(match[1]) for match in matches if match]

@@ -1,13 +1,14 @@
 """Say which run is best, where runs begin to differ, and why: python -m mingpt compare RUN RUN [RUN ...]
 
-A RUN is a run folder, or a metrics.jsonl that was copied from one. The snapshots of a run may also lie at its
-snapshot.path. Prints a row for each run, and draws the losses of all runs into one picture, compare.png in
-the working directory, which is replaced if it is there. Compares each run with the first, and prints which
-one has the lower validation loss at the last step that both have evaluated; the settings, data and versions
-that differ, with * if they can change the result; the first value of each metric that differs; the tensors
-that differ in the newest snapshots of the same step; what is not compared; and, last, the finding. Exit code
-0: what was compared has the same bits; 1: it differs; 2: a run is missing or cannot be read, or two runs have
-nothing in common.
+A RUN is a run folder, or a metrics.jsonl that was copied from one. The snapshots of a run may also lie at the
+run's snapshot.path. The command prints a row for each run, and draws the losses of all runs into one picture,
+compare.png in the working directory; an earlier compare.png is replaced. Then it compares each run with the
+first run, and prints which of the two has the lower validation loss at the last step that both have
+evaluated; the settings, data and versions that differ, with * if they can change the result; for each metric
+that differs, the first values that differ; how many tensors differ in the snapshots of the newest step of
+which both runs have one; what is not compared; and, last, the finding. Exit code 0: all that was compared has
+the same bits; 1: something differs; 2: a run is missing or cannot be read, or two runs have no step in
+common.
 """
 
 import math
@@ -29,8 +30,8 @@ from mingpt.report.plot import draw_curves, read_curves, to_png
 from mingpt.snapshot import Snapshot, SnapshotStore
 from mingpt.snapshot.lookup import possible_places
 
-TIMINGS = ("_s", "mfu")  # ends of names
-# Facts that only change the rounding; the parallelism does so only under trainer.reduction=fast.
+TIMINGS = ("_s", "mfu")  # ends of the names of metrics that measure time, which are not compared
+# Settings and versions that change only the rounding. PARALLELISM has more, for trainer.reduction=fast.
 NUMERICS = (
     "trainer.dtype",
     "trainer.compile",
@@ -42,10 +43,11 @@ NUMERICS = (
 PARALLELISM = ("workers", "trainer.parallel", "trainer.shard_optimizer")
 # With dropout, these also change which activations are dropped.
 MASKS = ("trainer.micro_batch_size", "trainer.compile", "software.compiled", "software.device_type")
-# The stages of a step, in which values arise; the one of step 0 is an evaluation.
+# The stages of a step in which metrics are computed, in the order of time. Step 0 has only an evaluation.
 FORWARD, BACKWARD, UPDATE, EVALUATION = range(4)
 STAGES = {"train/loss": FORWARD, "grad_norm": BACKWARD, "lr": UPDATE}
-# The stage of step 1 in which facts begin to act, by their first letters; all others act from step 0 on.
+# The stage of step 1 in which some facts begin to act, by the first letters of their names. All other facts
+# act from step 0 on.
 BEGIN = {
     "model.dropout": FORWARD,
     "trainer.batch_size": FORWARD,
@@ -54,18 +56,19 @@ BEGIN = {
 }
 AFTER_WARMUP = ("trainer.max_steps", "optimizer.schedule", "optimizer.min_lr_fraction")
 ROUNDING, OTHER = "rounding", "another computation"
-# Gradient norms in float32 differ by rounding if they differ by less than the first share of them for each
-# step since they were last seen equal; by more than the second one they do not, in bfloat16 either.
+# In float32, two gradient norms differ by rounding if the `share` by which they differ is less than
+# ROUNDING_SHARE for each step since they were last seen equal. If the share is more than OTHER_SHARE, they do
+# not differ by rounding, in bfloat16 either.
 ROUNDING_SHARE, OTHER_SHARE = 1e-4, 1e-2
 MAX_UNSEEN = 20  # steps without a record, after which rounding may have grown to any size
 HEADER = "  steps  val/loss  lowest  bits/byte  lowest  seconds         tokens  run"
 ROW = "{:7}{:10.3f}{:8.3f}{:11.3f}{:8.3f}{:9.0f}{:15,}  "
-Facts = Mapping[str, str]  # settings, data, tokenizer, software and workers of a run; empty if unknown
+Facts = Mapping[str, str]  # {name: value} of a run's settings, data, software and so on; {} if unknown
 Pair = tuple[float, float]
 
 
 class Run(NamedTuple):
-    """What a run's folder holds; `stores` has the places of its snapshots, by step."""
+    """What a run's folder holds. `stores` has, for each step with a snapshot, the store of that snapshot."""
 
     name: str
     folder: Path
@@ -76,7 +79,7 @@ class Run(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The lines on two runs. If `differences` is empty, what was compared has the same bits."""
+    """The lines to print on two runs. If `differences` is empty, what was compared has the same bits."""
 
     facts: Sequence[str]
     differences: Sequence[str]
@@ -85,9 +88,10 @@ class Comparison(NamedTuple):
 
 
 def read_run(name: str) -> Run:
-    """Read what there is of a local run, without its snapshots.
+    """Read a run on a disk of this machine, and where its snapshots are; do not read the snapshots.
 
-    Raises UserError if the run is missing, OSError if it cannot be read.
+    `name` is the path of a run folder or a metrics.jsonl. Raises UserError if the run is missing, and OSError
+    or UnreadableSnapshot if it cannot be read.
     """
     path = Path(name)
     if not path.exists():
@@ -99,7 +103,10 @@ def read_run(name: str) -> Run:
 
 
 def read_values(run: Run) -> dict[tuple[int, str], float]:
-    """Return {(step, metric): value} without integers and timings."""
+    """Return {(step, name of the metric): value} of a run.
+
+    Integers, values that are not finite, and metrics that measure time are left out.
+    """
     return {
         (record["step"], name): value
         for record in run.records
@@ -109,9 +116,11 @@ def read_values(run: Run) -> dict[tuple[int, str], float]:
 
 
 def read_facts(run: Run) -> dict[str, str]:
-    """Return the facts that config.yaml and run.json tell; none without both.
+    """Return {name: value} of a run's settings, data, tokenizer, software and numbers of workers.
 
-    Settings are those of the run's start; a later change of one is a fact of its own.
+    The values are from config.yaml and run.json; the result is empty if either file is missing, or if
+    run.json has no `inputs`. A setting has the value that it had at the run's start. Each later change of the
+    setting has a name of its own, such as "optimizer.lr after step 100".
     """
     config, inputs = run.folder / "config.yaml", run.history.get("inputs")
     if not inputs or not config.is_file():
@@ -129,18 +138,21 @@ def read_facts(run: Run) -> dict[str, str]:
 
 
 def affects_result(key: str) -> bool:
-    """Whether this fact can change the result, or the losses that are recorded."""
+    """Return whether the fact named `key` can change the result, or the losses that are recorded."""
     if key in settings():
         return settings()[key].affects_result or key == "trainer.eval_windows"
     return key != "workers"
 
 
 def can_act(key: str, facts: Sequence[Facts], moment: tuple[int, int]) -> bool:
-    """Whether a fact that differs can have acted at this step and stage, or before."""
+    """Return whether the fact named `key`, which differs, can have had an effect at `moment` or before.
+
+    `moment` is (step, stage). `facts` has the Facts of both runs.
+    """
     if key == "trainer.eval_windows":
         return moment[1] == EVALUATION
     if key == "trainer.on_nonfinite":
-        return False  # where it acts, the run that stops has no record
+        return False  # at the step where this setting acts, the run that stops has no record
     if " after step " in key:
         return int(key.rpartition(" ")[2]) < moment[0]
     if key in AFTER_WARMUP:
@@ -155,10 +167,11 @@ def share(pair: Pair) -> float:
 
 
 def classify(step: int, pair: Pair, steps: Sequence[int]) -> str:
-    """Tell rounding from another computation by the first gradient norms that differ.
+    """Return why two runs differ: ROUNDING, OTHER (another computation), or both joined if that is not clear.
 
-    `steps` are those with gradient norms of both runs. Rounding begins in the last digits and grows from step
-    to step; other samples or dropout masks change the norm at once.
+    `pair` has the gradient norms of both runs at `step`, the first step at which they differ; `steps` are all
+    steps with gradient norms of both runs. Rounding begins in the last digits and grows from step to step;
+    different samples or dropout masks change the norm at once.
     """
     unseen = step - max((equal for equal in steps if equal < step), default=0)
     if unseen <= MAX_UNSEEN:
@@ -172,7 +185,8 @@ def classify(step: int, pair: Pair, steps: Sequence[int]) -> str:
 def explain(able: Sequence[str], facts: Sequence[Facts], kind: str) -> str:
     """Return in words why two runs differ.
 
-    `able` has the facts that differ and can have acted; `kind` is what `classify` says.
+    `able` has the names of the facts that differ and can have had an effect (`can_act`), `facts` the Facts of
+    both runs; `kind` is what `classify` returned.
     """
     is_fast = "fast" in [known.get("trainer.reduction") for known in facts]
     has_dropout = any(float(known.get("model.dropout", 0)) for known in facts)
@@ -189,9 +203,9 @@ def explain(able: Sequence[str], facts: Sequence[Facts], kind: str) -> str:
 
 
 def compare_tensors(runs: Sequence[Run], step: int) -> Iterator[str]:
-    """Yield the name of each tensor that differs in the runs' snapshots of a step, and how.
+    """Yield a text for each tensor that differs between the two runs' snapshots of `step`: its name, and how.
 
-    Raises CorruptSnapshot, which names the run, if one of them has other bytes than were written.
+    Raises CorruptSnapshot, whose message names the run, if a snapshot has other bytes than were written.
     """
     opened = list[Snapshot]()
     for run in runs:
@@ -209,9 +223,10 @@ def compare_tensors(runs: Sequence[Run], step: int) -> Iterator[str]:
 
 
 def compare(one: Run, other: Run) -> Comparison:
-    """Compare two runs.
+    """Compare the metrics of two runs, and their snapshots of the newest step of which both have one.
 
-    Raises UserError if they have nothing in common, UnreadableSnapshot if a snapshot cannot be read.
+    Raises UserError if the runs have no record and no snapshot of the same step, and UnreadableSnapshot if a
+    snapshot cannot be read.
     """
     runs = (one, other)
     ours, theirs = map(read_values, runs)
@@ -219,7 +234,7 @@ def compare(one: Run, other: Run) -> Comparison:
     saved = max(one.stores.keys() & other.stores.keys(), default=None)
     if saved is None and not pairs:
         raise UserError(f"{one.name} and {other.name} have no record and no snapshot of the same step")
-    # Of several steps, the earliest is the last one put in.
+    # Later steps are put in first, so that the earliest step of each metric replaces them.
     first = {name: (step, (a, b)) for (step, name), (a, b) in reversed(pairs.items()) if a != b}
     differences = [
         f"{name} differs from step {step} on: {a:.8g} and {b:.8g}, by {share((a, b)):.0e} of it"
@@ -268,7 +283,7 @@ def compare(one: Run, other: Run) -> Comparison:
 
 
 def tabulate(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield a header and a row for each run, with "-" for what is not known."""
+    """Yield a header and a row for each run; "-" stands for a value that is not known."""
     yield HEADER
     for run in runs:
         steps, losses, bits, tokens = (
@@ -282,7 +297,7 @@ def tabulate(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def draw(runs: Sequence[Run], path: str) -> Iterator[str]:
-    """Draw the losses of all runs into a PNG and yield a line that names it, or says why there is none."""
+    """Draw the losses of all runs into a PNG at `path`; yield a line that names the PNG or an error."""
     try:
         curves = {run.name: read_curves(run.file) for run in runs}
         write_atomic(path, to_png("compare.png", draw_curves, curves))

@@ -2,10 +2,11 @@
 
     torchrun ... -m mingpt doctor [CONFIG.yaml] [section.key=value ...]     # started as the run is
 
-With the flags and settings of the run, it prints what each node has, the rate at which it receives data from
-each other node, and a sentence per fault. Exit code 0: no fault; 1: faults (torchrun does not restart the
-workers); 2: a mistake on the command line (torchrun itself exits with 1). train.py itself checks, when it
-starts, whether the workers' settings differ, and whether token shards and folders can be used.
+Start the doctor with the flags and settings of the run. It prints what each node has, the rate at which each
+node receives data from each other node, and a sentence for each fault. Exit code 0: no fault; 1: faults
+(torchrun does not restart the workers); 2: a mistake on the command line (torchrun itself exits with 1).
+train.py itself checks, when it starts, whether the workers' settings differ, and whether token shards and
+folders can be used.
 """
 
 import contextlib
@@ -32,14 +33,14 @@ from mingpt.distributed import Launch, ProcessExit
 from mingpt.distributed.exit import first_line
 from mingpt.distributed.rendezvous import Rendezvous
 
-Facts = dict[str, Any]  # what a worker has, as JSON; see find_facts
+Facts = dict[str, Any]  # {name: value} on one worker, which can be written as JSON; see find_facts
 MEET_S, FACTS_S, ANSWER_S = 20.0, 15.0, 60.0  # limits of the rendezvous, of finding facts, of an answer
 CONNECT_S, GROUP_S = 2.0, 8.0  # limits of a connection and of a collective
 LINK_S = 0.4  # for how long a link is measured
 CHUNK = bytes(1 << 20)
 SLOW = 0.25  # share of the usual rate below which a link is slow
 MAX_CLOCK_S = 1.0
-# {fact: what to do on a node where it is not as on most; "" if it may differ}
+# {name of a fact: what to do on a node where the fact differs from that of most nodes; "": it may differ}
 ADVICE = {
     "host": "",
     "device": "look at CUDA_VISIBLE_DEVICES and the driver, take equal nodes, or set trainer.device=cpu",
@@ -56,14 +57,14 @@ def main(arguments: Sequence[str]) -> NoReturn:
     process_exit = ProcessExit(launch)
     try:
         examine(launch, parse(settings))
-    except Exception as error:  # which a next generation would meet again
+    except Exception as error:  # the next generation would meet the same error
         what = NonRetryableError(f"worker {launch.rank} on {platform.node()}: {first_line(error)}")
         process_exit.exit_process(error if isinstance(error, (UserError, PeersMissing)) else what)
     process_exit.exit_process()
 
 
 def examine(launch: Launch, config: Config) -> None:
-    """Examine all workers, and print a report on the first rank that answers. Collective.
+    """Examine all workers; the lowest rank that answers prints a report. Collective.
 
     All ranks raise NonRetryableError if there are faults.
     """
@@ -86,16 +87,17 @@ def examine(launch: Launch, config: Config) -> None:
             textwrap.fill(line, 80, subsequent_indent="         ", break_on_hyphens=False)
             for line in [*rows, "", *(faults or ["no fault found"])]
         )
-    with contextlib.suppress(Exception):  # rank 0, which may host the store, has left
+    with contextlib.suppress(Exception):  # rank 0, which may host the store, may have left
         all_gather(store, launch, "done", True)
     if faults:
         raise NonRetryableError(f"faults found: {len(faults)}")
 
 
 def all_gather(store: Any, launch: Launch, name: str, value: Any, limit_s: float = ANSWER_S) -> list[Any]:
-    """Return the values of all ranks, by rank, None for one that does not answer in time. Collective.
+    """Return the values of all ranks, in the order of the ranks. Collective.
 
-    Values travel as JSON through `store`. Each `name` may be used only once. `limit_s` is in seconds.
+    The value is None for a rank that does not answer within `limit_s` seconds. Values travel as JSON through
+    `store`. Each `name` may be used only once.
     """
     store.set(f"{name}/{launch.rank}", json.dumps(value))
     values, deadline = [], time.monotonic() + limit_s
@@ -110,9 +112,9 @@ def all_gather(store: Any, launch: Launch, name: str, value: Any, limit_s: float
 
 
 def find_facts(launch: Launch, config: Config) -> Facts:
-    """Return facts about this worker, and start a ZeroServer, with which other nodes measure links.
+    """Return facts about this worker, and start a ZeroServer, by which other nodes measure their links to it.
 
-    The fact `port` is that of the server on the first worker of each node, and 0 on the others.
+    The fact `port` is the port of this server if the worker is the first one of its node, else 0.
     """
     from mingpt.distributed import device as devices
 
@@ -146,10 +148,10 @@ def find_facts(launch: Launch, config: Config) -> Facts:
 
 
 def find_addresses() -> dict[str, str]:
-    """Return {interface: IPv4 address} of this host, first the address at which gloo will listen.
+    """Return {interface: IPv4 address} of this host; the first is the address at which gloo will listen.
 
-    Gloo uses the interface that GLOO_SOCKET_IFNAME names; without this variable, the host's name, if it
-    resolves.
+    gloo listens on the interface that GLOO_SOCKET_IFNAME names. Without this variable, it listens at the
+    address of the host's name, or at 127.0.0.1 if that name does not resolve; the key is then "host name".
     """
     used, own, found = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], "127.0.0.1", {}
     with contextlib.suppress(OSError):  # not on Linux, or the name does not resolve
@@ -179,8 +181,9 @@ class ZeroServer(socketserver.ThreadingTCPServer):
 def receive_from_all(rank: int, workers: list[Facts]) -> list[tuple[int, str, float]]:
     """Measure the link from each other node; return (rank of the sender, problem, MB/s) for each.
 
-    The list is empty unless this is the first worker of its node. Nodes begin with different senders, so that
-    each receives from one node, and sends to one, at a time.
+    Only the first worker of a node measures; other workers return []. Problems are those of `receive_from`.
+    Each node begins with a different sender, so that at any time a node receives from one node and sends to
+    one node.
     """
     nodes = [number for number, there in enumerate(workers) if there["port"]]
     if rank not in nodes:
@@ -193,10 +196,11 @@ def receive_from_all(rank: int, workers: list[Facts]) -> list[tuple[int, str, fl
 
 
 def receive_from(there: Facts, own: Collection[str] = ()) -> tuple[str, float]:
-    """Measure the link from another node; return (problem, MB/s). The problem is "" if there is none.
+    """Measure the link from another node, whose facts are `there`; return (problem, MB/s).
 
-    `there` has the other node's facts. If the address at which gloo listens does not answer, its other
-    addresses are tried, but none that is in `own`, this node's addresses. The problem says what to do.
+    If the address at which gloo listens there does not answer, the other addresses of that node are tried,
+    except those that are also in `own`, the addresses of this node. The problem is a text that says what to
+    do; "" if there is no problem.
     """
     problem, first = "", next(iter(there["addresses"].values()))
     for interface, address in there["addresses"].items():
@@ -216,7 +220,7 @@ def receive_from(there: Facts, own: Collection[str] = ()) -> tuple[str, float]:
 
 
 def receive_mb_s(address: str, port: int) -> float:
-    """Return the rate, in MB/s, at which data arrive from a ZeroServer. Raises OSError if none arrive."""
+    """Return the rate, in MB/s, at which data arrive from a ZeroServer. Raises OSError if no data arrive."""
     buffer, received = bytearray(CHUNK), 0
     with socket.create_connection((address, port), CONNECT_S) as connection:
         began = time.monotonic()
@@ -226,9 +230,9 @@ def receive_mb_s(address: str, port: int) -> float:
 
 
 def try_backend(store: Any, launch: Launch, config: Config) -> str:
-    """Connect all workers by NCCL, or gloo on CPUs, as for training. Collective.
+    """Connect all workers by NCCL, or by gloo on CPUs, as for training. Collective.
 
-    Returns why that fails, or "".
+    Returns a text that says why this failed and what to do; "" if it worked.
     """
     from torch import distributed
 
@@ -253,10 +257,11 @@ def try_backend(store: Any, launch: Launch, config: Config) -> str:
 
 
 def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
-    """Return lines on the facts and the links, and a sentence per fault, which names the node and a way out.
+    """Return (lines on the facts and the links, a sentence for each fault: which node has it, and a way out).
 
-    `answers` are the workers' facts by rank, None for a worker that did not answer. A fact that differs from
-    that of most nodes is a fault. If equally many nodes have two values, that of the lowest rank is right.
+    `answers` has the facts of each worker, in the order of the ranks; None for a worker that did not answer.
+    A value that differs from that of most nodes is a fault, if ADVICE has advice on the fact. If two values
+    are equally frequent, the one that the lower rank has counts as right.
     """
     workers = [there for there in answers if there is not None]
     rows, first = [], workers[0]
@@ -302,7 +307,7 @@ def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
 
 
 def group(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Group pairs (node, value) by value; return {value: the nodes that have it, each once}."""
+    """Group pairs (node, value) by value; return {value: the nodes that have this value, each once}."""
     found: dict[str, list[str]] = {}
     for node, value in dict.fromkeys(pairs):
         found.setdefault(value, []).append(node)

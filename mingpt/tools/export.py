@@ -1,7 +1,8 @@
 """Write a run's newest or best snapshot in Hugging Face's format: python -m mingpt export RUN OUT_DIR.
 
-RUN is a run such as out/default, by path or URL. `model.arch: gpt2` becomes GPT2LMHeadModel of transformers,
-`modern` NanoChatForCausalLM. OUT_DIR appears whole or not at all.
+RUN is the path or URL of a run, such as out/default. A model with `model.arch: gpt2` becomes a
+GPT2LMHeadModel of transformers, a model with `modern` a NanoChatForCausalLM. The folder OUT_DIR appears whole
+or not at all.
 """
 
 import json
@@ -86,8 +87,8 @@ print(model.generate(torch.tensor([[0]]), max_new_tokens=min({tokens}, room))[0]
 ```
 
 There is no tokenizer here: the run had none, or one that no `tokenizer.json` can describe."""
-EXAMPLE_TOKENS = 200  # at most
-# The settings that the weights' shapes depend on: a run that takes them over may have other defaults.
+EXAMPLE_TOKENS = 200  # the most tokens that the card's example generates
+# The settings on which the weights' shapes depend. The card gives them, because defaults may be different.
 MODEL_SETTINGS = ("model.arch", "model.n_layer", "model.n_head", "model.n_embd", "data.block_size")
 NAMES = {
     "train/loss": "training loss, nats per token",
@@ -100,8 +101,8 @@ def model_card(manifest: Manifest, architecture: str, parameters: int, prompt: s
     """Return the model card, as Markdown, of the snapshot with this manifest.
 
     `architecture` is the name of the model class in transformers. `parameters` is the number of parameters;
-    a matrix that is used twice counts once. `prompt` is the text that the example continues, None if there is
-    no tokenizer.json.
+    a matrix that is used twice counts once. `prompt` is the text that the card's example continues; None if
+    there is no tokenizer.json.
     """
     given, software = flatten(dict(manifest.config)), manifest.software.model_dump(exclude_unset=True)
     figures: dict[str, Any] = {
@@ -135,7 +136,7 @@ def model_card(manifest: Manifest, architecture: str, parameters: int, prompt: s
 
 
 def quoted(text: str) -> str:
-    """Return text as code for a cell of a Markdown table: on one line, without the credentials in URLs."""
+    """Return `text` as code for a cell of a Markdown table: on one line, with credentials in URLs hidden."""
     plain = " ".join(redact(text).split())
     return "`" + plain.replace("`", "'").replace("|", "\\|") + "`"
 
@@ -152,11 +153,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def export(run: str, out: str, best: bool = False) -> str:
-    """Write a snapshot, or a run's newest or best one, to the folder `out` in Hugging Face's format.
+    """Write a snapshot to the folder `out` in Hugging Face's format.
 
-    `run` is a path or URL. Returns a line that says what was written, and a second line if no tokenizer was.
-    The folder appears under its name once all files are on disk. Raises UserError if `out` is a URL, not
-    empty or not writable, if there is no usable snapshot, or if transformers is missing.
+    `run` is the path or URL of a snapshot, or of a run: then the newest snapshot is written, or with `best`
+    the one with the lowest validation loss. Returns a line that says what was written, and a second line if
+    no tokenizer was written. The folder gets its name once all files are on disk. Raises UserError if `out`
+    is a URL, is not empty or cannot be written, if no snapshot can be used, or if transformers is missing.
     """
     if "://" in out:
         raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")
@@ -182,7 +184,10 @@ def export(run: str, out: str, best: bool = False) -> str:
 
 
 def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -> str:
-    """Write model, model card and, if possible, tokenizer; return the model class's name in transformers."""
+    """Write model and model card to `folder`; return the name of the model class in transformers.
+
+    If a tokenizer.json can describe the tokenizer, it is written, too.
+    """
     config, tensors = snapshot.config, snapshot.tensors("model.")
     parameters = sum(tensor.numel() for tensor in tensors.values())
     content = tokenizer.to_tokenizer_json() if tokenizer else None
@@ -202,7 +207,7 @@ def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -
 def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: int | None) -> str:
     """Write config.json, generation_config.json and model.safetensors; return the model class's name.
 
-    `end` is the id of the end-of-text token, if there is one.
+    `end` is the id of the end-of-text token; None if there is no such token.
     """
     kind, transformers = convertible(config.model.arch).hf_model_type, import_transformers()
     vocab_size, block_size = len(tensors["wte.weight"]), config.data.block_size
@@ -222,7 +227,8 @@ def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: in
 def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[str, Any]:
     """Return the fields of tokenizer_config.json for a tokenizer.json with this content.
 
-    `end` is the id of its end-of-text token, if it has one.
+    `block_size` is the number of tokens that the model can read. `end` is the id of the end-of-text token;
+    None if there is no such token.
     """
     added = {one["id"]: one["content"] for one in json.loads(content).get("added_tokens") or []}
     return {

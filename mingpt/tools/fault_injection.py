@@ -1,9 +1,9 @@
-"""Train as a worker of train.py does, and kill this process when `mingpt verify` has planned it.
+"""Train as a worker of train.py does, and kill this process at the moments that `mingpt verify` has planned.
 
     python -m mingpt.tools.fault_injection FOLDER section.key=value ...
 
 FOLDER/kills.json is a list with the fields of each Kill. Each kill is done once, in the order of the list;
-just before it, a file is created at the path that `marker` returns.
+just before a kill, a file is created at the path that `marker` returns.
 """
 
 import functools
@@ -27,9 +27,9 @@ PHASE_OF = {"batch": "forward", "reduction_start": "reduction", "evaluation_star
 class Kill(NamedTuple):
     """A planned SIGKILL of worker `rank`, in `phase` of the first step from `step` on that has this phase.
 
-    `rank` is taken modulo the number of workers; in the phase save it is rank 0, which writes. `step` is
-    ignored in the phase start-up. After the kill the job goes on with `next_workers` workers and
-    `next_strategy`, a key of verify.STRATEGIES.
+    `phase` is one of verify.PHASES. `rank` is taken modulo the number of workers; in the phase save, rank 0
+    is killed instead, because rank 0 writes. In the phase start-up, `step` is ignored. After the kill the job
+    goes on with `next_workers` workers and `next_strategy`, a key of verify.STRATEGIES.
     """
 
     phase: str
@@ -57,9 +57,9 @@ class FaultInjector:
             events.subscribe(name, functools.partial(self.kill_if_due, phase))
 
     def kill_if_due(self, phase: str, **_: Any) -> None:
-        """Kill this process if the next kill of the plan is for `phase`, this rank, and this step or earlier.
+        """Kill this process if the plan's next kill is for `phase`, this rank, and this or an earlier step.
 
-        Before that, create the file that marks the kill as done.
+        Just before, create the file that marks the kill as done.
         """
         for number, kill in enumerate(self.kills):
             if marker(self.folder, number).exists():
@@ -89,7 +89,7 @@ class FaultInjector:
 def run_worker(folder: Path, argv: list[str]) -> None:
     """Train as a worker of train.py does, with the kills in `folder`/kills.json, and exit this process.
 
-    `argv` has settings, section.key=value.
+    `argv` has the settings, each as section.key=value.
     """
     FaultInjector(folder)
     with Worker() as worker:

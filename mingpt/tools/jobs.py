@@ -12,7 +12,7 @@ ROOT = PROJECT
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return an environment in which to start an independent job: a copy of this process's, and `more`.
+    """Return the environment for an independent job: a copy of this process's environment, and `more`.
 
     OMP_NUM_THREADS, RANK, WORLD_SIZE, LOCAL_RANK, TORCHELASTIC_* and MINGPT_* are not copied.
     """
@@ -23,7 +23,8 @@ def clean_environment(**more: str) -> dict[str, str]:
 def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ()) -> list[str]:
     """Return a torchrun command that starts `workers` ranks per node; the caller appends the program.
 
-    `options` are torchrun's; by default they do what `--standalone` does, without resolving this host's name.
+    `options` are options of torchrun. By default they do what `--standalone` does, but do not resolve this
+    host's name.
     """
     address = loopback_address()
     one_node = (

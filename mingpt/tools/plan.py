@@ -1,12 +1,12 @@
-"""Estimate the memory that a worker of a run needs, by strategy, and say which strategy fits.
+"""Estimate the memory that a worker of a run needs with each strategy, and say which strategy fits.
 
     python -m mingpt plan [CONFIG.yaml] [section.key=value ...] [--workers N] [--gpu_memory 80GB]
 
 Nothing is trained. The bytes of weights, optimizer, gradients and snapshots are exact; those of activations
 follow equation 2 of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
 The total is right to within a third. With --gpu_memory, which trainer.device=cuda requires, each worker has a
-GPU; else all workers share this machine's memory. data.vocab_size=N plans without the data. The exit code is
-0, also if no strategy fits, and 2 for a mistake.
+GPU; else all workers share this machine's memory. With data.vocab_size=N the data are not read. The exit code
+is 0, also if no strategy fits, and 2 for a mistake.
 """
 
 import math
@@ -39,9 +39,10 @@ STRATEGIES = [
     "trainer.parallel=fsdp",
     "trainer.parallel=fsdp trainer.recompute=block",
 ]
-# On CPUs, by benchmarks/plan.py: Python and what it imports; and with text, pictures and kernels' buffers.
+# On CPUs, measured by benchmarks/plan.py: of Python and what it imports; and of the process, which also has
+# text, pictures and the kernels' buffers.
 LIBRARY_BYTES, PROCESS_BYTES = 280e6, 360e6
-CUDA_BYTES = 1e9  # of a context, not measured
+CUDA_BYTES = 1e9  # of a CUDA context, not measured
 FRAGMENTED = 1.5  # glibc keeps freed memory that lies between activations; torch's CUDA allocator reuses it
 
 
@@ -51,10 +52,11 @@ def nbytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, element: int) -> dict[str, float]:
-    """Return the bytes of memory that worker 0 needs at its peak, by purpose, and their total.
+    """Return the bytes of memory that worker 0 needs at its peak, {purpose: bytes}, with their "total".
 
-    Worker 0 needs the most, because it writes snapshots; if it has a GPU, the snapshots' copies are in the
-    host's memory, which the total leaves out. `element` is the bytes per number in matrix products.
+    Worker 0 needs the most, because it writes snapshots. Unless `on_cpu`, each worker has a GPU, and the
+    copies of snapshots are in the host's memory, which the total leaves out. `element` is the number of bytes
+    of a number in matrix products.
     """
     trainer = config.trainer
     shapes = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
@@ -66,7 +68,8 @@ def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, elemen
         root = whole - config.model.n_layer * block
         gathered = root + block * (2 if trainer.fsdp_reshard else config.model.n_layer)
         exchanged = gathered / (2 if trainer.fsdp_param_dtype else 1) + 3 * (root + block)
-        sums = max(first.bit_count() for first in range(0, count, workers))  # of the rounds before
+        # How many partial sums a rank holds after the rounds (a micro-batch on each rank) before this one.
+        sums = max(first.bit_count() for first in range(0, count, workers))
     else:
         shares = [range(rank * count // workers, (rank + 1) * count // workers) for rank in range(workers)]
         sums = max(len(cover(range(share.start, last), count)) for share in shares for last in share)
@@ -92,8 +95,8 @@ def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, elemen
 def activations(config: Config, vocab_size: int, on_cpu: bool, element: int) -> float:
     """Return the bytes that a micro-batch's forward pass keeps, with the logits and their gradients.
 
-    The source is equation 2 of Korthikanti et al. 2022, but with `attention_bytes`, which knows the kernels
-    used here, in place of its term for attention, 5 a s / h.
+    The source is equation 2 of Korthikanti et al. 2022. But its term for attention, 5 a s / h, is replaced by
+    `attention_bytes`, which knows the kernels that are used here. `element` is as in `estimate`.
     """
     model, length = config.model, config.data.block_size
     tokens = config.trainer.micro_batch_size * length
@@ -108,7 +111,10 @@ def activations(config: Config, vocab_size: int, on_cpu: bool, element: int) -> 
 
 
 def render(config: Config, vocab_size: int, workers: int, limit: float, on_cpu: bool) -> list[str]:
-    """Return the lines to print: bytes of memory by strategy, and the first strategy that fits `limit`."""
+    """Return the lines to print: memory with each strategy, and the first strategy that fits.
+
+    A strategy fits if it needs at most `limit` bytes for worker 0.
+    """
     element = 2  # of bfloat16 or float16
     if on_cpu or config.trainer.dtype != "auto":
         element = resolve_dtype(config.trainer.dtype, torch.device("cpu")).itemsize
@@ -132,7 +138,7 @@ def render(config: Config, vocab_size: int, workers: int, limit: float, on_cpu: 
 
 
 def spelled(size: float) -> str:
-    """Return a number of bytes as text with two digits and a suitable unit, such as "1.5 GB"."""
+    """Return `size`, in bytes, as text with two digits and a suitable unit, such as "1.5 GB"."""
     return ByteSize(float(f"{size:.2g}")).human_readable(decimal=True, separator=" ").replace(".0 ", " ")
 
 
@@ -143,7 +149,11 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def find_vocab_size(config: Config) -> int:
-    """Return the vocabulary size of the data's tokenizer. Raises UserError if it cannot be found."""
+    """Return the vocabulary size of the data's tokenizer; if need be, train the tokenizer for this.
+
+    Raises UserError if the data or the tokenizer cannot be used, or if the tokenizer is that of
+    snapshot.init_from.
+    """
     if config.snapshot.init_from and config.data.tokenizer == "auto":
         raise UserError("with snapshot.init_from a plan needs the weights' vocabulary: set data.vocab_size=N")
     data, name = open_data(config.data), config.data.tokenizer

@@ -3,17 +3,18 @@
     python -m mingpt prepare TEXT_OR_URL... --out DIR [--tokenizer char|bpe|gpt2|PATH] [...]
 
 A file is text (UTF-8, one document), .jsonl (a document per line, under "text") or .parquet (a document per
-row of the column "text"; needs pyarrow). It is given by path, pattern ('data/*.jsonl') or URL, and may be
-compressed, with a name that ends with .gz, for example. Memory grows with the longest document: a text file
-is read whole.
+row of the column "text"; needs pyarrow). A file is given by its path, a pattern ('data/*.jsonl') or its URL.
+It may be compressed; its name then ends with .gz, for example. Memory grows with the longest document, and a
+text file is one document.
 
-DIR, which is new or empty, gets train_00000.bin, ..., val_00000.bin, ... in llm.c's format, tokenizer.json
-and, last, meta.json. The validation part is the last documents, by count of bytes, or the last characters of
-a single document. If the tokenizer has an end-of-text token, one follows each document; a text that contains
-the name of this token is encoded as plain text. If the command was killed, remove DIR and start it again.
+DIR must be new or empty. The command writes train_00000.bin, ..., val_00000.bin, ... in llm.c's format there,
+tokenizer.json and, last, meta.json. The validation part is a share of the text, counted in bytes: the last
+documents, or the last characters of a single document. If the tokenizer has an end-of-text token, this token
+follows each document; where a text contains the token's name, the name is encoded as plain text. If the
+command was killed, remove DIR and start the command again.
 
 `--tokenizer bpe` trains a byte-level BPE, like GPT-2's, on the first 200 MB of the training part, or on less
-if these have more than 4 MB of distinct words.
+if the first 200 MB have more than 4 MB of distinct words.
 """
 
 import hashlib
@@ -48,7 +49,7 @@ from mingpt.data.shards import FORMATS, HEADER_BYTES, UINT16, UINT32, read_meta
 from mingpt.data.source import KINDS, readable, suffix_of
 from mingpt.data.tokenizers import bytes_of_token
 
-BATCH_CHARACTERS = 1 << 19  # encoded at once; `tokenizers` needs about 100 bytes for a token meanwhile
+BATCH_CHARACTERS = 1 << 19  # encoded at once; while it encodes, `tokenizers` needs about 100 bytes per token
 MAX_PENDING = 3  # batches that are read ahead
 SAMPLE_BYTES = 200_000_000
 SAMPLE_WORD_BYTES = 4_000_000  # of distinct words: training needs about 120 bytes of memory for each
@@ -63,9 +64,10 @@ UNFINISHED = '{"format": 1, "complete": false}\n'  # in meta.json until all othe
 
 
 def find_files(names: Sequence[str]) -> list[Any]:
-    """Return an fsspec OpenFile for each path or URL, and, sorted, for each file that a pattern matches.
+    """Return an fsspec OpenFile for each file that `names` (paths, URLs and patterns) stand for.
 
-    Raises UserError if a name matches no file.
+    The files are in the order of `names`; files that match the same pattern are sorted by their names. Raises
+    UserError if a pattern matches no file.
     """
     found = list[Any]()
     for name in names:
@@ -82,7 +84,11 @@ def find_files(names: Sequence[str]) -> list[Any]:
 
 
 def read(file: Any) -> Iterator[str]:
-    """Yield the documents of a file. A document that is not UTF-8 text raises UserError, with its place."""
+    """Yield the documents of a file.
+
+    Raises UserError if the file cannot be read, or if a document is not UTF-8 text; the message names its
+    place.
+    """
     path = file.path if isinstance(file.fs, LocalFileSystem) else file.full_name
     kind = KINDS.get(suffix_of(path))
     with readable(path), file as raw:
@@ -108,10 +114,11 @@ def read_parquet(stream: io.BufferedReader) -> Iterator[dict[str, Any]]:
 def split(
     files: Sequence[Any], sizes: np.ndarray, val_fraction: float
 ) -> tuple[Iterator[str], Iterator[str]]:
-    """Return iterators over the documents for training and for validation, to be read in this order.
+    """Return (iterator over the documents for training, iterator over those for validation).
 
-    The documents have `sizes` bytes. Those that begin in the last `val_fraction` of all bytes, and the last
-    one, are for validation; the first one never is. A single document is cut by its characters.
+    Read the first one to its end before the second. `sizes` has the bytes of each document. Documents that
+    begin in the last `val_fraction` of all bytes are for validation; the last document always is, the first
+    never. If there is a single document, its last `val_fraction` of characters is for validation.
     """
     texts = chain.from_iterable(map(read, files))
     if len(sizes) == 1:
@@ -124,9 +131,10 @@ def split(
 
 
 def progress(what: str, total: int | None = None) -> "tqdm[Never]":
-    """Return a progress bar on stderr that counts bytes of text. In a file it writes a line every 30 s.
+    """Return a progress bar on stderr that counts bytes of text.
 
-    TQDM_DISABLE does not disable it, because its count is used for `val_bytes`.
+    If stderr is not a terminal, the bar is written every 30 s. TQDM_DISABLE does not disable the bar, because
+    `prepare` uses its count.
     """
     pause_s = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(
@@ -143,9 +151,9 @@ def progress(what: str, total: int | None = None) -> "tqdm[Never]":
 
 
 def measure(files: Sequence[Any], wants_alphabet: bool) -> tuple[np.ndarray, set[str]]:
-    """Return the bytes of each document, (documents,) int64, and the set of characters, if wanted.
+    """Return the bytes of each document, (documents,) int64, and the set of all characters in the documents.
 
-    Raises UserError if there is no text.
+    The set is empty unless `wants_alphabet`. Raises UserError if there is no text.
     """
     sizes, alphabet = array("q"), set[str]()
     with progress("counting") as bar:
@@ -160,11 +168,11 @@ def measure(files: Sequence[Any], wants_alphabet: bool) -> tuple[np.ndarray, set
 
 
 def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
-    """Return the tokenizer.json of a byte-level BPE, like GPT-2's, trained on the first part of the texts.
+    """Return the tokenizer.json of a byte-level BPE, like GPT-2's, trained on the texts that `sample` takes.
 
-    It has `vocab_size` tokens: the bytes, the merges, and end-of-text as the last one; fewer if the text has
-    too few pairs to merge. The same text gives the same content, whatever the number of cores. For training,
-    words of more than 256 characters are cut.
+    The tokenizer has `vocab_size` tokens: the 256 bytes, the merges and, last, end-of-text. It has fewer if
+    the texts have too few pairs to merge. The same texts give the same tokenizer.json on any number of cores.
+    In training, but not in encoding, words of more than 256 characters are split.
     """
     library = import_tokenizers("--tokenizer bpe")
     package = byte_level_bpe(library.models.BPE())
@@ -181,12 +189,15 @@ def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
 
 
 def pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts in pieces of at least PIECE_CHARACTERS, unless a text is shorter."""
+    """Yield the texts in pieces of at least PIECE_CHARACTERS; the last piece of a text may be shorter."""
     return chain.from_iterable(split_text(text, PIECE_CHARACTERS) for text in texts)
 
 
 def sample(texts: Iterable[str]) -> Iterator[str]:
-    """Yield pieces of the texts until SAMPLE_BYTES are read, or SAMPLE_WORD_BYTES of distinct words."""
+    """Yield the texts in pieces from the beginning, until SAMPLE_BYTES are yielded.
+
+    Stops earlier if the pieces have SAMPLE_WORD_BYTES of distinct words.
+    """
     words = set[str]()
     size = word_bytes = 0
     for piece in pieces(texts):
@@ -200,7 +211,10 @@ def sample(texts: Iterable[str]) -> Iterator[str]:
 
 
 def read_batches(texts: Iterable[str], tokenizer: Tokenizer, bar: "tqdm[Never]") -> Iterator[list[str]]:
-    """Yield lists of pieces of the texts, about BATCH_CHARACTERS long; "" stands for the end of a text."""
+    """Yield lists of pieces of the texts; a list has about BATCH_CHARACTERS characters.
+
+    A piece "" marks the end of each text. `bar` is advanced by the bytes that are read.
+    """
     batch, size = list[str](), 0
     for text in texts:
         for piece in (*filter(None, tokenizer.split(text)), ""):
@@ -217,10 +231,10 @@ def read_batches(texts: Iterable[str], tokenizer: Tokenizer, bar: "tqdm[Never]")
 def encode_all(
     batches: Iterable[list[str]], tokenizer: Tokenizer, end: list[int], dtype: np.dtype[Any]
 ) -> Iterator[np.ndarray]:
-    """Yield the tokens of each batch, (tokens,). For each piece "", which ends a text, they have `end`.
+    """Yield the tokens of each batch, (tokens,), with `end` in place of each piece "", which ends a text.
 
-    The package `tokenizers` encodes on all cores. Two threads call it, so that one batch is encoded while the
-    tokens of another are copied.
+    The package `tokenizers` encodes on all cores. Two threads call this package, so that one batch is encoded
+    while the tokens of another batch are copied.
     """
 
     def encode(batch: list[str]) -> np.ndarray:
@@ -238,7 +252,11 @@ def encode_all(
 
 
 def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_tokens: int) -> int:
-    """Write tokens to shards as they come; return the number of tokens. Raises UserError if it is 0."""
+    """Write the tokens in `arrays`, as they come, to shards of `part` (train or val) in the folder `out`.
+
+    Each shard but the last gets `shard_tokens` tokens; `finish_shard` writes the headers. Returns the number
+    of all tokens. Raises UserError if there is no token.
+    """
     done = 0
     for tokens in arrays:
         while len(tokens):
@@ -253,7 +271,7 @@ def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_token
 
 
 def finish_shard(path: Path, dtype: np.dtype[Any]) -> dict[str, Any]:
-    """Write a shard's header, flush the shard to disk, and return its entry for meta.json."""
+    """Write the header of the shard at `path`, make the shard durable, and return its entry for meta.json."""
     size = path.stat().st_size
     tokens = (size - HEADER_BYTES) // dtype.itemsize
     magic, version = next(numbers for numbers, of_tokens in FORMATS.items() if of_tokens == dtype)
@@ -268,7 +286,11 @@ def finish_shard(path: Path, dtype: np.dtype[Any]) -> dict[str, Any]:
 def make_tokenizer(
     files: Sequence[Any], sizes: np.ndarray, alphabet: set[str], options: Namespace
 ) -> Tokenizer:
-    """Return the tokenizer that --tokenizer names; char and bpe are made from the text. Raises UserError."""
+    """Return the tokenizer that --tokenizer names.
+
+    char is made from `alphabet`, and bpe is trained on the training part of `files`, whose documents have
+    `sizes` bytes. Raises UserError if the tokenizer cannot be loaded or made.
+    """
     if options.tokenizer == "char":
         return CharTokenizer("".join(sorted(alphabet)))
     if options.tokenizer != "bpe":
@@ -278,14 +300,14 @@ def make_tokenizer(
 
 
 def prepare(options: Namespace, out: Path) -> str:
-    """Encode the texts as the command's options say; return a summary.
+    """Encode the texts into the folder `out`, as the command's options say; return a summary for the user.
 
     Raises UserError for a mistake, and OSError if `out` cannot be written.
     """
     files, tokens = find_files(options.texts), 0
     out.mkdir(parents=True, exist_ok=True)
     if os.listdir(out):
-        read_meta(out)  # its error says so if prepare was interrupted here
+        read_meta(out)  # raises an error that says so if prepare was interrupted here
         raise UserError(f"--out {out} holds files already: name another --out")
     sizes, alphabet = measure(files, options.tokenizer == "char")
     tokenizer = make_tokenizer(files, sizes, alphabet, options)

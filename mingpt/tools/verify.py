@@ -1,12 +1,13 @@
 """Prove that kills change no bit: python -m mingpt verify [--kills 10] [--workers 1,2,3,4] [--seed 1]
 
-It trains a small model undisturbed, then again while its workers are killed at random but seeded moments (at
-start-up, in the forward pass, inside the reduction, in an evaluation, in the middle of a save) and while
-their number and the strategy change, all under torchrun. Then it compares the final tensors, bit for bit, and
-the loss curves, and checks that the hash of the tokens that the workers trained on is the one that follows
-from configuration and text. The exit code is 0 if all is identical and each kill was done; else it is 1, and
-the last line names the seed. Ten kills take one to three minutes on two CPU cores. Settings such as
-model.arch=gpt2 change the model.
+The command trains a small model undisturbed, then again while the workers are killed at random but seeded
+moments (at start-up, in the forward pass, inside the reduction, in an evaluation, in the middle of a save)
+and while the number of workers and the strategy change, all under torchrun. Then it compares the final
+tensors, bit for bit, and the loss curves of the two runs. It also checks that the hash of the tokens that the
+workers trained on is the hash that follows from configuration and text. The exit code is 0 if all is
+identical and each kill was done; if not, it is 1, and the last line names the seed; it is 2 for a mistake in
+the options. Ten kills take one to three minutes on two CPU cores. Settings such as model.arch=gpt2 change the
+model.
 """
 
 import json
@@ -49,10 +50,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
-    """Draw `kills` kills by `seed`, one in each of `kills` equal parts of a run; return them by step.
+    """Draw `kills` kills with the random seed `seed`; return them in the order of their steps.
 
-    After each kill the job has a number of workers drawn from `workers` and a strategy drawn from STRATEGIES.
-    Kills 0 to 4 have five different phases, and so have kills 5 to 9, and so on.
+    The steps of a run are divided into `kills` equal parts, with one kill in each part. After each kill the
+    job has a number of workers drawn from `workers`, and a strategy drawn from STRATEGIES. Kills 0 to 4 have
+    five different phases, and so have kills 5 to 9, and so on.
     """
     rng = random.Random(seed)
     steps = sorted(int((number + rng.random()) * (STEPS - 2) / kills) for number in range(kills))
@@ -69,9 +71,9 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
     """Train a whole run in `folder`/run while `kills` are done; begin with `workers` workers under ddp.
 
     `folder` must not exist. torchrun restarts the workers after a kill that changes neither their number nor
-    the strategy; at any other kill it ends and is started again. Writes a line to stderr before each kill. A
-    kill that hits no worker leaves no `marker` file. Raises RuntimeError, with the end of torchrun's stderr,
-    if torchrun fails.
+    the strategy; after any other kill torchrun ends, and is started again here. Before each start, a line to
+    stderr announces each kill in that job. A kill that hits no worker leaves no `marker` file. Raises
+    RuntimeError, with the end of torchrun's stderr, if torchrun fails for another reason than a kill.
     """
     folder.mkdir(parents=True)
     (folder / "kills.json").write_text(json.dumps(kills))
@@ -104,10 +106,11 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
 def find_problems(
     seed: int, kills: list[Kill], workers: int, work: Path, settings: dict[str, Any]
 ) -> tuple[list[str], str | None]:
-    """Train a run that `kills` disturb, and compare it with the undisturbed one, both in the folder `work`.
+    """Train a run that `kills` disturb, and compare it with the undisturbed run, both in the folder `work`.
 
-    Returns the problems found, and the SHA-256 of the disturbed run's last snapshot, None if the run fails,
-    which is also a problem. `workers` is the number of workers to begin with.
+    Returns (the problems that were found, the SHA-256 of the disturbed run's last snapshot). If a run cannot
+    be trained or read, that is a problem, and the SHA-256 is None. `workers` is the number of workers at the
+    beginning.
     """
     config, folder = build(settings), work / f"seed-{seed}"
     try:
@@ -139,7 +142,7 @@ def train_undisturbed(work: Path, words: Sequence[str] = ()) -> dict[str, Any]:
     """Train the undisturbed run, of one worker, on 5000 bytes of data/input.txt; return its settings.
 
     `words` are settings, section.key=value, which are added to SETTINGS. Raises UserError for a wrong
-    setting, for one that verify sets itself, and if no run can be trained with the settings.
+    setting, for a setting that verify sets itself, and if the run cannot be trained with the settings.
     """
     text = work / "text.txt"
     text.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:5000])

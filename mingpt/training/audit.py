@@ -1,9 +1,10 @@
-"""The audit: a hash chain over the tokens that a run has trained on; `recompute` derives it from the data.
+"""The audit: a hash chain over the tokens that a run has trained on.
 
 Each worker hashes the tokens of every micro-batch that it computes. Whenever a snapshot is due, the hashes of
 all ranks since the last snapshot are gathered and chained, step by step in the order of the micro-batches,
-into one digest, which is written to the snapshot's manifest. Until then a micro-batch takes some 200 bytes of
-memory.
+into one hash, which is written to the snapshot's manifest. Until a snapshot is due, each micro-batch takes
+some 200 bytes of memory. `recompute` computes, only from the configuration and the data, the chain that a run
+must have.
 """
 
 import functools
@@ -28,25 +29,25 @@ def digest(inputs: Tensor, targets: Tensor) -> bytes:
 
 
 def extend(chain: str, step: bytes) -> str:
-    """Return the hash chain, in hex, after one more step.
+    """Return the hash chain `chain`, in hex, extended by one step.
 
-    `step` has the digests of the step's micro-batches, joined in their order.
+    `step` has the digests of the step's micro-batches, joined in the order of the micro-batches.
     """
     return hashlib.sha256(bytes.fromhex(chain) + step).hexdigest()
 
 
 class Audit:
-    """This rank's digests since the last `gather_chain`, and the chain of all ranks up to then.
+    """The digests of this rank's micro-batches since the last `gather_chain`, and the chain up to that call.
 
-    `chain` is at first the chain in the snapshot that the run goes on from, or START. `micro_batches` is the
-    number of micro-batches in a step, on all ranks together.
+    The argument `chain` is the chain in the snapshot from which the run goes on, or START in a fresh run.
+    `micro_batches` is the number of micro-batches in a step, on all ranks together.
     """
 
     def __init__(self, chain: str, micro_batches: int) -> None:
         self.chain, self.micro_batches = chain, micro_batches
         self.current: dict[int, bytes] = {}  # micro-batch -> digest, in the step under way
-        self.steps: list[dict[int, bytes]] = []  # of each step that has ended
-        self.pending: Callable[[], str] = lambda: chain
+        self.steps: list[dict[int, bytes]] = []  # the same of each completed step since the last gather_chain
+        self.pending: Callable[[], str] = lambda: chain  # what the last gather_chain has returned
 
     def add(self, micro_batch: int, inputs: Tensor, targets: Tensor) -> None:
         self.current[micro_batch] = digest(inputs, targets)
@@ -58,8 +59,8 @@ class Audit:
     def gather_chain(self, context: DistributedContext) -> Callable[[], str]:
         """Begin to chain all ranks' digests up to the last completed step. Collective.
 
-        Returns a function that waits for the other ranks and returns the chain, in hex; any thread may call
-        it.
+        Returns a function that waits for the other ranks and returns the chain, in hex. Any thread may call
+        this function.
         """
         self.chain = self.pending()  # the last chain, which is complete by now
         before, steps = self.chain, len(self.steps)
@@ -89,7 +90,7 @@ def make_sampler(
     """Return the sampler of the windows (token sequences) that one rank trains on, at step 0.
 
     `num_replicas` is the number of ranks. With `takes_turns`, the rank gets every num_replicas-th micro-batch
-    of a step instead of neighbouring ones.
+    of a step instead of consecutive micro-batches.
     """
     return ElasticSampler(
         dataset,
@@ -103,7 +104,7 @@ def make_sampler(
 
 
 def recompute(config: Config, dataset: CharDataset, steps: int) -> str:
-    """Return the hash chain that a run must have after `steps` steps on the training windows of `dataset`."""
+    """Return the hash chain that a run of `config` must have after `steps` steps on the data `dataset`."""
     size, batch_size = config.trainer.micro_batch_size, config.trainer.batch_size
     sampler = make_sampler(config, dataset)
     chain = START

@@ -1,6 +1,7 @@
 """The validation loss, over all or some of the validation split, and a sample of text.
 
-`is_due` in start.py says when, and `eval_batches` in data/windows.py on which windows.
+`is_due` in start.py says after which steps a run is evaluated, and `eval_batches` in data/windows.py on which
+windows.
 """
 
 import itertools
@@ -19,7 +20,7 @@ from mingpt.model import generate_batch
 from mingpt.training.run import Run
 
 log = logging.getLogger(__name__)
-MIN_BATCH_TOKENS = 4096  # without a backward pass there is memory for so many; small batches are slow
+MIN_BATCH_TOKENS = 4096  # without a backward pass there is memory for so many tokens; small batches are slow
 
 
 def eval_batch_size(config: Config) -> int:
@@ -28,7 +29,7 @@ def eval_batch_size(config: Config) -> int:
 
 
 class Evaluator:
-    """Evaluates the model of a run. Ranks take batches in turn; their number changes no result."""
+    """Evaluates the model of a run. Ranks take batches in turn; the number of ranks changes no result."""
 
     def __init__(self, run: Run) -> None:
         self.config, self.context, self.corpus = run.config, run.context, run.corpus
@@ -38,10 +39,10 @@ class Evaluator:
     def evaluate(self, step: int) -> dict[str, float] | None:
         """Return {"val/loss": mean nats per token of the validation split}, on all ranks. Collective.
 
-        The loss is computed without dropout, over `trainer.eval_windows` windows if that is set. If it is
-        known how many bytes of text the tokens stand for, the result also has "val/bits_per_byte". Returns
-        None on all ranks if a stop was requested meanwhile. Raises UserError on all ranks if the data cannot
-        be used. `step` is for events.
+        The loss is computed without dropout, over all windows of the split or, if trainer.eval_windows is
+        set, over so many windows. If the number of bytes of text that the tokens stand for is known, the
+        result also has "val/bits_per_byte". Returns None on all ranks if a stop was requested during the
+        evaluation. Raises UserError on all ranks if the data cannot be used. `step` is only put into events.
         """
         events.emit("evaluation_start", step=step)
         by_rank = self.context.gather_on_all(self.local_sums)
@@ -60,8 +61,8 @@ class Evaluator:
     def local_sums(self) -> Tensor:
         """Return the sums of `evaluate_batch` for each batch, (3, batches); zeros for batches of other ranks.
 
-        A request to stop ends the loop early. Raises UserError, only on this rank, if its data cannot be
-        used. Collective if weights are sharded.
+        A request to stop ends the loop early, and the remaining sums stay zero. Raises UserError, only on
+        this rank, if this rank cannot use its data. Collective if weights are sharded.
         """
         batches = self.corpus.val.eval_batches(eval_batch_size(self.config), self.config.trainer.eval_windows)
         sums = torch.zeros(3, len(batches), dtype=torch.float64)
@@ -87,9 +88,10 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate_batch(self, windows: Tensor) -> Tensor:
-        """Return sums over windows, (B, T + 1): loss in nats, bytes of text (0: unknown), number of targets.
+        """Return three sums over the targets in `windows`, which has the shape (B, T + 1).
 
-        The result is a tensor of three float64 on the CPU.
+        The sums are the loss in nats, the bytes of text (0 if unknown), and the number of targets. They are
+        returned as a float64 tensor on the CPU.
         """
         device, inputs, targets = self.context.device, windows[:, :-1], windows[:, 1:]
         with autocast(device, self.context.dtype):
@@ -100,9 +102,9 @@ class Evaluator:
     def sample(self, is_wanted: bool) -> str:
         """Return the text of `trainer.sample_tokens` tokens that the model writes after the default prompt.
 
-        The text is the same on all devices of one kind. A request to stop cuts it short. Returns "" if there
-        is no tokenizer, or if not `is_wanted`. But if weights are sharded, all ranks must call this method,
-        and all return the text.
+        The text is the same on all devices of one kind. A request to stop ends the text early. Returns "" if
+        there is no tokenizer. Also returns "" if `is_wanted` is false and weights are not sharded. If weights
+        are sharded, all ranks must call this method, and all of them return the text.
         """
         tokenizer = self.corpus.tokenizer
         if tokenizer is None or not (is_wanted or self.strategy.weights_are_sharded):

@@ -1,8 +1,8 @@
 """Weights to start a run with: those of another run, or of a model in Hugging Face's format.
 
-In a folder of Hugging Face's format, transformers reads the configuration. The weights are read here, from
-safetensors and never from a pickle. Only models that an architecture of mingpt/model/ computes are read
-(model/hf.py); no tensor may be missing, unknown or of a different shape.
+In a folder in Hugging Face's format, the package transformers reads only the configuration. This module reads
+the weights, from safetensors and never from a pickle. A model is accepted only if an architecture in
+mingpt/model/ can compute it (model/hf.py); no tensor may be missing, unknown or of a different shape.
 """
 
 import logging
@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """A model's weights on the CPU, by the names of mingpt/model/, with its tokenizer and settings."""
+    """A model's weights on the CPU, by their names in mingpt/model/, and its tokenizer and settings."""
 
     tensors: dict[str, Tensor]
     tokenizer: Tokenizer | None  # None: not known
     model: ModelConfig
-    where: str  # as the user gave it, for messages
-    block_size: int  # positions that the tensors were trained with
+    where: str  # path, URL or name of the weights, for messages
+    block_size: int  # number of positions with which the weights were trained
 
     @property
     def vocab_size(self) -> int:
@@ -58,10 +58,10 @@ class InitialWeights:
 def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_from=") -> InitialWeights:
     """Return the weights that `where` names: a path or URL, or one of GPT2_NAMES, which is downloaded.
 
-    `where` may be a run folder: its newest snapshot is read or, with `best` or if `where` is RUN@best, the
-    snapshot with the lowest validation loss. It may also be a snapshot, or a folder in Hugging Face's format.
-    Raises UserError if the weights cannot be used; about Hugging Face's format its message begins with
-    `asked` and `where`.
+    If `where` is a run folder, its newest snapshot is read; with `best`, or if "@best" is appended to the
+    folder, the snapshot with the lowest validation loss. `where` may also be a file of a snapshot, or a
+    folder in Hugging Face's format. Raises UserError if the weights cannot be used. For weights in Hugging
+    Face's format, the message begins with `asked` (how the user asked for the weights) and `where`.
     """
     asks_best = where.endswith("@best") and not os.path.exists(where)
     if asks_best:
@@ -82,9 +82,10 @@ def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_fro
 
 
 def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
-    """Return the weights, as float32, of a folder in Hugging Face's format, or of a GPT-2 from its hub.
+    """Return the weights, as float32, in the folder `where`, which is in Hugging Face's format.
 
-    May raise any error, because many packages take part.
+    With `is_on_hub`, `where` is one of GPT2_NAMES, and its folder is downloaded from Hugging Face's hub. May
+    raise any error, because many packages take part.
     """
     transformers = import_transformers()
     folder = Path(download(where) if is_on_hub else where)
@@ -116,10 +117,10 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
 
 
 def download(name: str) -> str:
-    """Download a GPT-2 from Hugging Face's hub; return its folder in the cache of huggingface_hub.
+    """Download the GPT-2 `name` from Hugging Face's hub; return its folder in the cache of huggingface_hub.
 
-    That package is installed together with transformers. Without a network, an earlier download is used; if
-    there is none, an error of huggingface_hub is raised.
+    The package huggingface_hub is installed together with transformers. Without a network, an earlier
+    download is used; if there was no earlier download, an error of huggingface_hub is raised.
     """
     from huggingface_hub import snapshot_download
 
@@ -130,7 +131,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors in a folder's safetensors files, except BUFFERS, by their names in transformers.
 
     Raises UserError if the index names a file outside of the folder, if a tensor's type is not one of FLOATS,
-    or if the folder has no safetensors but a pickle.
+    or if the folder has a pickle instead of safetensors files.
     """
     files = {WEIGHTS}
     if not (folder / WEIGHTS).exists():
@@ -158,7 +159,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a folder in Hugging Face's format; None if it has none.
+    """Return the tokenizer of a folder in Hugging Face's format; None if the folder has no tokenizer.
 
     Raises UserError if the tokenizer cannot be used.
     """
@@ -177,11 +178,12 @@ def match_weights(
     draw: Callable[[str, tuple[int, ...]], Tensor],
     tokenizer: Tokenizer | None,
 ) -> dict[str, Tensor]:
-    """Return the weights, by name, to start a model of these shapes with; `tokenizer` is the new run's.
+    """Return the weights of `initial`, by name, made to fit a new run whose parameters have these shapes.
 
-    Embedding rows follow their tokens: a token that both tokenizers have gets its row of `initial`, a new
-    token its row of `draw(name, shape)`. Learned positions are cut to block_size. Raises UserError if
-    anything else differs.
+    `config` has the new run's model settings, and `tokenizer` is its tokenizer. The rows of embeddings follow
+    the tokens: a token that the tokenizer of `initial` also has gets the row of that token in `initial`; any
+    other token gets its row of `draw(name, shape)`, which is random (see `match_rows`). Learned positions
+    past those in `shapes` are left out. Raises UserError if anything else differs.
     """
     origin = f"snapshot.init_from={initial.where}"
     there, here = vars(initial.model), vars(config)
@@ -203,9 +205,10 @@ def match_rows(
 ) -> Tensor:
     """Return an embedding, (V, C), for the tokens of `tokenizer`, made of the rows of two embeddings.
 
-    A token that `other`, the tokenizer of `there`, has as well gets its row of `there`; any other token keeps
-    its row of `here`. Returns `there` itself if it has the shape of `here` and the tokenizers are equal, or
-    one of them is None.
+    `other` is the tokenizer of `there`. A token of `tokenizer` that `other` also has gets the row of that
+    token in `there`; any other token keeps its row of `here`. Returns `there` itself if `there` and `here`
+    have the same shape, and the tokenizers are equal or one of them is None. `name` is the embedding's name
+    in the log.
     """
     is_same = tokenizer is None or other is None or tokenizer.fingerprint() == other.fingerprint()
     if is_same and there.shape == here.shape:

@@ -1,10 +1,11 @@
 """Replay: checks that all workers compute alike, by comparing copies and by computing micro-batches again.
 
 Workers with processors of one kind compute the same bits. So if two results differ, one of them is wrong: a
-core, a memory or a GPU has failed without an error. If the processors differ, nothing is compared. A replay
-comes before a step: the workers compare the weights and the optimizer's state, unless these are sharded. Then
-each worker computes its own first micro-batch and the next worker's, outside of the reduction, and they
-compare digests of the gradients.
+core, a memory or a GPU has failed without an error. If the processors are of different kinds, nothing is
+compared. A replay is made before a step. First the workers compare their copies of the weights and of the
+optimizer's state, unless these are sharded. Then each worker computes its own first micro-batch of the step,
+and that of the next worker, without a reduction (sum over workers), and the workers compare digests (hashes)
+of the gradients.
 """
 
 import logging
@@ -27,9 +28,10 @@ log = logging.getLogger(__name__)
 
 
 def minority(values: Sequence[object]) -> list[int]:
-    """Return the ranks whose value is not the most common one; all ranks if two values are equally common.
+    """Return the ranks whose value differs from the most common value.
 
-    `values` are sorted by rank. Returns an empty list if all are equal.
+    `values` has one value for each rank, in the order of the ranks. Returns an empty list if all values are
+    equal. Returns all ranks if two values are equally common and no value is more common.
     """
     counts = Counter(values).most_common()
     if len(counts) == 1:
@@ -39,12 +41,15 @@ def minority(values: Sequence[object]) -> list[int]:
 
 
 def first_difference(digests: Sequence[Digests]) -> str:
-    """Return the name of the first tensor whose digests differ between ranks; there must be one."""
+    """Return the name of the first tensor whose digests differ between ranks.
+
+    Call this only if the digests of at least one tensor differ.
+    """
     return next(name for name in digests[0] if len({one[name] for one in digests}) > 1)
 
 
 def fetch(*found: Mapping[str, torch.Tensor]) -> list[Digests]:
-    """Return the values of the scalar tensors in each of `found`; wait for their device only once."""
+    """Return the mappings `found` with numbers in place of scalar tensors; wait for the device only once."""
     values = iter(torch.stack([scalar for one in found for scalar in one.values()]).tolist())
     return [{name: next(values) for name in one} for one in found]
 
@@ -60,13 +65,16 @@ class Replay:
         self.sampler, self.dataset, self.strategy = run.sampler, run.corpus.train, run.strategy
         self.environment, self.run_logger = run.environment, run_logger
         self.first_step = run.start.step
-        # By rank. A worker without a micro-batch of its own computes micro-batch 0.
+        # The first micro-batch of each rank, by rank; 0 for a rank without a micro-batch of its own.
         self.numbers = [share.start if share else 0 for share in self.strategy.setup.micro_batches_by_rank]
         every = run.config.trainer.replay_every
         self.every = every if every and self.are_alike() else 0
 
     def are_alike(self) -> bool:
-        """Return whether all workers' processors are of one kind; if not, rank 0 logs it. Collective."""
+        """Return whether all workers' processors are of one kind. Collective.
+
+        If they are not, rank 0 logs that the workers are not compared.
+        """
         has = torch.cpu.get_capabilities()
         flags = {name: value for name, value in has.items() if isinstance(value, (bool, str))}
         kinds = self.context.all_gather_object((self.environment.device, flags))
@@ -77,9 +85,9 @@ class Replay:
     def is_due(self) -> bool:
         """Return whether a replay is due before the coming step.
 
-        A replay is due before a generation's first step and the run's last step, and whenever the number of
-        completed steps is a multiple of trainer.replay_every. If that setting is 0, or the workers'
-        processors differ, none is ever due.
+        A replay is due before a generation's first step, before the run's last step, and whenever the number
+        of completed steps is a multiple of trainer.replay_every. If that setting is 0, or if the workers'
+        processors are of different kinds, a replay is never due.
         """
         every, step = self.every, self.state.step
         is_end = step in (self.first_step, self.config.trainer.max_steps - 1)
@@ -88,9 +96,10 @@ class Replay:
     def check(self) -> None:
         """If a replay is due before this step, compare the workers' copies and gradients. Collective.
 
-        If they differ, all snapshots since the last replay in which all agreed are renamed, and no longer
-        used. The nodes of the workers that may be wrong raise NodeRefused, and the other nodes raise
-        PeersMissing, to go on in the next generation. If workers of every node may be wrong, all ranks raise
+        If copies or gradients differ, all snapshots on disk that are newer than the last replay in which all
+        workers agreed are renamed and no longer used, and those in memory are removed. All workers on the
+        nodes of the workers that may be wrong raise NodeRefused; the workers on all other nodes raise
+        PeersMissing, and go on in the next generation. If workers of every node may be wrong, all ranks raise
         NonRetryableError.
         """
         if not self.is_due():
@@ -101,10 +110,10 @@ class Replay:
         self.saving.replayed_step = self.state.step
 
     def compare_copies(self) -> tuple[list[int], str] | None:
-        """Compare the weights and the optimizer's state, as far as all ranks hold a copy. Collective.
+        """Compare the ranks' copies of the weights and of the optimizer's state. Collective.
 
-        Returns (ranks that may be wrong, end of a message about them); None if all agree, or if there are no
-        copies.
+        What is sharded is not compared. Returns (ranks that may be wrong, end of a message about these
+        ranks). Returns None if all copies are equal, or if there is nothing to compare.
         """
         shared = [] if self.strategy.weights_are_sharded else ["model."]
         shared += [] if self.strategy.updates_are_sharded else ["optimizer."]
@@ -119,8 +128,8 @@ class Replay:
     def compare_gradients(self) -> tuple[list[int], str] | None:
         """Compute each rank's first micro-batch on two ranks, and compare the gradients. Collective.
 
-        Returns (ranks that may be wrong, end of a message about them); None if all agree, or if a rank cannot
-        read its data, which the step itself reports.
+        Returns (ranks that may be wrong, end of a message about these ranks). Returns None if the gradients
+        are equal. Also returns None if a rank cannot read its data, because the step itself reports that.
         """
         rank, workers = self.context.rank, self.context.world_size
         mine, others = self.numbers[rank], self.numbers[(rank + 1) % workers]
@@ -141,7 +150,7 @@ class Replay:
         return (sorted(named), ends[0]) if named else None
 
     def can_read(self, *numbers: int) -> bool:
-        """Read these micro-batches of the coming step; return whether that raises no UserError."""
+        """Return whether this rank can read these micro-batches of the coming step without a UserError."""
         try:
             for number in numbers:
                 self.read(number)
@@ -150,7 +159,7 @@ class Replay:
         return True
 
     def read(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a micro-batch of the coming step: inputs and targets, (B, T) each, on the device.
+        """Return micro-batch `number` of the coming step: inputs and targets, (B, T) each, on the device.
 
         Raises UserError if the data cannot be used.
         """
@@ -160,9 +169,10 @@ class Replay:
         return inputs, targets
 
     def digests(self, number: int) -> dict[str, torch.Tensor]:
-        """Compute a micro-batch's gradients on this rank; return their digests before any reduction.
+        """Compute the gradients of micro-batch `number` on this rank; return a digest (hash) of each.
 
-        Collective if weights are sharded.
+        The gradients are those before any sum over ranks. A digest is a scalar tensor; its key is the name of
+        a parameter, or of a block that is reduced as a whole. Collective if weights are sharded.
         """
         inputs, targets = self.read(number)
         if self.config.model.dropout:
@@ -170,9 +180,10 @@ class Replay:
         return self.strategy.digests(inputs, targets)
 
     def end_generation(self, ranks: list[int], what: str) -> NoReturn:
-        """Discard the snapshots since the last replay in which all agreed; raise as `check` does. Collective.
+        """Discard the snapshots that are newer than the last replay in which all workers agreed. Collective.
 
-        `ranks` are those that may be wrong; `what` says why, after their names in the message.
+        Then raises the error that `check` describes. `ranks` are the ranks that may be wrong; in the message,
+        `what` follows the names of these workers and says why they may be wrong.
         """
         context, agreed_step, run_logger = self.context, self.saving.replayed_step, self.run_logger
         device, places = self.environment.device, context.places  # devices of one kind: `are_alike`

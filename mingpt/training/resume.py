@@ -1,7 +1,7 @@
 """The decision whether a run may go on from what the search for snapshots has found.
 
-Corrupt snapshots on disk are renamed, so that they are not used again. A job that has completed a snapshot
-past step 0 never starts again at step 0 by itself.
+Corrupt snapshots on disk are renamed, so that they are not used again. A run that has completed a snapshot
+past step 0 never starts again at step 0 unless the user asks for that.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 def make_check(config: Config, data: Data, job_start: int | None, discarded_after: list[int]) -> Check:
     """Return a check that raises CorruptSnapshot or UnreadableSnapshot for a snapshot that must not be used.
 
-    It raises CorruptSnapshot if a snapshot has wrong tensors (`check_shard`), is past its own max_steps, or
-    may hold wrong results of a worker (`is_discarded`). It raises UnreadableSnapshot for a snapshot past
-    `job_start`, the step from which this job began, if its settings or data are not this job's: a node that
-    joins may bring such files, which must not be touched. If `job_start` is None (in a job's first
-    generation, or not known), settings and data are not compared.
+    The check raises CorruptSnapshot if a snapshot has wrong tensors (`check_shard`), is past its own
+    max_steps, or may hold wrong results of a worker (`is_discarded`). It raises UnreadableSnapshot if a
+    snapshot is past `job_start`, the step from which this job began, and its settings or data are not those
+    of this job: a node that joins may bring such files, and they must not be renamed. If `job_start` is None
+    (in a job's first generation, or if the step is not known), settings and data are not compared.
     """
 
     def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
@@ -56,7 +56,8 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
 def changed_settings(manifest: Manifest, config: Config) -> list[str]:
     """Return the settings that affect the result and differ from the manifest's, as "key: old -> new".
 
-    trainer.compile=auto never counts as a difference: the run goes on as the snapshot was, compiled or not.
+    trainer.compile=auto never counts as a difference, because the model is then compiled if, and only if, the
+    model of the snapshot was compiled.
     """
     changes = differences(manifest.config, to_dict(config))
     if config.trainer.compile != "auto":
@@ -67,12 +68,14 @@ def changed_settings(manifest: Manifest, config: Config) -> list[str]:
 def check_snapshot(
     snapshot: StoredState | None, config: Config, url: str, data: Data, is_restart: bool, run_id: str | None
 ) -> list[str]:
-    """Raise UserError unless a generation may start from this snapshot or, if it is None, without a snapshot.
+    """Raise UserError if a generation may not start from this snapshot or, if it is None, without a snapshot.
 
     A restart requires only that the data are those of the snapshot. A job's first generation (before any
-    restart) also requires that the snapshot is of run `run_id`, that of the run folders (None: they are new),
-    and that the settings have not changed. With snapshot.resume=changed they may, and the changes are
-    returned as "key: old -> new". Messages call the snapshot's place `url`.
+    restart) also requires that snapshot.resume allows the start; that the snapshot is of run `run_id`, which
+    the run folders record (None: they are new); and that the settings which affect the result are those of
+    the snapshot, except with snapshot.resume=changed. Returns the settings that differ, as "key: old -> new".
+    With trainer.eval_only, only settings that can change an evaluation count. Messages call the snapshot's
+    place `url`.
     """
     resume = config.snapshot.resume
     if snapshot is None:
@@ -119,7 +122,7 @@ def check_snapshot(
 
 
 def check_model_fits(snapshot: StoredState, config: Config, refusal: str) -> None:
-    """Raise UserError, beginning with `refusal`, unless the snapshot's weights fit `config`'s model."""
+    """Raise UserError, beginning with `refusal`, if the snapshot's weights do not fit `config`'s model."""
     shapes = tensor_shapes(config, config.data.vocab_size or snapshot.manifest.tokenizer.vocab_size)
     here = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
     there = {name: shape for name, shape in snapshot.shapes.items() if name.startswith("model.")}
@@ -130,7 +133,10 @@ def check_model_fits(snapshot: StoredState, config: Config, refusal: str) -> Non
 
 
 def describe_other_data(path: str, data: Data, url: str, then: DataFields) -> str:
-    """Return a clause on how `data`, at `path`, differs from `then`, the data in a manifest at `url`."""
+    """Return a clause on how `data`, at `path`, differs from the data that `then` describes.
+
+    `then` is the field `data` in the manifest of a snapshot at `url`.
+    """
     was, now = then.files, data.files
     if not was or not now:
         return (
@@ -147,9 +153,10 @@ def describe_other_data(path: str, data: Data, url: str, then: DataFields) -> st
 def check_nothing_is_lost(found: Found, config: Config, is_restart: bool, recorded_step: int = 0) -> None:
     """Raise UserError if the run has, or may have, written a snapshot past step 0.
 
-    This is called if no valid snapshot was found. It raises nothing if a job begins anew
-    (snapshot.resume=never, in its first generation) or only evaluates, unless a snapshot cannot be read.
-    `recorded_step` is the step of the newest snapshot that any run.json records; 0 for none.
+    Call this if no valid snapshot past step 0 was found. If a snapshot or a folder cannot be read, UserError
+    is always raised. Otherwise no error is raised if the job begins anew (snapshot.resume=never, in its first
+    generation) or only evaluates (trainer.eval_only). `recorded_step` is the step of the newest snapshot that
+    any run.json records; 0 for none.
     """
     errors = [str(fault) for fault in found.unreadable()]
     if errors:
@@ -173,14 +180,14 @@ def check_nothing_is_lost(found: Found, config: Config, is_restart: bool, record
 
 
 def shorten(reasons: list[str]) -> str:
-    """Return the first three reasons in one line, without repetitions."""
+    """Return the first three of `reasons` in one line, without repetitions."""
     return "; ".join(dict.fromkeys(reasons[:3]))
 
 
 def report_skipped(found: Found, url: str, config: Config) -> None:
-    """Log each snapshot that is neither used nor renamed, and each folder that cannot be read."""
+    """Log each snapshot that has a fault and is not renamed, and each folder that cannot be read."""
     skipped = set(found.unreadable())
-    if config.trainer.eval_only:  # a run that trains sets corrupt ones aside
+    if config.trainer.eval_only:  # a run that trains renames corrupt snapshots, and logs that
         skipped.update(*(view.faults for view in found.views))
     for fault in sorted(skipped, reverse=True):
         what = "" if fault.step < 0 else f"snapshot of step {fault.step} in {url} skipped: "
@@ -196,10 +203,10 @@ def prepare_store(
 ) -> None:
     """Rename corrupt snapshots on disk, and remove useless snapshots from memory. Collective.
 
-    Also prepares the folder on disk for saving. Only the rank that writes a folder's snapshots renames and
-    prepares there. The useless snapshots are those that other runs left behind, and all but the newest up to
-    the step from which the generation starts. Raises the errors of `refuse_where_it_fails` if a folder cannot
-    be written to.
+    Also prepares the folder on disk for saving. In a folder on disk, only the rank that writes its snapshots
+    renames and prepares. The useless snapshots in memory are those that other runs left there more than a day
+    ago, and those of this run, except the newest up to the step from which the generation starts. Raises the
+    errors of `refuse_where_it_fails` if a folder cannot be written to.
     """
 
     def prepare() -> None:

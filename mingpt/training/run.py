@@ -1,4 +1,7 @@
-"""A Run is what a generation trains with: state (from snapshot, file or seed), sampler and environment."""
+"""A Run is what a generation trains with: its state, its sampler of the data, and its environment.
+
+The weights come from a snapshot, from snapshot.init_from, or from the seed.
+"""
 
 import contextlib
 import functools
@@ -41,18 +44,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a generation (the workers between two restarts) trains with, read and built.
+    """Everything that a generation (the workers between two restarts) trains with.
 
-    `build_run` makes it on each rank.
+    `build_run` makes a Run on each rank.
     """
 
     config: Config
     context: DistributedContext
     start: StartPoint
-    state: TrainState  # what the start names, and in training changes with each step
-    sampler: ElasticSampler  # at the next window
-    environment: Environment  # what the bits depend on besides the configuration
-    compile_choice: str  # whether and why the model is compiled, a phrase; "" if there is nothing to train
+    state: TrainState  # at first the state that `start` describes; changes with each step
+    sampler: ElasticSampler  # positioned at the next window to read
+    environment: Environment  # what the bits depend on, besides the configuration
+    compile_choice: str  # a phrase: whether and why the model is compiled; "" if there is nothing to train
 
     @property
     def corpus(self) -> Corpus:
@@ -65,7 +68,7 @@ class Run:
 
 @contextlib.contextmanager
 def out_of_memory_explained() -> Iterator[None]:
-    """Replace an error in this block that means too little memory, of CPU or GPU, by an ExpectedError."""
+    """Return a context that turns an error that means too little CPU or GPU memory into an ExpectedError."""
     try:
         yield
     except RuntimeError as error:
@@ -79,9 +82,9 @@ def out_of_memory_explained() -> Iterator[None]:
 
 
 def gpu_memory(message: str) -> str:
-    """Return a phrase on how much GPU memory was in use and asked for, given torch's error `message`.
+    """Return a phrase that says how much GPU memory was in use, and how much torch then asked for.
 
-    Returns "" if `message` is not about a GPU's memory.
+    `message` is the message of torch's error. Returns "" if `message` is not about a GPU's memory.
     """
     asked = re.search(r"Tried to allocate (\S+ \w+)", message)
     if not asked or not torch.cuda.is_initialized():
@@ -95,8 +98,8 @@ def gpu_memory(message: str) -> str:
 def build_run(config: Config, context: DistributedContext, start: StartPoint) -> Run:
     """Build the run. Its weights come from the snapshot in `start`, else snapshot.init_from, else the seed.
 
-    Raises UserError on all ranks if settings, weights or devices do not go together, and ExpectedError if
-    there is not enough memory. Collective.
+    Raises UserError on all ranks if settings, weights or devices do not go together. Raises ExpectedError on
+    a rank that has too little memory. Collective.
     """
     trainer = config.trainer
     if trainer.parallel == "fsdp" and context.device.type == "mps":
@@ -126,7 +129,7 @@ def build_run(config: Config, context: DistributedContext, start: StartPoint) ->
 def build_state(
     config: Config, context: DistributedContext, start: StartPoint
 ) -> tuple[TrainState, ElasticSampler]:
-    """Return the state, without weights yet, and the sampler, both at the step of `start`. Collective.
+    """Return the state, with weights not yet set, and the sampler, both at the step of `start`. Collective.
 
     All ranks raise UserError if no strategy is registered for trainer.parallel and trainer.reduction.
     """
@@ -170,18 +173,18 @@ def build_state(
 
 
 def build_optimizer(config: Config, context: DistributedContext, strategy: Strategy) -> Optimizer:
-    """Return the optimizer of this rank's rows of the parameters, with an empty state."""
-    # GPUs without bfloat16 compute in float16, Muon's products, too.
+    """Return a new optimizer for those rows of the parameters that this rank updates."""
+    # GPUs without bfloat16 compute in float16, also the matrix products of Muon.
     product_dtype = torch.float16 if context.dtype == torch.float16 else torch.bfloat16
     return Optimizer(strategy.pieces(), config.optimizer, strategy.rows, context.transport, product_dtype)
 
 
 def init_weights(state: TrainState, config: Config, context: DistributedContext, start: StartPoint) -> None:
-    """Set the weights of `state` to those of snapshot.init_from, if that is given, else draw them at random.
+    """Set the weights of `state` to those of snapshot.init_from, if that is set; else draw random weights.
 
-    What is drawn depends on the seed and the weight's name. All ranks get the weights of rank 0, because
+    A random weight depends on the seed and on the weight's name. All ranks get the weights of rank 0, because
     machines of different kinds may draw different numbers from one seed. Raises UserError on all ranks if the
-    weights of snapshot.init_from do not fit. Collective.
+    weights of snapshot.init_from do not fit the model. Collective.
     """
     initial, tokenizer = start.initial, start.corpus.tokenizer
     shapes, parts = state.strategy.shapes, state.tensors()
@@ -206,9 +209,10 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
 def prepare_forward(
     config: Config, context: DistributedContext, model: GPT, strategy: Strategy, compiles: bool
 ) -> bool | str:
-    """Give the strategy the loss module, compiled if `compiles` and no rank's compiler fails. Collective.
+    """Give the strategy the module that computes the loss, compiled if `compiles` is true. Collective.
 
-    Returns what is compiled: True for the whole module, "blocks" for each block by itself, False for nothing.
+    If the compiler fails on any rank, the module is not compiled on any rank. Returns what is compiled: True
+    for the whole module, "blocks" for each block by itself, False for nothing.
     """
     forward: Any = LossModule(model)
     if compiles and strategy.weights_are_sharded:
@@ -225,15 +229,15 @@ def prepare_forward(
 def compile_on_all_ranks(config: Config, context: DistributedContext, loss: LossModule) -> tuple[Any, bool]:
     """Compile the loss module; return (the compiled module, whether it uses CUDA graphs). Collective.
 
-    Returns (None, False) if compiling fails on any rank. With CUDA graphs, the memory of the loss and the
-    gradients is static: the next call overwrites them.
+    Returns (None, False) if compiling fails on any rank. With CUDA graphs, the loss and the gradients always
+    have the same memory: the next call of the module overwrites them.
     """
     shape = config.trainer.micro_batch_size, config.data.block_size
     example = torch.zeros(shape, dtype=torch.long, device=context.device)
     autocasts = functools.partial(autocast, context.device, context.dtype)
     graphs = config.trainer.reduction == "exact"
     work = functools.partial(compile_model, loss, example, autocasts, graphs=graphs)
-    # The first worker of a node fills the compiler's cache for the others. Another GPU cannot use it.
+    # The first worker of a node fills the compiler's cache for the others. A different GPU cannot use it.
     is_first = context.launch.local_rank == 0 or context.device.type == "cuda"
     early = context.on_all(lambda: work() if is_first else import_compiler())
     result = context.on_all(lambda: early or work())
@@ -242,10 +246,11 @@ def compile_on_all_ranks(config: Config, context: DistributedContext, loss: Loss
 
 
 def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, model: GPT) -> bool:
-    """Compile each block of `model` in place, unless a rank's compiler fails. Collective.
+    """Compile each block of `model` in place; return whether the blocks are compiled. Collective.
 
-    Returns whether the blocks are compiled. Each rank first compiles one block that is not sharded: a
-    compiler that fails on one rank inside a forward pass of all ranks would leave the others waiting.
+    If the compiler fails on any rank, no block is compiled on any rank. To find out, each rank first compiles
+    one block that is not sharded, because a compiler that fails on one rank inside a forward pass of all
+    ranks would leave the other ranks waiting.
     """
     trainer = config.trainer
     x = torch.zeros(
@@ -262,7 +267,7 @@ def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, mod
 
 
 def compare_environment(then: dict[str, Any], environment: Environment) -> None:
-    """Log one line if `environment` differs from `then`, the snapshot's: the bits may differ, too."""
+    """Log one line if `environment` differs from `then`, the snapshot's, because the bits may differ, too."""
     now = asdict(environment)
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]
     if changed:

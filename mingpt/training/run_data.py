@@ -1,4 +1,4 @@
-"""The data of a run, the same on all ranks, and the tokenizer that goes with it."""
+"""The data of a run, the same on all ranks, and the tokenizer that the run uses."""
 
 import logging
 import platform
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def load_data(config: Config, context: DistributedContext) -> Data:
-    """Read the text, or open the token shards; the data are the same on all ranks. Collective.
+    """Read the text, or open the token shards, at data.path; all ranks get the same data. Collective.
 
     All ranks raise UserError if the data cannot be used, or if token shards differ between nodes.
     """
@@ -68,9 +68,9 @@ def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
 
 
 def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
-    """Return the first name that is in only one mapping, or whose fingerprints differ; else None.
+    """Return the first name that is in only one of the mappings, or whose two fingerprints differ.
 
-    `old` and `new` have the fingerprints of files, by name.
+    `old` and `new` have the fingerprints of files, by name. Returns None if the mappings are equal.
     """
     return next((name for name in [*old, *new] if old.get(name) != new.get(name)), None)
 
@@ -78,8 +78,8 @@ def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | No
 def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], what: str) -> bytes:
     """Return, on all ranks, what `read` returns on the first node on which it succeeds. Collective.
 
-    If `read` raises UserError on all nodes, all ranks raise that of the first node. `what` names the content
-    in the log.
+    If `read` raises UserError on all nodes, all ranks raise the error of the first node. `what` names in the
+    log what is read.
     """
     errors: list[UserError] = []
     for source in [rank for rank, place in enumerate(context.places) if place.local_rank == 0]:
@@ -102,10 +102,11 @@ def load_corpus(
     is_restart: bool,
     initial: InitialWeights | None,
 ) -> Corpus:
-    """Tokenize the data for a run that goes on from `snapshot`, or for a fresh run (None). Collective.
+    """Tokenize `data` for a run that goes on from `snapshot`; if it is None, for a fresh run. Collective.
 
-    `initial` has the weights of snapshot.init_from on rank 0, and is None on others. All ranks raise
-    UserError if no tokenizer suits, or if the data cannot be used.
+    `initial` has the weights of snapshot.init_from on rank 0 of a fresh run, and is None on other ranks. With
+    `is_restart`, data.tokenizer is not compared with the snapshot's tokenizer. All ranks raise UserError if
+    there is no suitable tokenizer, or if the data cannot be used.
     """
     if snapshot is None:
         has_initial = config.snapshot.init_from is not None
@@ -131,10 +132,10 @@ def load_corpus(
 def snapshot_tokenizer(
     config: DataConfig, context: DistributedContext, data: Data, snapshot: StoredState, keeps_it: bool
 ) -> Tokenizer | None:
-    """Return the tokenizer of the snapshot; None if it has no tokenizer. Collective.
+    """Return the tokenizer of the snapshot; None if the snapshot has no tokenizer. Collective.
 
-    Raises UserError if the tokenizer cannot be used. Unless `keeps_it`, also raises UserError if
-    data.tokenizer names a different tokenizer. If the named tokenizer cannot be read, that is only logged.
+    Raises UserError if the tokenizer cannot be used. If `keeps_it` is false, also raises UserError if
+    data.tokenizer names a different tokenizer; but if that tokenizer cannot be read, this is only logged.
     """
     carried = context.on_all(lambda: make_tokenizer(snapshot.manifest, snapshot.tokenizer))
     if keeps_it:
@@ -160,11 +161,12 @@ def choose_tokenizer(
     initial: InitialWeights | None = None,
     has_initial: bool = False,
 ) -> Tokenizer | None:
-    """Return the tokenizer that data.tokenizer names: read from a file, or made of the text. Collective.
+    """Return the tokenizer that data.tokenizer names: read from a file, or made from the text. Collective.
 
-    For data.tokenizer=auto, this is the tokenizer.json beside the data; without that file, the tokenizer of
-    the weights to start with, if rank 0 `has_initial` weights; else a tokenizer of characters, or None for
-    token shards. Raises UserError if the tokenizer cannot be used.
+    For data.tokenizer=auto, this is the tokenizer.json beside the data. Without such a file, it is the
+    tokenizer of the weights to start with, if there are such weights (`has_initial`, the same on all ranks;
+    `initial` on rank 0). Without these, it is a tokenizer of characters for a text, and None for token
+    shards. Raises UserError if the tokenizer cannot be used.
     """
     name = config.tokenizer
     if name in TOKENIZERS:
@@ -181,10 +183,10 @@ def choose_tokenizer(
 
 
 def read_tokenizer(context: DistributedContext, path: Path | str | None, place: str) -> Tokenizer:
-    """Return, on all ranks, the tokenizer that the first node with the file reads. Collective.
+    """Return, on all ranks, the tokenizer in the file `path` of the first node that can read it. Collective.
 
-    `path` is None on nodes without the file. If no node can read it, all ranks raise UserError, which names
-    the path or, without a path, `place`.
+    `path` is None on nodes without the file. If no node can read the file, all ranks raise UserError, whose
+    message names `path` or, if that is None on the first node, `place`.
     """
 
     def read() -> bytes:
@@ -199,10 +201,10 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
 def broadcast_tokenizer(
     context: DistributedContext, initial: InitialWeights | None, data: Data
 ) -> Tokenizer | None:
-    """Return the tokenizer of the weights to start with, from rank 0, on all ranks. Collective.
+    """Return, on all ranks, the tokenizer of the weights `initial` of rank 0. Collective.
 
-    Returns None without such weights, or if the data cannot use their tokenizer. Raises UserError if the data
-    need a tokenizer and the weights have none.
+    Returns None if `initial` is None on rank 0, or if the data cannot use the tokenizer of these weights.
+    Raises UserError if the data need a tokenizer and the weights have no tokenizer.
     """
     content = b""
 
@@ -227,10 +229,10 @@ def initial_rows(
     tokenizer: Tokenizer | None,
     initial: InitialWeights | None,
 ) -> int | None:
-    """Return the number of embedding rows of rank 0's `initial` weights, on all ranks. Collective.
+    """Return, on all ranks, the number of embedding rows of the weights `initial` of rank 0. Collective.
 
-    Returns None if there are no such weights, if data.vocab_size is set, if the tokenizers differ, or if
-    there are fewer rows than tokens.
+    Returns None if `initial` is None on rank 0, if data.vocab_size is set, if the tokenizer of these weights
+    is not `tokenizer`, or if there are fewer rows than tokens.
     """
     rows = None
     if initial is not None and config.vocab_size is None:

@@ -1,8 +1,9 @@
-"""The run folder on each node: one that all nodes share, or one of its own for each node.
+"""The run folder on each node: one folder that all nodes share, or a different folder on each node's disk.
 
 If nodes share no disk, the first worker of each node writes the records and snapshots of the run to the
-node's own folder. When a generation (the workers between two restarts) begins, these nodes agree on the run's
-id and copy its records, so that any node may die, and a node that joins gets the records.
+node's own folder. When a generation (the workers between two restarts) begins, the nodes agree on the run's
+id, and the run's records are copied to all of them, so that any node may die, and a node that joins gets the
+records.
 """
 
 import errno
@@ -30,9 +31,9 @@ from mingpt.report import is_reported, load_history, read_job_start, read_record
 from mingpt.snapshot.claim import Claim, Holder
 from mingpt.snapshot.layout import memory_of
 
-# Settings that change no result and must be the same on all workers.
+# Settings that change no result but must be the same on all workers.
 SAME_EVERYWHERE = ("trainer.eval_only", "trainer.parallel", "trainer.shard_optimizer", "trainer.fsdp_reshard")
-DISK_S = 60.0  # until a start is refused
+DISK_S = 60.0  # seconds within which a disk must answer, else the start is refused
 HISTORY_FILES = ("metrics.jsonl", "run.json")  # run.json last: it shows that there is a run
 log = logging.getLogger(__name__)
 
@@ -42,17 +43,17 @@ class RunFolder:
     """The run folder's path, what this rank writes there, and whether all ranks see the same folder."""
 
     path: Path
-    is_kept: bool  # this rank writes the records there: the lowest rank that sees the folder
-    keeps_snapshots: bool  # this rank writes the snapshots: the lowest rank that sees their folder
-    is_shared: bool  # all ranks see the same run folder
-    snapshots_rank: int = 0  # the lowest rank that keeps snapshots: its snapshots count for the job
-    snapshots_are_shared: bool = True  # all ranks see the same folder of snapshots
+    is_kept: bool  # whether this rank writes the run's records: the lowest rank that sees the folder does
+    keeps_snapshots: bool  # whether this rank writes snapshots: the lowest rank that sees their folder does
+    is_shared: bool  # whether all ranks see the same run folder
+    snapshots_rank: int = 0  # the lowest rank that writes snapshots; only its snapshots count as durable
+    snapshots_are_shared: bool = True  # whether all ranks see the same folder of snapshots
 
 
 def check_same_settings(config: Config, context: DistributedContext) -> None:
-    """Raise UserError on all ranks if a setting that must be the same on all is not. Collective.
+    """Raise UserError on all ranks if a setting that must be the same on all ranks differs. Collective.
 
-    If nodes run different code, or a different torch, that is only logged.
+    If nodes run different code, or different versions of torch, that is only logged.
     """
     settings, path = to_dict(config), config.snapshot.path
     same = {name: flatten(settings)[name] for name in SAME_EVERYWHERE}
@@ -75,10 +76,10 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
 
 
 def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
-    """Make the run folder on every node, and find which ranks write to it. Collective.
+    """Make the run folder on every node, and find out which ranks write to it. Collective.
 
-    With trainer.eval_only no folder is made. If a folder cannot be written to, raises UserError or, in later
-    generations, NodeRefused or PeersMissing, as `refuse_where_it_fails` says.
+    With trainer.eval_only no folder is made, and no rank writes. If a folder cannot be written to, raises
+    UserError or, in later generations, NodeRefused or PeersMissing, as `refuse_where_it_fails` says.
     """
     path = Path(config.run_dir)
     if config.trainer.eval_only:
@@ -105,10 +106,10 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
 
 
 def claim_run_folder(context: DistributedContext, folder: RunFolder) -> Claim:
-    """Claim the run folder until the job ends, on the rank that writes its records. Collective.
+    """Claim the run folder until the job ends, on the rank that writes the run's records. Collective.
 
-    Other ranks get a claim that they do not hold. Waits as `Claim.acquire` does. If another job holds the
-    folder, or it cannot be written to, raises the errors of `refuse_where_it_fails`.
+    All other ranks get a Claim that is not acquired. Waits as `Claim.acquire` does. If another job holds the
+    folder, or if the folder cannot be written to, raises the errors of `refuse_where_it_fails`.
     """
     launch = context.launch
     agents = tuple(dict.fromkeys(context.all_gather_object(this_process(launch.agent_pid))))
@@ -128,11 +129,12 @@ def claim_run_folder(context: DistributedContext, folder: RunFolder) -> Claim:
 
 
 def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object]) -> None:
-    """Call `work` on every rank, and end the generation if it raises UserError on any rank. Collective.
+    """Call `work` on every rank. If `work` raises UserError on any rank, end the generation. Collective.
 
     In a job's first generation, or if the launcher does not number its generations (rdzv_round), all ranks
-    raise that UserError. In later generations they do so only if `work` fails on all nodes. Otherwise the job
-    goes on without the nodes on which it fails: these raise NodeRefused, and the others raise PeersMissing.
+    then raise UserError. In later generations all ranks raise UserError only if `work` fails on all nodes.
+    Otherwise the job goes on without the nodes on which `work` fails: the ranks of these nodes raise
+    NodeRefused, and all other ranks raise PeersMissing.
     """
 
     def attempt() -> str | None:
@@ -155,7 +157,7 @@ def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object
 
 
 def refuse_nodes(context: DistributedContext, failed: dict[int, tuple[str, str]]) -> NoReturn:
-    """Raise NodeRefused on the nodes `failed`, {node rank: (host, why)}, and PeersMissing on the others."""
+    """Raise NodeRefused on the nodes in `failed`, {node rank: (host, why)}; PeersMissing on all others."""
     if context.launch.node_rank in failed:
         host, why = failed[context.launch.node_rank]
         raise NodeRefused(f"{why}; the job goes on without {host}")
@@ -178,9 +180,10 @@ def try_disks(config: Config) -> None:
 
 
 def make_run_dir(path: Path) -> None:
-    """Make the run folder, with a log.txt. Raises UserError if it cannot be made or written to.
+    """Make the run folder with a log.txt. Raises UserError if the folder cannot be made or written to.
 
-    If the folder exists, a full disk or an I/O error raises nothing, and log.txt may be missing.
+    But if the folder exists, and its disk is full or has an I/O error, no error is raised, and log.txt may be
+    missing.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -199,9 +202,9 @@ def not_writable(path: Path, error: OSError) -> UserError:
 def lowest_ranks_there(path: Path, context: DistributedContext) -> list[int]:
     """Return, for each rank, the lowest rank whose node sees the same folder at `path`. Collective.
 
-    Each node writes a file with a name that no node has looked for before, because network file systems
-    remember which files were missing. A node that sees no such file is taken to see the folder that rank 0
-    sees.
+    To find out, the first worker of each node writes a file, and all ranks look which of these files they
+    see. Each file has a name that no node has looked for before, because network file systems remember which
+    files were missing. A rank that sees none of the files is taken to see the folder that rank 0 sees.
     """
     if not context.launch.has_several_nodes:
         return [0] * context.world_size
@@ -220,7 +223,7 @@ def lowest_ranks_there(path: Path, context: DistributedContext) -> list[int]:
 
 
 def write_probe(path: Path) -> bool:
-    """Make an empty file, and its folder; return whether that worked. A failure is logged."""
+    """Create the empty file `path`, and its folder; return whether that worked. A failure is logged."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -233,14 +236,14 @@ def write_probe(path: Path) -> bool:
 class NodeRecords(NamedTuple):
     """What run.json on a rank's node says about a run."""
 
-    was_started: bool  # an earlier generation of this job has passed the checks of its start
-    last_step: int  # the last step that is recorded; -1 without a run
-    run_id: str | None
-    token: str  # a random id, of which rank 0's counts
-    job_start: int | None  # the step from which the newest job began
-    durable_step: int  # of the newest snapshot on disk; 0 for none
-    suspects: list[dict[str, Any]]  # each time that workers computed differently
-    is_reported: bool  # the end of the run is on record
+    was_started: bool  # whether an earlier generation of this job has passed the checks of its start
+    last_step: int  # the last step that is recorded; -1 if there is no run
+    run_id: str | None  # None: there is no run
+    token: str  # a random id; only that of rank 0 is used
+    job_start: int | None  # the step from which the newest job in run.json began; None: not recorded
+    durable_step: int  # the step of the newest snapshot on disk; 0 for none
+    suspects: list[dict[str, Any]]  # an entry for each time that workers computed differently
+    is_reported: bool  # whether the end of the run is on record; also true if nothing is recorded
 
 
 @dataclass(frozen=True)
@@ -248,12 +251,12 @@ class KnownRun:
     """What the records of all nodes say about the run; the same on all ranks."""
 
     run_id: str | None  # None: there is no run yet
-    token: str  # a random id, different in each generation: the id of a run that begins in it
+    token: str  # a random id, different in each generation; the run's id if the run begins in this generation
     is_restart: bool  # false in a job's first generation
-    job_start: int | None  # the step from which this job began; None in its first generation
-    durable_step: int  # of the newest snapshot on disk that any node tells of; 0 for none
-    suspects: list[dict[str, Any]]
-    is_reported: bool
+    job_start: int | None  # the step from which this job began; None in its first generation, or if unknown
+    durable_step: int  # the step of the newest snapshot on disk that any node's run.json records; 0 for none
+    suspects: list[dict[str, Any]]  # see NodeRecords: the longest list of any node
+    is_reported: bool  # whether the end of the run is on record on all nodes
 
     @property
     def discarded_after(self) -> list[int]:
@@ -266,7 +269,7 @@ def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> 
     `job` is the random id of the present job. Raises the errors of `choose_run`.
     """
     own = read_node_records(folder.path, job)
-    # The store may have been lost with its host: then run.json tells of an earlier generation.
+    # The TCPStore may have been lost with its host: then only run.json shows an earlier generation.
     told = context.all_gather_object((own, own.was_started or context.was_started()))
     records, is_restart = [one for one, _ in told], any(was_started for _, was_started in told)
     starts = [one.job_start for one in records if one.job_start is not None]
@@ -300,9 +303,10 @@ def read_node_records(path: Path, job: str) -> NodeRecords:
 def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRecords]) -> str | None:
     """Return the id of the run in the run folders at `path`; None if there is no run yet.
 
-    `records` are those of all ranks. If the folders hold different runs, all ranks raise UserError. But if
-    one of these runs belongs to a node that took part in an earlier generation of this job, the job goes on
-    with that run: nodes with a different run raise NodeRefused, and the others raise PeersMissing.
+    `records` has the records of each rank's node, by rank. If the folders hold different runs, all ranks
+    raise UserError. But if one of these runs is on a node that took part in an earlier generation of this
+    job, the job goes on with that run: the ranks of nodes with a different run raise NodeRefused, and all
+    other ranks raise PeersMissing.
     """
     found = [(node, place) for node, place in zip(records, context.places, strict=True) if node.run_id]
     # If two parts of a job began without each other, the part that has come further goes on.
@@ -323,9 +327,9 @@ def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRe
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
     """Copy metrics.jsonl and run.json from one node's run folder to those of all other nodes. Collective.
 
-    They are copied from the folder whose run.json records the most times that workers computed differently;
-    among equals, the folder with most records up to `step`, then with most generations. If a folder cannot be
-    written to, that is logged, and the folder stays as it is.
+    The files are copied from the folder whose run.json has the most entries about workers that computed
+    differently; among folders with equally many, from the one with the most records up to `step`, and then
+    from the one with the most generations. If a folder cannot be written to, that is only logged.
     """
     extents = context.gather_on_all(lambda: measure_history(folder.path, step) if folder.is_kept else None)
     ranked = [(*entry, -rank) for rank, entry in enumerate(extents) if entry is not None]
@@ -345,10 +349,10 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
-    """Return the numbers by which `share_history` ranks folders; the first that differs decides.
+    """Return three numbers by which `share_history` compares folders; the first number that differs decides.
 
-    They are (times that workers computed differently, records up to `step`, generations). Returns None
-    without a valid run.json, or if metrics.jsonl cannot be read.
+    These are (times that workers computed differently, records up to `step`, generations). Returns None if
+    there is no valid run.json, or if metrics.jsonl cannot be read.
     """
     history = load_history(path)
     if history is None:
@@ -363,14 +367,14 @@ def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
 
 
 def read_if_there(path: Path) -> bytes:
-    """Return the file's bytes, or b"" if there is no file: a run that died at once has no records."""
+    """Return the file's bytes; b"" if the file is missing, because a run that died at once has no records."""
     return path.read_bytes() if path.exists() else b""
 
 
 def read_on(source: int, context: DistributedContext, read: Callable[[], bytes]) -> bytes:
-    """Call `read` only on rank `source`; return its bytes, not pickled, on all ranks. Collective.
+    """Call `read` only on rank `source`; on all ranks, return the bytes that `read` returns. Collective.
 
-    If `read` raises UserError, all ranks raise it.
+    The bytes are sent without pickling. If `read` raises UserError, all ranks raise that error.
     """
     content = b""
 

@@ -1,4 +1,4 @@
-"""How the state of a run is saved: which ranks write it to disk and memory, and what its manifest says."""
+"""How a run's state is saved: which ranks write it to disk and to memory, and what the manifest says."""
 
 import logging
 import math
@@ -27,15 +27,16 @@ from mingpt.training.run import Run
 
 log = logging.getLogger(__name__)
 LONG_WAIT_S = 5.0
-MAX_FILES = 10_000  # a manifest lists at most so many token shards, else none: its size is limited
+MAX_FILES = 10_000  # if there are more token shards, a manifest lists none, because its size is limited
 
 
 class Saving:
     """Saves the snapshots of this generation (the workers between two restarts). Constructing is collective.
 
     One rank writes to each folder of snapshots on disk (`RunFolder.keeps_snapshots`), and the first worker of
-    each node writes to the node's memory. If the state is sharded, all ranks take part in both. A snapshot
-    counts as durable once the main rank, the lowest of the ranks that write to disk, has written it there.
+    each node writes to the node's memory. If the state is sharded, all ranks take part in both kinds of
+    saves. A snapshot counts as durable once the main rank, which is the lowest of the ranks that write to
+    disk, has written it to disk.
     """
 
     def __init__(self, run: Run, audit: Audit, run_logger: RunLogger | None) -> None:
@@ -54,7 +55,7 @@ class Saving:
         self.writes_to_disk = start.folder.keeps_snapshots or self.is_sharded
         local_every = config.snapshot.local_every
         # If nodes share no disk, a sharded state is only on one node's disk. If that node is lost, the job
-        # goes on from memory: all parts must be there, each on two nodes, also between two generations.
+        # goes on from memory: all parts must be in memory, each on two nodes, also between two generations.
         self.is_on_one_disk = self.is_sharded and not start.folder.snapshots_are_shared
         self.local_every = config.snapshot.every if local_every is None else local_every
         self.saver = SnapshotSaver(start.store, content)
@@ -70,7 +71,7 @@ class Saving:
             self.own_step = start.found.views[self.main_rank].step
         steps = [step for step in self.store.steps() if step <= state.step] if self.is_main else []
         self.saver.best = min(self.store.losses_of(steps), default=NO_LOSS)
-        self.best_loss = -math.inf  # the lowest validation loss so far; without keep_best no loss is lower
+        self.best_loss = -math.inf  # the lowest validation loss so far; -inf without keep_best: none is lower
         if config.snapshot.keep_best:
             self.best_loss = context.broadcast_object(self.saver.best[0], self.main_rank)
         self.is_slow_disk_reported = False
@@ -84,28 +85,34 @@ class Saving:
 
     @property
     def writes_to_memory(self) -> bool:
-        """Whether this rank writes to memory: if the state is sharded, all do, else each node's first."""
+        """Whether this rank writes snapshots to memory.
+
+        If the state is sharded, all ranks write to memory; otherwise only the first worker of each node.
+        """
         return self.is_sharded or self.context.launch.local_rank == 0
 
     @property
     def newest_written(self) -> int:
-        """The step of the last snapshot that this generation has written to disk, as the main rank knows it.
+        """On the main rank, the step of the last snapshot that this generation has written to disk; else 0.
 
-        It is 0 if there is none, and on all other ranks.
+        Also 0 on the main rank if there is no such snapshot.
         """
         return self.saver.newest_written if self.is_main else 0
 
     def allocate(self) -> None:
-        """Allocate the staging buffers before the first step, so that no save has to. Collective."""
+        """Allocate the staging buffers, so that no save has to do so. Collective.
+
+        Call this before the first step.
+        """
         if self.writes_to_disk:
             self.saver.allocate(self.tensors(self.is_main))
         if self.config.snapshot.memory_every and self.writes_to_memory:
             self.memory.allocate(self.tensors(self.context.launch.local_rank == 0))
 
     def note_written(self, step: int) -> None:
-        """Record that the snapshot of `step` is durable, also in run.json if this rank writes it.
+        """Record that the snapshot of `step` is durable, also in run.json if this rank writes run.json.
 
-        A step that is not newer than the last one is ignored.
+        A step that is not newer than the last durable step is ignored.
         """
         if step > self.durable_step:
             self.durable_step = step
@@ -113,7 +120,10 @@ class Saving:
                 self.run_logger.history.note_durable(step)
 
     def is_new_best(self, loss: float) -> bool:
-        """Return whether a loss is the lowest so far, and if so remember it; False without keep_best."""
+        """Return whether `loss` is the lowest validation loss so far; if it is, remember it.
+
+        Always returns False without snapshot.keep_best.
+        """
         is_best = loss < self.best_loss
         if is_best:
             self.best_loss = loss
@@ -125,24 +135,25 @@ class Saving:
         return any(self.context.all_gather_object(is_missing_here))
 
     def is_due_here(self, is_last: bool) -> bool:
-        """Return whether this rank, which writes to disk, must save the present step.
+        """Return whether this rank must save the present step. Call this only on a rank that writes to disk.
 
         `is_last` means that this generation saves no later step.
         """
         if is_last:
             return self.own_step < self.state.step
         is_local_due = bool(self.local_every) and self.state.step % self.local_every == 0
-        # A node skips its own copy while it still writes the one before, so that no other node has to wait.
+        # A node skips its own copy while it still writes the previous one, so that no other node has to wait.
         return self.is_sharded or self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
 
     def save_to_disk(self, is_last: bool = False) -> None:
-        """Copy the state; the ranks that write the copy do so in the background. Collective.
+        """Copy the present state, and write the copy to disk in the background. Collective.
 
-        On return the state may change. Waits for the previous save first if its snapshot is not known to be
-        durable, or if `is_last`, which means that this generation saves no later step; then each rank that
-        writes to disk saves this one. The snapshot becomes valid only after a save to memory that began
-        earlier has ended. Raises ClaimLost on a rank that lost the claim (the right to write there) in its
-        last write. Any other failed write is only logged; `finish` raises an error if the last one failed.
+        On return the state may change. `is_last` means that this generation saves no later step: each rank
+        that writes to disk then saves this step, even if its own saves are less frequent. First waits for the
+        previous save, if `is_last`, or if the previous snapshot is not known to be durable. The new snapshot
+        becomes valid only after a save to memory that began earlier has ended. Raises ClaimLost on a rank
+        whose previous write found that the claim (the right to write there) is lost. Any other failed write
+        is only logged, but `finish` raises an error if the last write of the generation has failed.
         """
         memory_thread = self.memory.thread
         events.emit("save_start", kind="disk", step=self.state.step)
@@ -174,17 +185,19 @@ class Saving:
     def is_due_in_memory(self, is_on_disk: bool) -> bool:
         """Return whether to save the present step to memory.
 
-        `is_on_disk` tells that the step is saved to disk, too.
+        `is_on_disk` means that this step is also saved to disk.
         """
         every, is_first = self.config.snapshot.memory_every, not self.memory.newest
         if self.is_on_one_disk and (is_on_disk or is_first):
-            return every > 0  # a generation's first step, as a node lost before it had some copies
+            # A generation's first step is saved, too, because a node lost before it held some of the copies.
+            return every > 0
         return every > 0 and self.state.step % every == 0 and not is_on_disk
 
     def save_to_memory(self) -> None:
-        """Copy the state to memory that outlives this process. Collective.
+        """Copy the present state, and write the copy to memory that outlives this process. Collective.
 
-        Does nothing while the previous save to memory is being written, or if the memory could not be used.
+        Nothing is saved while the previous save to memory is still being written, or if saving to memory was
+        disabled after a failure.
         """
         events.emit("save_start", kind="memory", step=self.state.step)
         chain = self.audit.gather_chain(self.context)
@@ -195,10 +208,10 @@ class Saving:
         events.emit("save_end", kind="memory", step=self.state.step)
 
     def tensors(self, with_whole: bool) -> dict[str, Tensor]:
-        """Return the tensors, by name and not copied, that this rank gives to a snapshot.
+        """Return the tensors, by name and not copied, that this rank adds to a snapshot.
 
-        These are its rows of the sharded tensors. If the state is not sharded, or if `with_whole`, the
-        tensors that all ranks have whole are returned, too.
+        These are this rank's rows of the sharded tensors. If the state is not sharded, or if `with_whole` is
+        true, the tensors that each rank holds whole are also returned.
         """
         tensors = self.state.tensors()
         if self.is_sharded and not with_whole:
@@ -206,7 +219,10 @@ class Saving:
         return tensors
 
     def manifest(self, **fields: Any) -> Manifest:
-        """Return a manifest of the present step, with `fields`; `audit` and `files` are added later."""
+        """Return a manifest of the present step, with the further fields `fields`.
+
+        `audit`, and what depends on the files, are added later.
+        """
         state, files = self.state, dict(self.corpus.files)
         return Manifest(
             run=self.run_id,
@@ -236,7 +252,10 @@ class Saving:
             done = all(is_over)
 
     def wait_for_previous_save(self) -> None:
-        """Wait for the previous save; rank 0 logs, once, a wait of more than LONG_WAIT_S. Collective."""
+        """Wait until the previous save has ended on all ranks. Collective.
+
+        Rank 0 logs the first wait of more than LONG_WAIT_S seconds.
+        """
         began = time.monotonic()
         self.wait()
         waited_s = time.monotonic() - began
@@ -249,11 +268,11 @@ class Saving:
             )
 
     def finish(self) -> None:
-        """Wait until the last snapshot is on disk. Raises NonRetryableError on all ranks if that fails.
+        """Wait until the last snapshot is on disk. Raises NonRetryableError on all ranks if its write failed.
 
-        Only the main rank's write counts. ClaimLost, or an error that is not of the disk, is raised only on
-        the main rank. After a failure the snapshots in memory are kept: they may be newer than those on disk.
-        Collective.
+        Only the main rank's write counts. If that write failed with ClaimLost, or with an error that is not
+        of the disk, only the main rank raises that error. After a failure the snapshots in memory are kept,
+        because they may be newer than those on disk. Collective.
         """
         self.wait()
         failure = self.describe_failure() if self.is_main else None
@@ -265,9 +284,10 @@ class Saving:
         raise NonRetryableError(failure)
 
     def describe_failure(self) -> str | None:
-        """Return a sentence on why the last snapshot is not on disk; None if it is. For the main rank only.
+        """Return a sentence on why the last snapshot is not on disk; None if it is on disk.
 
-        Raises the saver's error if that is ClaimLost, or is not an error of the disk.
+        Call this only on the main rank. If the write failed with ClaimLost, or with an error that is not of
+        the disk, raises that error instead.
         """
         error = self.saver.error
         if error is None:
@@ -286,10 +306,10 @@ class Saving:
         )
 
     def discard_after(self, step: int) -> int:
-        """Rename the snapshots on disk that are newer than `step`, and remove all from memory. Collective.
+        """Rename the snapshots on disk that are newer than `step`; remove all those in memory. Collective.
 
-        Only one rank per folder renames, even if all ranks write there. Returns the step of the newest
-        snapshot that is left on the main rank's disk; 0 if there is none.
+        In each folder only one rank renames, even if all ranks take part in writing. Returns the step of the
+        newest snapshot that is left on the main rank's disk; 0 if none is left.
         """
         self.wait()
         if self.folder.keeps_snapshots:
@@ -301,10 +321,12 @@ class Saving:
         return int(self.context.broadcast_object(left, self.main_rank))
 
     def release_memory(self, stopped_by: str | None) -> None:
-        """Remove this run's snapshots from memory, because the last snapshot is on disk. All ranks call it.
+        """Remove this run's snapshots from memory, because the last snapshot is on disk.
 
-        If it is on only one node's disk and another generation may follow, nothing is removed here: that
-        generation does it, or else the agent at its end.
+        Call this on all ranks. If only one node's disk has the last snapshot and another generation may
+        follow, nothing is removed yet: the next generation removes the snapshots in memory or, if none
+        follows, the agent when it exits. `stopped_by` is the request that stopped this generation. No
+        generation follows if `stopped_by` is None, because the run is complete, or if it is one of JOB_ENDS.
         """
         if self.is_on_one_disk and stopped_by not in (None, *JOB_ENDS):
             self.memory.leave_to_agent()
@@ -312,7 +334,10 @@ class Saving:
             self.remove_memory_snapshots()
 
     def remove_memory_snapshots(self) -> None:
-        """Remove this run's snapshots from memory: each rank its own. All ranks call it; not collective."""
+        """Remove this run's snapshots from memory; each rank removes its own, so call this on all ranks.
+
+        Not collective: the ranks exchange nothing.
+        """
         if self.writes_to_memory:
             self.memory.remove()
 
@@ -320,6 +345,6 @@ class Saving:
 def late_fields(chain: Callable[[], str]) -> dict[str, Any]:
     """Return {"audit": the hash chain of the tokens read}, a field of the manifest.
 
-    `chain` waits until all ranks have sent their hashes, and returns the chain.
+    `chain` waits until all ranks have sent their hashes, and returns the hash chain.
     """
     return {"audit": chain()}

@@ -1,8 +1,9 @@
-"""The start of a generation (the workers between two restarts): the same sequence of steps on all ranks.
+"""The start of a generation (the workers between two restarts), in the same order on all ranks.
 
-`find_start` opens the run folder, claims it (a claim is one job's right to write there), opens the data,
-finds the newest snapshot that any rank sees, checks it against the configuration, opens snapshot.init_from if
-there is no snapshot, and tokenizes the data. The result is a StartPoint, from which run.py builds the state.
+`find_start` opens the run folder, claims the folder (a claim is one job's right to write there), opens the
+data, finds the newest snapshot that any rank sees, checks the snapshot against the configuration, opens
+snapshot.init_from if there is no snapshot, and tokenizes the data. The result is a StartPoint, from which
+run.py builds the state.
 """
 
 import logging
@@ -45,10 +46,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StartPoint(RunStart):
-    """Everything that this generation starts from. `find_start` makes it.
+    """Everything that this generation starts from. `find_start` makes a StartPoint on each rank.
 
-    It is the same on all ranks, except for `initial`, the facts of this process, and the objects that read
-    and write files here.
+    All fields are the same on all ranks, except `initial`, `is_main`, `process_began`, and the objects that
+    read and write files on this node.
     """
 
     folder: RunFolder
@@ -65,7 +66,7 @@ class StartPoint(RunStart):
 
     @property
     def manifest(self) -> Manifest:
-        """The snapshot's manifest. Without one, a manifest that has only the fields a fresh run uses."""
+        """The snapshot's manifest; without a snapshot, one with only the fields that a fresh run uses."""
         return self.snapshot.manifest if self.snapshot else NOT_BEGUN
 
     @property
@@ -77,8 +78,9 @@ class StartPoint(RunStart):
     def evaluation_missing(self) -> bool:
         """Whether an evaluation that is due at this step must be made before training.
 
-        This is so at step 0, because its records are dropped when a run starts there again, and if a request
-        to stop came before the evaluation, which the snapshot's manifest shows.
+        It must be made at step 0, because the records of step 0 are dropped when a run starts again at
+        step 0. At a later step it must be made if a request to stop prevented it, so that the snapshot's
+        manifest does not have this step as `evaluated_step`.
         """
         trainer = self.config.trainer
         if self.step > trainer.max_steps or not is_due(trainer, self.step):
@@ -87,9 +89,10 @@ class StartPoint(RunStart):
 
     @property
     def nothing_left(self) -> bool:
-        """Whether a job begins with a run that has reached max_steps, and whose end is on record.
+        """Whether, at the start of a job, the run has reached max_steps and the end of the run is on record.
 
-        The end is not on record if the last job died after its last snapshot, before it recorded the end.
+        Also, no evaluation may be missing. The end of the run is not on record if the last job died after its
+        last snapshot, before it recorded the end.
         """
         is_complete = self.snapshot is not None and self.step >= self.config.trainer.max_steps
         return is_complete and self.known.is_reported and not self.is_restart and not self.evaluation_missing
@@ -98,8 +101,9 @@ class StartPoint(RunStart):
 def find_start(config: Config, context: DistributedContext) -> StartPoint:
     """Claim and open the run folder, open the data, and find the state to start from. Collective.
 
-    Raises UserError or NonRetryableError. If the job goes on without one of the nodes, raises NodeRefused on
-    that node's ranks and PeersMissing on the others. A request to stop raises StopRequested.
+    Raises UserError if the settings, folders, data or snapshots do not allow the start, and NonRetryableError
+    for another failure that a restart would repeat. If the job goes on without one of the nodes, raises
+    NodeRefused on that node's ranks and PeersMissing on all others. A request to stop raises StopRequested.
     """
     check_same_settings(config, context)
     folder = open_run_folder(config, context)
@@ -156,7 +160,7 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
 
 
 def is_due(trainer: TrainerConfig, step: int) -> bool:
-    """Whether an evaluation is due after `step` steps; 0 is the start of a run."""
+    """Return whether an evaluation is due after `step` steps; with step 0, at the start of a run."""
     if step == 0:
         return trainer.eval_at_start
     return step == trainer.max_steps or step % trainer.eval_every == 0
@@ -172,7 +176,7 @@ def find_snapshot(
 ) -> Found:
     """Find the newest snapshot that the run may go on from, on disk or in memory. Collective.
 
-    Raises UserError if none is left of a run that has had some.
+    Raises UserError if the run has written snapshots past step 0, and no valid one is left.
     """
     in_memory: list[SnapshotStore] = []
     if known.run_id:
@@ -191,10 +195,10 @@ def find_snapshot(
 
 
 def open_store(config: Config, context: DistributedContext, claim: Claim) -> SnapshotStore:
-    """Return the store of this run's snapshots, which writes nothing once `claim` is lost.
+    """Return the SnapshotStore of this run's snapshots, which writes nothing once `claim` is lost.
 
-    Raises UserError, on this rank alone, for a URL whose driver is not installed or, under a launcher, for a
-    memory:// URL.
+    Raises UserError, only on this rank, if the driver for a URL is not installed or, under a launcher, if the
+    URL begins with memory://.
     """
     url = config.snapshot.path or str(Path(config.run_dir) / "snapshots")
     store = SnapshotStore(url, check_claim=claim.check)
@@ -209,11 +213,13 @@ def open_store(config: Config, context: DistributedContext, claim: Claim) -> Sna
 def go_on_as_before(
     config: Config, context: DistributedContext, manifest: Manifest, is_restart: bool, url: str
 ) -> None:
-    """Use the CPU threads and the float16 of the snapshot with this manifest, because bits depend on them.
+    """Use the number of CPU threads in `manifest` and, if it is float16, its dtype, as bits depend on both.
 
-    Raises UserError if the run would continue on a different kind of device or in a different dtype.
+    `manifest` is that of the snapshot from which the run goes on. float16 is taken over only if trainer.dtype
+    is auto. Raises UserError if the run would continue on a different kind of device or in a different dtype.
     snapshot.resume=changed allows that in a job's first generation, but not in a restart. It is always
-    allowed for trainer.eval_only.
+    allowed with trainer.eval_only, or if the run has reached max_steps. Messages call the place of the
+    snapshots `url`.
     """
     then = manifest.software
     context.use_threads(then.threads)

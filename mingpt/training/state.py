@@ -24,17 +24,19 @@ MAX_LOSS_SCALE = 2.0**100
 class LossScale:
     """The power of two by which a run in float16 multiplies its loss (Micikevicius et al. 2018, section 3.2).
 
-    Without it, small gradients become zero in float16. The scale begins, grows and falls as that of
-    torch.amp.GradScaler does by default.
+    Without the factor, small gradients become zero in float16. The scale begins, grows and shrinks like that
+    of torch.amp.GradScaler with its default settings.
     """
 
     scale: float = 65_536.0
-    good_steps: int = 0  # in a row, at this scale
+    good_steps: int = 0  # number of steps in a row without overflow at this scale
 
     def after_step(self, is_finite: bool) -> bool:
-        """Adapt to a step whose gradient is finite or not; return whether the scale has been halved.
+        """Change the scale, if needed, after a step; return whether the scale has been halved.
 
-        The scale doubles after GROWTH_STEPS finite steps in a row.
+        `is_finite` says whether the step's gradient was finite. If it was not, the scale is halved, unless
+        the scale is 1. After GROWTH_STEPS steps in a row with finite gradients, the scale is doubled, up to
+        MAX_LOSS_SCALE.
         """
         if not is_finite and self.scale > 1.0:
             self.scale, self.good_steps = self.scale / 2, 0
@@ -49,8 +51,8 @@ class TrainState:
     """The state that a snapshot holds.
 
     `step` counts completed steps, `windows_seen` the windows (sequences of block_size + 1 tokens) that all
-    ranks together have read. `skipped` counts the updates that were left out because a number was not finite:
-    (in all, in a row up to `step`). `loss_scale` is None unless the run computes in float16.
+    ranks together have read. `skipped` counts the updates that were left out because the gradient was not
+    finite: (in all, in a row up to `step`). `loss_scale` is None if the run does not compute in float16.
     """
 
     def __init__(
@@ -70,14 +72,14 @@ class TrainState:
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's rows of each tensor, by "model.<name>" or "optimizer.<parameter>.<state>".
 
-        They are the state itself, not copies, and change with the next step.
+        The returned tensors are the state itself, not copies, and change with the next step.
         """
         weights = {f"model.{name}": weight for name, weight in self.strategy.held_weights().items()}
         return weights | {f"optimizer.{name}": part for name, part in self.optimizer.state_dict().items()}
 
     @functools.cached_property
     def rows(self) -> RowMap:
-        """The rows of each tensor that each rank holds; `tensors` returns this rank's."""
+        """Which rows of each tensor each rank holds; `tensors` returns those of this rank."""
         shapes = {f"model.{name}": shape for name, shape in self.strategy.shapes.items()}
         for name, part in self.optimizer.state_dict().items():
             parameter = name.rpartition(".")[0]
@@ -87,8 +89,9 @@ class TrainState:
 
 @torch.no_grad()
 def load_state(state: TrainState, stored: StoredState, context: DistributedContext) -> None:
-    """Copy the stored weights into `state`, and the optimizer's state if it is of the same kind. Collective.
+    """Copy the weights of `stored` into `state`, and the optimizer's state if it fits. Collective.
 
+    The optimizer's state fits if its tensors have the same names; otherwise that of `state` stays as it is.
     Learned positions past block_size are left out. Raises UserError if the weights are those of a different
     model. The counters `step`, `windows_seen` and `skipped` are not set.
     """

@@ -31,7 +31,7 @@ from mingpt.training.run import Run, out_of_memory_explained
 from mingpt.training.saving import Saving
 from mingpt.training.start import is_due
 
-MAX_SKIPPED = 10  # skipped updates in a row that end the run
+MAX_SKIPPED = 10  # this many skipped updates in a row end the run
 log = logging.getLogger(__name__)
 
 
@@ -63,10 +63,11 @@ class Trainer:
             run.context.mark_started()
 
     def open_run_logger(self, run: Run) -> RunLogger | None:
-        """Return a new RunLogger; None on a rank without a run folder, or if there is nothing to train.
+        """Return a new RunLogger; None on a rank that writes no records, or if there is nothing to train.
 
-        From then on, an exit knows the last step, and records in run.json why the job failed. On rank 0 this
-        sets the time at which trainer.pause_after stops the job.
+        If there is something to train, an exit of this process then knows the last step and, on a rank with a
+        RunLogger, records in run.json why the job failed. On rank 0 this also sets the time at which
+        trainer.pause_after stops the job.
         """
         if self.nothing_left or run.config.trainer.eval_only:
             return None
@@ -81,12 +82,14 @@ class Trainer:
         return logger
 
     def run(self) -> str | None:
-        """Train up to max_steps, or until a request to stop; then save, and wait until that is on disk.
+        """Train up to max_steps, or until a request to stop; then wait until the last snapshot is on disk.
 
-        With trainer.eval_only, only evaluates. Returns the request that stopped the run, such as "SIGTERM",
-        or None. All ranks raise UserError for unusable data, NonFiniteError, or NonRetryableError for a
-        failure that repeats or a last snapshot that cannot be written. A single rank may raise ExpectedError
-        for too little memory, or ClaimLost. `Replay.check` raises further errors. Collective.
+        With trainer.eval_only, only evaluates. Returns the request that stopped the run, such as "SIGTERM";
+        None if the run is complete, or if trainer.eval_only is set. All ranks raise UserError if the data
+        cannot be used, NonFiniteError if a gradient or a loss is not finite, and NonRetryableError if the
+        same failure repeats, or if the last snapshot cannot be written. A single rank may raise ExpectedError
+        if it has too little memory, or ClaimLost if another job or a later generation has taken over. For
+        further errors see `Replay.check`. Collective.
         """
         with self.failure_handled():
             if not self.begin_run():
@@ -148,7 +151,7 @@ class Trainer:
     def after_step(self, grad_norm: float) -> None:
         """Record, evaluate and save what is due after a step, in this order. Collective.
 
-        After a request to stop, an evaluation that is due is left to the next generation.
+        After a request to stop, no evaluation is made: one that is due is left to the next generation.
         """
         config, step = self.config, self.state.step
         is_last = step == config.trainer.max_steps
@@ -172,8 +175,8 @@ class Trainer:
     def begin_run(self) -> bool:
         """Prepare for the first step and return True; return False if nothing is left to do. Collective.
 
-        With trainer.eval_only, evaluates here and returns False. All ranks raise NonRetryableError for a
-        failure that repeats.
+        With trainer.eval_only, evaluates here and returns False. All ranks raise NonRetryableError if earlier
+        generations of the job have failed repeatedly at the same step.
         """
         config, state = self.config.trainer, self.state
         if config.eval_only:
@@ -209,9 +212,10 @@ class Trainer:
         return True
 
     def end_run(self, stopped_by: str | None) -> None:
-        """Save the present step, wait until that is on disk, and record the end of the run. Collective.
+        """Save the present step, if not done yet, wait until it is on disk, and record the end. Collective.
 
-        Raises as `Saving.finish` does.
+        `stopped_by` is the request that stopped the run; None: the run is complete. Raises the errors of
+        `Saving.finish`.
         """
         if self.saving.is_missing():
             self.save_to_disk(is_last=True)
@@ -230,9 +234,10 @@ class Trainer:
     def handle_nonfinite(self, grad_norm: float) -> None:
         """Count the update as skipped, or end the run, if the gradient or a loss is not finite. Collective.
 
-        With float16, a gradient that is not finite first halves the loss scale, down to 1. Then, with
-        on_nonfinite=skip, such gradients are counted, up to MAX_SKIPPED - 1 in a row. Else all ranks raise
-        NonFiniteError. All ranks raise UserError if one of them could not use its data.
+        With float16, a gradient that is not finite only halves the loss scale, until the scale is 1.
+        Otherwise, with trainer.on_nonfinite=skip, a gradient that is not finite is counted as a skipped
+        update, up to MAX_SKIPPED - 1 in a row. In all other cases all ranks raise NonFiniteError. If a rank
+        could not use its data, all ranks raise UserError instead.
         """
         config, state = self.config.trainer, self.state
         total, in_a_row = state.skipped
@@ -277,7 +282,7 @@ class Trainer:
         raise NonFiniteError(sentence)
 
     def log_training(self, grad_norm: float) -> None:
-        """Record the last step's metrics, with mean times since the last record, and restart the timer."""
+        """Record the last step's metrics, with the mean times since the last record; restart the timer."""
         step_s, data_s = self.timer.seconds_per_step(self.state.step)
         if self.run_logger:
             stats = StepStats(
@@ -299,7 +304,7 @@ class Trainer:
         self.timer.reset(self.state.step)
 
     def evaluate(self) -> None:
-        """Evaluate and record the result, unless a request to stop cuts it short. Collective."""
+        """Evaluate, and record the result unless a request to stop comes before the end. Collective."""
         losses = self.evaluator.evaluate(self.state.step)
         if losses is None:
             return
@@ -315,9 +320,11 @@ class Trainer:
 
     @contextlib.contextmanager
     def failure_handled(self) -> Iterator[None]:
-        """If the `with` block raises an error, a single worker waits for its save. The error is raised again.
+        """Return a context that waits for a save that is being written if its block raises an error.
 
-        A UserError ends the job, so all workers wait for their saves and remove the snapshots in memory.
+        The error is then raised again. A UserError ends the job: all workers wait for their saves, and remove
+        the snapshots in memory. After any other error only a single worker waits, because with several
+        workers a peer may be gone.
         """
         try:
             yield
@@ -327,15 +334,15 @@ class Trainer:
             raise
         except Exception:
             if self.context.world_size == 1:
-                self.saving.saver.wait()  # with several workers, others may be gone, and it would not end
+                self.saving.saver.wait()  # with several workers, one may be gone, and this would not return
             raise
 
 
 class Batches:
     """This rank's micro-batches, in order, from the start of this generation up to max_steps.
 
-    `error` says why this rank cannot use its data; else it is None. Other ranks notice, because the losses of
-    this rank are NaN then.
+    `error` says why this rank cannot use its data; None if it can. Other ranks notice an error, because the
+    losses of this rank are then NaN.
     """
 
     def __init__(self, run: Run, audit: Audit, timer: StepTimer) -> None:
@@ -350,7 +357,7 @@ class Batches:
     def next(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets on the device, (B, T) int64 each; seed the micro-batch's dropout.
 
-        Call it for each of this rank's micro-batches in order. Once `error` is set, both tensors are zeros.
+        Call this for each of this rank's micro-batches, in order. Once `error` is set, both tensors are zero.
         """
         began = time.perf_counter()
         inputs, targets, *on_device = self.fetch()
@@ -362,9 +369,9 @@ class Batches:
         return on_device[0], on_device[1]
 
     def fetch(self) -> tuple[Tensor, ...]:
-        """Return inputs and targets on the CPU, then on the device, (B, T) each; zeros if that fails.
+        """Return (inputs, targets, inputs on the device, targets on the device), (B, T) each.
 
-        A failure sets `error`.
+        The first two are on the CPU. If the data cannot be used, sets `error` and returns zeros.
         """
         if self.error is None:
             try:

@@ -1,6 +1,6 @@
 """python -m mingpt.launch.elastic --serve HOST:PORT: serve a board, where torchrun's agents find each other.
 
-Run it on a host that outlives the nodes. Needs no torch.
+Run this command on a host that outlives the nodes. It needs no torch.
 """
 
 import sys

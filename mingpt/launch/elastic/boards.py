@@ -1,8 +1,8 @@
 """Boards, on which torchrun's agents find each other: a shared folder, or the memory of a host.
 
-A board holds the latest entry of each agent, which has the agent's facts about itself, and nothing else. A
-lost entry is harmless, because its agent posts it again. A host answers one request per TCP connection, a
-line of JSON each way, every step with a time limit. Nothing that is received is ever executed or unpickled.
+A board holds only the latest entry of each agent, which is what the agent says about itself (`Entry`). A lost
+entry is harmless, because its agent posts the entry again. A host answers one request per TCP connection, a
+line of JSON each way; each wait has a time limit. Nothing that is received is ever executed or unpickled.
 """
 
 import contextlib
@@ -28,15 +28,18 @@ SERVER_TIMEOUT_S = 5.0
 
 Endpoint = tuple[str, int]  # host, port
 Message = dict[str, Any]
-Operation = Callable[[Message], Message | str]  # a string is JSON already
-FORGET_S = 60.0  # after its last post, an agent's entry is removed
-FORGET_FINISHED_S = 3600.0  # likewise, if FINISHED: agents that are frozen or cut off can still read it
+Operation = Callable[[Message], Message | str]  # returns the answer to a request; a str is JSON already
+FORGET_S = 60.0  # the time after an agent's last post until its entry is removed
+FORGET_FINISHED_S = 3600.0  # likewise for FINISHED, which agents that were frozen or cut off must still read
 POST_TIMEOUT_S = 1.0
 BIND_S = 3.0  # between attempts to listen on a port that is taken
 
 
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
-    """Send a message to a Server; return its answer. Raises OSError if none comes within `timeout_s`."""
+    """Send a message to the Server at (host, port); return the answer.
+
+    `timeout_s` limits each wait, in seconds. Raises OSError if no answer comes in time, or if it is not JSON.
+    """
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
             connection.sendall(json.dumps(message).encode() + b"\n")
@@ -48,7 +51,7 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """A TCP server that answers each request by the operation that its `op` names, in a new thread.
+    """A TCP server that answers each request, in a new thread, by the operation that its `op` names.
 
     Requests are answered while `serve_forever` runs. For `port` 0 the system chooses a free port; the
     attribute `port` has its number. Constructing a Server raises OSError if the port is taken.
@@ -72,7 +75,7 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
-    """Return the line that answers a request's line; {"error": ...} if the line is no request."""
+    """Return the line that answers `line`, a request; {"error": ...} if `line` is not a valid request."""
     try:
         message = parse_json(line)
         result = operations[message["op"]](message)
@@ -83,9 +86,9 @@ def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
 
 
 class FolderBoard:
-    """A shared folder in which the agents of job `rdzv_id` find each other: each posts its entry in a file.
+    """A shared folder in which the agents of job `rdzv_id` find each other: each posts its entry as a file.
 
-    A file is replaced by rename. So the board needs no locks, does not grow, and works on NFS.
+    A file is replaced by a rename. So the board needs no locks, does not grow, and works on NFS.
     """
 
     def __init__(self, path: Path, rdzv_id: str) -> None:
@@ -93,7 +96,10 @@ class FolderBoard:
         self._folder = path / quote(rdzv_id, safe="")
 
     def exchange(self, mine: Entry) -> list[Entry]:
-        """Post `mine`, return all entries, and remove old ones. Raises OSError. Hangs if the storage does."""
+        """Post the entry `mine`, return the entries of all agents, and remove old entries.
+
+        Raises OSError if the folder cannot be used. Hangs while the storage hangs.
+        """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = self._folder / f"{mine.id}.json"
         write_atomic(own, json.dumps(asdict(mine)), sync="nothing")
@@ -119,7 +125,10 @@ class HostBoard:
         self._host, self._port, self._rdzv_id = host, port, rdzv_id
 
     def exchange(self, mine: Entry) -> list[Entry]:
-        """Post `mine` and return all entries. Raises OSError, also after POST_TIMEOUT_S without an answer."""
+        """Post the entry `mine` and return the entries of all agents.
+
+        Raises OSError if that fails, for example if the host does not answer for POST_TIMEOUT_S seconds.
+        """
         message = {"op": "post", "rdzv_id": self._rdzv_id, "entry": asdict(mine)}
         entries = request(self._host, self._port, message, POST_TIMEOUT_S).get("entries")
         if not isinstance(entries, list):
@@ -128,7 +137,7 @@ class HostBoard:
 
 
 def parse_entries(contents: Iterable[Any]) -> list[Entry]:
-    """Return the valid entries among `contents`, which are JSON, as bytes or parsed; skip all others."""
+    """Return the valid entries among `contents`, each of which is JSON as bytes, or parsed already."""
     found = []
     for content in contents:
         try:
@@ -138,11 +147,11 @@ def parse_entries(contents: Iterable[Any]) -> list[Entry]:
     return found
 
 
-Board = FolderBoard | HostBoard  # `name` is its name in messages
+Board = FolderBoard | HostBoard  # the attribute `name` is the board's name in messages
 
 
 class BoardMemory:
-    """The entries of agents, of all jobs, that a Server keeps in memory for HostBoards."""
+    """The entries of the agents of all jobs, which a Server keeps in memory for HostBoards."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -150,7 +159,7 @@ class BoardMemory:
         self._entries: dict[tuple[str, str], tuple[str, float]] = {}
 
     def post(self, message: Message) -> str:
-        """Keep the message's entry; return all entries of its job, as JSON.
+        """Keep the entry in the message; return all entries of the message's job, as JSON.
 
         Raises KeyError or TypeError if the message has no entry.
         """
@@ -166,7 +175,7 @@ class BoardMemory:
 
 
 def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -> None:
-    """Wait until a port is free, which an earlier agent may still use; then answer requests on it forever."""
+    """Wait until no other process, such as an earlier agent, uses `port`; then answer requests on it."""
     while True:
         try:
             Server(address, port, operations).serve_forever()
@@ -187,7 +196,11 @@ def parse_endpoints(text: str) -> list[Endpoint]:
 
 
 def parse_rdzv(text: str) -> Path | list[Endpoint]:
-    """Return the endpoints of HOST:PORT[,...], or a text with a slash as a path; else raise UserError."""
+    """Return what `text`, the value of --rdzv, names: a list of endpoints, or the path of a folder.
+
+    A text HOST:PORT[,HOST:PORT...] names endpoints; any other text with a slash is a path. Raises UserError
+    for all other texts.
+    """
     endpoints = parse_endpoints(text)
     if endpoints:
         return endpoints

@@ -17,7 +17,7 @@ from mingpt.base.system import ipv4_addresses
 from mingpt.base.urls import redact
 from mingpt.launch.elastic.boards import parse_rdzv
 
-MAX_RESTARTS = 1_000  # of the workers of one node; each loss of a node counts, too
+MAX_RESTARTS = 1_000  # how often one node's workers may be restarted; each loss of another node counts, too
 MONITOR_INTERVAL_S = 0.1
 USAGE = (
     "launch/elastic.sh --nnodes MIN:MAX --nproc N --rdzv PATH|HOST:PORT[,HOST:PORT...] --local_addr A"
@@ -37,9 +37,10 @@ def check_nproc(text: str) -> str:
 
 
 def check_local_addr(text: str) -> tuple[str, str]:
-    """Return the IP address of `text`, a host name or address, and the network interface that has it.
+    """Return (the IP address of `text`, the name of the network interface that has this address).
 
-    Raises UserError if no interface of this host has the address.
+    `text` is a host name or an address. Raises UserError if it does not resolve, or if no interface of this
+    host has the address.
     """
     interfaces = {str(address.ip): name for name, address in ipv4_addresses()}  # only interfaces that are up
     table = Path("/proc/net/if_inet6")
@@ -60,9 +61,9 @@ def check_local_addr(text: str) -> tuple[str, str]:
 
 
 def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return environment variables to add, and the torchrun command, for the options in `words`.
+    """Return (environment variables to add, the torchrun command) for the options in `words`.
 
-    Creates the folder of --rdzv, if it is one. Raises UserError for a mistake in the options.
+    If --rdzv is a folder, the folder is created. Raises UserError for a mistake in the options.
     """
     parser = CommandParser("launch/elastic.sh", __doc__, usage=USAGE)
     parser.add_argument(

@@ -1,8 +1,8 @@
-"""Decide which of torchrun's agents start workers together, and which have to restart theirs.
+"""Decide which of torchrun's agents start workers together, and which agents have to restart their workers.
 
-A group is the agents that may start workers together; a round is their agreement to do so, and the workers
-that follow until the next restart. Decisions are made from the entries that agents post, without clock,
-network or torch.
+A group is a set of agents that may start workers together. A round begins with the agreement of a group to
+start workers, and lasts until the next restart. Decisions are made from the entries that agents post, without
+clock, network or torch.
 """
 
 import ipaddress
@@ -15,13 +15,14 @@ from pydantic import StrictInt
 
 WAITING, RUNNING, FINISHED, LEFT = "waiting", "running", "finished", "left"
 FIRST_CALL_S, LAST_CALL_S = 5.0, 1.5  # how long the first round, and later ones, wait for other agents
-JOIN_HOLD_S = 1.0  # a round ends for a waiting node, or a larger group, once that has been seen for so long
-LAG_HOLD_S = 4.0  # a member of a new round may briefly be seen in its old round
+JOIN_HOLD_S = 1.0  # for how long a waiting node, or a larger group, must be seen before a round ends for it
+# For how long a member must be seen in an older round: it may be seen there briefly after it has left.
+LAG_HOLD_S = 4.0
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The facts that an agent posts about itself. `counter` grows with each post, as a heartbeat."""
+    """What an agent posts about itself. `counter` grows with each post, as a heartbeat."""
 
     __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
     id: str
@@ -29,12 +30,12 @@ class Entry:
     address: str
     port: StrictInt  # of the agent's server
     counter: StrictInt = 0
-    state: str = WAITING
-    round: str = ""  # id of the round that the agent is in, or was in last
-    number: StrictInt = 0  # of that round in the job
+    state: str = WAITING  # or RUNNING, FINISHED, LEFT
+    round: str = ""  # id of the round that the agent is in, or was in last; "": none so far
+    number: StrictInt = 0  # of that round in the job, from 1
     members: tuple[str, ...] = ()  # ids of that round's members
-    reach: tuple[str, ...] = ()  # ids of the agents that have answered this one lately
-    job: str = ""  # the job's random token, from its first round on
+    reach: tuple[str, ...] = ()  # ids of the agents that have answered this agent's pings lately
+    job: str = ""  # the job's random token; "" before the first round
     nproc: StrictInt = 0  # workers on this node; 0: not known
 
     @property
@@ -51,16 +52,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Round:
-    """An agreement of agents to start workers together, as its leader proposes it.
+    """An agreement of agents to start workers together, as the leader proposes it.
 
-    `members` are in the order of their ranks; the first one is the leader.
+    `members` are in the order of their ranks; the first member is the leader.
     """
 
     id: str
     number: StrictInt  # in the job, from 1
-    job: str
+    job: str  # the job's random token
     members: tuple[Entry, ...]
-    store_port: StrictInt  # of the workers' store, on the leader's node
+    store_port: StrictInt  # of the workers' TCPStore, on the leader's node
 
 
 @dataclass
@@ -84,15 +85,16 @@ class Pulse:
 
 
 def is_linked(one: Entry, other: Entry) -> bool:
-    """Return whether each of two agents has reached the other lately, or they are the same."""
+    """Return whether each of two agents has reached the other lately, or both are the same agent."""
     return one.id == other.id or (other.id in one.reach and one.id in other.reach)
 
 
 def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
     """Return agents that all reach each other, at most `max_nodes`, in the order of their ranks.
 
-    Until all reach each other, the agent that reaches the fewest is left out; of several such agents, the one
-    with the largest `key`. If more than `max_nodes` remain, members of the latest round are taken first.
+    While some agents do not reach each other, the agent that is linked with the fewest others is left out;
+    among several such agents, the one with the largest `key`. If more than `max_nodes` agents remain, members
+    of the latest round are preferred.
     """
     group = sorted(entries, key=lambda entry: entry.key)
     reach = {entry.id: {entry.id, *entry.reach} for entry in group}
@@ -112,18 +114,18 @@ def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
 
 
 def last_members(group: Sequence[Entry]) -> set[str]:
-    """Return the ids of the members of the latest rendezvous round that any agent of `group` was in."""
+    """Return the ids of the members of the latest round that any agent of `group` was in."""
     number = max((entry.number for entry in group), default=0)
     return {id for entry in group if entry.number == number for id in entry.members}
 
 
 def job_of(group: Sequence[Entry]) -> tuple[int, str]:
-    """Return (number of the latest round, token of the job) as `group` knows them; (0, "") in a new job."""
+    """Return (number of the latest round, token of the job), as `group` knows them; (0, "") for a new job."""
     return max((entry.number, entry.job) for entry in group)
 
 
 def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Return {id of a rendezvous round: its members whose workers run}."""
+    """Return {id of a round: the agents in `alive` whose workers run in this round}."""
     found: dict[str, list[Entry]] = {}
     for entry in alive:
         if entry.state == RUNNING:
@@ -132,10 +134,11 @@ def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """Return the running agents of rendezvous rounds that go on, and of rounds that a member has left.
+    """Return (running agents of rounds that go on, running agents of rounds that a member has left).
 
-    While a round goes on, no other round starts; it ends by itself if it can take in a waiting agent. If a
-    member has left a round and waits for a new one, the others will soon do so, too, and are given time.
+    While a round goes on, no other round starts; `must_restart` ends a round that can take in a waiting
+    agent. If a member has left a round and waits for a new one, the other members will soon leave, too, and
+    are given time to do so.
     """
     left = {entry.round for entry in alive if entry.state == WAITING and entry.round}
     going_on: list[Entry] = []
@@ -148,10 +151,12 @@ def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
 def is_complete(
     group: Sequence[Entry], min_nodes: int, max_nodes: int, unchanged_s: float, gone: Collection[str]
 ) -> bool:
-    """Return whether the group may start: it is full, or has `min_nodes` and has waited enough for others.
+    """Return whether the group may start a round.
 
-    After the job's first round, it does not wait if each member of the last round is in the group or `gone`,
-    the ids of agents that ended or are silent. The group has been the same for `unchanged_s` seconds.
+    A group may start if it has `max_nodes` agents, or if it has at least `min_nodes` agents and has waited
+    long enough for others. `unchanged_s` is for how many seconds the group has been the same. `gone` has the
+    ids of agents that have ended or are silent. After the job's first round, the group need not wait if each
+    member of the last round is in the group or gone.
     """
     if len(group) < min_nodes:
         return False
@@ -166,7 +171,7 @@ def is_complete(
 
 @dataclass(frozen=True)
 class Restart:
-    """Why an agent must restart its workers in a new round, if the reason lasts for `hold_s` seconds."""
+    """Why an agent must restart its workers in a new round, once the reason has lasted `hold_s` seconds."""
 
     reason: str
     hold_s: float = 0.0
@@ -175,9 +180,10 @@ class Restart:
 def must_restart(me: Entry, alive: Collection[Entry], max_nodes: int) -> Restart | None:
     """Return a Restart if the round of agent `me` has to end for a reason that its workers cannot see.
 
-    The reasons: a member is in another round, or in none; an agent waits that all running members reach, and
-    the round has fewer than `max_nodes`; another round has more running members, or as many and a smaller id.
-    Returns None otherwise, also if a waiting agent is reached by only some members.
+    There are three such reasons. A member is in a different round, or waits for a new one. An agent with
+    which all running members are linked waits to join, and the round has fewer than `max_nodes` members. A
+    different round has more running members, or equally many and a smaller id. Returns None otherwise, also
+    if only some members are linked with a waiting agent.
     """
     mates = [entry for entry in alive if entry.id in me.members and entry.id != me.id]
     for mate in mates:
@@ -203,7 +209,7 @@ def list_nodes(entries: Iterable[Entry]) -> str:
 
 
 def describe_wait(me: Entry, alive: Collection[Entry], min_nodes: int, troubles: Sequence[str]) -> str:
-    """Return a log line: what this node waits for, which others wait, and which places do not answer."""
+    """Return a log line: what this node waits for, which nodes wait with it, and `troubles`."""
     linked = [entry for entry in alive if entry.state == WAITING and is_linked(me, entry)]
     going_on, leaving = busy(alive)
     if going_on:

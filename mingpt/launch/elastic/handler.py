@@ -1,12 +1,13 @@
-"""torchrun's rendezvous handler: agents agree on a round, and learn when it has to end for a new one.
+"""torchrun's rendezvous handler: agents agree on a round, and learn when the round has to end for a new one.
 
-A round is an agreement to start workers together, and the workers that follow until the next restart. The
-leader, the agent with the smallest address, proposes a round to agents that all reach each other. It starts
-if all accept. The members' ranks are in the order of their addresses. Workers find the job's token in
-MINGPT_JOB and the number of the round in MINGPT_ROUND.
+A round begins with an agreement of agents to start workers together, and lasts until the next restart. The
+leader, the agent with the smallest address, proposes a round to agents that all reach each other. The round
+starts if all of them accept. The members' ranks are in the order of their addresses. Workers find the job's
+token in MINGPT_JOB and the number of the round in MINGPT_ROUND.
 
-Workers share a torch TCPStore, which the leader's agent hosts. The agents themselves share no store, which
-would be lost with its host: every agent knows all ranks, and none waits for the others at the job's end.
+Workers share a torch TCPStore, which the leader hosts. The agents themselves share no store, because it would
+be lost with its host. They need none: every agent knows all ranks, and no agent waits for the others at the
+job's end.
 """
 
 import atexit
@@ -65,7 +66,7 @@ RETRY_S = (0.1, 0.3)  # wait after a failed proposal; random, because two leader
 
 
 def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
-    """Return the keys and values by which torchrun's agents would tell each other their workers' ranks.
+    """Return {key: value}: the ranks of all workers, as torchrun's agents would write them to a shared store.
 
     `nprocs` has the number of workers of each node, by the nodes' ranks. All workers have the same role.
     """
@@ -79,10 +80,10 @@ def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
 
 
 class RoundStore(HashStore):
-    """A store for one agent of torchrun, in that agent's memory, so that it cannot be lost or cut off.
+    """A store in the memory of one of torchrun's agents, so that the agent can never lose the store.
 
-    It has the workers' ranks, `known`, from the start. At the job's end no agent waits for the others: a
-    worker exits with 0 only when all workers have ended the job, and an agent whose workers fail after that
+    The store has the workers' ranks, `known`, from the start. At the job's end no agent waits for the others:
+    a worker exits with 0 only when all workers have ended the job, and an agent whose workers fail after that
     learns from the other agents that the job is finished.
     """
 
@@ -92,7 +93,7 @@ class RoundStore(HashStore):
             self.set(key, value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Do nothing: torchrun's agent of rank 0 writes the workers' ranks, which are already here."""
+        """Do nothing: torchrun's agent of rank 0 writes the workers' ranks, which this store has already."""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return at once. torchrun's agent calls this when its workers have finished."""
@@ -101,8 +102,8 @@ class RoundStore(HashStore):
 class ElasticRendezvous(RendezvousHandler):
     """The rendezvous of elastic jobs: agents meet in a folder, or at several hosts of which one must live.
 
-    Raises UserError if the endpoint is neither HOST:PORT[,HOST:PORT...] nor a path with a slash, or if
-    --rdzv_conf has no nproc, the number of workers per node.
+    Constructing it raises UserError if the endpoint is neither HOST:PORT[,HOST:PORT...] nor a path with a
+    slash, or if --rdzv_conf has no nproc, the number of workers per node.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -138,7 +139,8 @@ class ElasticRendezvous(RendezvousHandler):
             if isinstance(rdzv, Path)
             else [HostBoard(host, port, self._run_id) for host, port in rdzv]
         )
-        self._folder = temporary_folder(AGENT_FOLDER)  # made before `_leave` is registered: removed after it
+        # Made before `_leave` is registered, so that the folder is removed after `_leave` has run.
+        self._folder = temporary_folder(AGENT_FOLDER)
         self._memory_file = Path(self._folder.name) / "memory"
         os.environ[MEMORY_FILE] = str(self._memory_file)
         self._node.start(server.port, boards)
@@ -159,9 +161,9 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until a round starts, without a time limit. Raises SystemExit(0) if the job is finished.
+        """Wait, without a time limit, until a round with this agent starts; return its RendezvousInfo.
 
-        The agent that leads proposes the round.
+        If this agent leads, it proposes the round. Raises SystemExit(0) if the job is finished.
         """
         self._node.wait_for_round()
         self._restart = None
@@ -190,7 +192,10 @@ class ElasticRendezvous(RendezvousHandler):
             time.sleep(POLL_S)
 
     def _propose(self, group: Sequence[Entry]) -> str:
-        """Propose a round to `group`, and start it if all accept; return "", or why it did not start."""
+        """Propose a round to `group`, and start the round if all accept it.
+
+        Returns "" if the round started, else a text that says why it did not.
+        """
         number, job = decisions.job_of(group)
         members = tuple(replace(entry, members=(), reach=()) for entry in group)  # without the long lists
         round = Round(uuid.uuid4().hex, number + 1, job or uuid.uuid4().hex, members, self._host_store())
@@ -206,7 +211,7 @@ class ElasticRendezvous(RendezvousHandler):
         if not has_entered:
             return "the answers to a proposal took too long"
         self._ask_all(group[1:], {"op": "go", "round": asdict(round)})
-        return ""  # an agent that has not heard it goes on waiting, which the others see
+        return ""  # an agent that has not heard "go" still waits, which the others see
 
     def _ask_all(self, others: Sequence[Entry], message: Message) -> list[bool]:
         def ask(entry: Entry) -> bool:
@@ -219,7 +224,10 @@ class ElasticRendezvous(RendezvousHandler):
             return list(threads.map(ask, others))
 
     def _host_store(self) -> int:
-        """Return the port of the workers' store. The first call starts it; it runs as long as this agent."""
+        """Return the port of the workers' TCPStore on this node.
+
+        The first call starts the store, which runs as long as this agent.
+        """
         if self._tcp_store is None:
             family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
             listener = socket.socket(family, socket.SOCK_STREAM)
@@ -264,9 +272,9 @@ class ElasticRendezvous(RendezvousHandler):
         self._node.end(FINISHED, EXIT_S)
 
     def shutdown(self) -> bool:
-        """Post that the job is FINISHED, and give others LINGER_S seconds to read it; return True.
+        """Post that the job is FINISHED, and give the other agents up to LINGER_S seconds to read that.
 
-        If an exception is being handled, do neither: the job goes on without this agent.
+        If an exception is being handled, post nothing: the job goes on without this agent. Returns True.
         """
         if sys.exc_info()[0] is None:
             atexit.unregister(self._leave)  # the entry stays for agents that are frozen or cut off
@@ -279,9 +287,10 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def _free_memory(self, only_left: bool = False) -> None:
-        """Remove the snapshots that this agent's workers keep in memory, because no workers follow here.
+        """Remove the snapshots that this agent's workers kept in memory: this agent starts no more workers.
 
-        With `only_left`, remove only those that the last workers left on purpose for workers after a restart.
+        With `only_left`, remove them only if the last workers left them on purpose, for the workers after a
+        restart.
         """
         if self._memory_file.exists():
             root = Path(self._memory_file.read_text())
@@ -295,7 +304,7 @@ class ElasticRendezvous(RendezvousHandler):
 
 
 def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
-    """Return the port of the endpoint whose host has `address`, this node's address; 0 if there is none."""
+    """Return the port of the endpoint whose host has `address`, this node's address; 0 if no host has it."""
     for host, port in endpoints:
         try:
             found = {info[4][0] for info in socket.getaddrinfo(host, port)}
@@ -307,8 +316,11 @@ def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
 
 
 def flush_stderr() -> None:
-    """Flush stderr before Python does: Python would exit with 120 if nobody reads what torchrun logged."""
+    """Flush stderr at this process's exit, before Python does it.
+
+    If nobody reads stderr any more, replace it by /dev/null, because Python would exit with 120.
+    """
     try:
         sys.stderr.flush()
-    except OSError:  # its reader is gone, as srun is when the first node is lost
+    except OSError:  # the reader of stderr is gone, as srun is when the first node is lost
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -1,8 +1,10 @@
-"""A Node posts the entry of one of torchrun's agents, reads those of others, and pings them, in threads.
+"""A Node works for one of torchrun's agents, in threads: it posts the entry of the agent, and watches others.
 
-No public method of `Node` waits for the network or for storage, except `end` for a limited time, so an agent
-whose storage hangs still obeys a signal. While an agent waits, `Meeting` chooses the group that the agent
-proposes if it is the leader. decisions.py says what a round and a group are.
+To watch other agents, the Node reads the entries that these agents post, and pings them.
+
+No public method of `Node` waits for the network or for storage, except `end` for a limited time. So an agent
+whose storage hangs still obeys a signal. While an agent waits for a round, its `Meeting` chooses the group to
+which the agent proposes a round if it is the leader. decisions.py says what a round and a group are.
 """
 
 import dataclasses
@@ -22,7 +24,7 @@ DEAD_S = 4.0  # an agent without a new post for so long is not alive
 FRESH_S = 2.0  # a view that is older decides nothing
 REACH_S = 4.0  # an agent is reached if it has answered a ping sent less than this ago
 PROMISE_S = 10.0  # how long a promise to take part in a round holds
-POLL_S = {WAITING: 0.1, RUNNING: 0.5, FINISHED: 0.1, LEFT: 0.1}  # between posts
+POLL_S = {WAITING: 0.1, RUNNING: 0.5, FINISHED: 0.1, LEFT: 0.1}  # between two posts, by the agent's state
 POLL_PER_AGENT_S, MAX_POLL_S = 0.01, 1.0  # each agent reads all posts; MAX_POLL_S is less than FRESH_S
 PING_S, PING_TIMEOUT_S = 0.5, 1.5
 ID_LENGTH = 12  # short, because an entry lists the ids of all others twice
@@ -35,7 +37,7 @@ class View:
     """What an agent sees of the others at a moment.
 
     If no board (a place where agents post entries) has answered lately, `is_fresh` is false and `alive` has
-    only `me`: such a view must not be used for decisions.
+    only `me`: such a view must not be used for decisions on rounds.
     """
 
     me: Entry
@@ -51,32 +53,32 @@ class Peer:
     """Another agent, as this agent sees it."""
 
     entry: Entry
-    # By a board's name: entries of different ages on two boards are no sign of life.
+    # One for each board, by its name, because entries of different ages on two boards are no sign of life.
     pulses: dict[str, Pulse] = field(default_factory=dict)
-    answered_at: float = -math.inf  # when the last ping that it has answered was sent
+    answered_at: float = -math.inf  # when the last ping that the other agent answered was sent
     has_ended: bool = False  # its port refuses connections, or is another agent's
 
 
 class Node:
-    """One agent: the entry that it posts, what it sees of the others, and the round that it agreed to."""
+    """One agent: the entry that it posts, what it sees of other agents, and the round that it agreed to."""
 
     def __init__(self, host: str, address: str, nproc: int) -> None:
         self._changed = threading.Condition()  # guards all fields below, and wakes the posting threads
         self.id = uuid.uuid4().hex[:ID_LENGTH]
         self._entry = Entry(id=self.id, host=host, address=address, port=0, nproc=nproc)
         self._peers: dict[str, Peer] = {}  # by id
-        self._read_at: dict[str, float] = {}  # by a board's name, as `_trouble` is
-        self._trouble: dict[str, str] = {}
+        self._read_at: dict[str, float] = {}  # when each board was last read, by the board's name
+        self._trouble: dict[str, str] = {}  # why each board cannot be used, by its name; "": it can
         self._seen_running: set[str] = set()  # ids of agents
-        self._promise: tuple[str, str, float] = ("", "", 0.0)  # leader, round, when the promise expires
-        self.entered: Round | None = None  # the round that has taken this agent in since `wait_for_round`
+        self._promise: tuple[str, str, float] = ("", "", 0.0)  # leader's id, round's id, when it expires
+        self.entered: Round | None = None  # the round that this agent entered since `wait_for_round`
         self._posted: dict[str, str] = {}  # the state that was last posted, by a board's name
 
     def operations(self) -> dict[str, Operation]:
         return {"ping": self._on_ping, "propose": self._on_propose, "go": self._on_go}
 
     def start(self, port: int, boards: Sequence[Board]) -> None:
-        """Begin to post this agent's entry on the boards, to read the others' there, and to ping the others.
+        """Begin to post this agent's entry on `boards`, to read other agents' entries, and to ping them.
 
         Other agents reach this agent's server on `port`.
         """
@@ -94,7 +96,7 @@ class Node:
             try:
                 entries = board.exchange(mine)
                 trouble = ""
-            except OSError as error:  # the next turn of the loop asks again
+            except OSError as error:  # the loop asks again
                 entries, trouble = [], f"{board.name}: {error.strerror or error}"
             with self._changed:
                 self._trouble[board.name] = trouble
@@ -131,7 +133,7 @@ class Node:
         }
 
     def _ping(self, peer: Peer) -> None:
-        """Ping an agent, and note whether it answers, until the agent is forgotten."""
+        """Ping the agent `peer` again and again, and note whether it answers, until it is forgotten."""
         while self._peers.get(peer.entry.id) is peer:
             entry, answered_at, has_ended = peer.entry, peer.answered_at, False
             began = time.monotonic()
@@ -160,7 +162,8 @@ class Node:
                     name in pulses and pulses[name].is_alive(at, DEAD_S) for name, at in fresh.items()
                 )
                 was_alive = any(pulse.has_changed for pulse in pulses.values())
-                # An agent that answers is not gone: its storage may hang. Without a fresh board none is lost.
+                # An agent that answers pings is not gone, even if it posts nothing: its storage may hang.
+                # Without a fresh board no agent counts as lost.
                 is_lost = bool(fresh) and was_alive and not is_alive and id not in me.reach
                 if peer.has_ended or is_lost or (is_alive and entry.state in (FINISHED, LEFT)):
                     gone.add(id)
@@ -177,7 +180,7 @@ class Node:
                 me=me,
                 alive=tuple(alive),
                 gone=frozenset(gone),
-                # The agent that has finished may be gone by now, if this one was frozen or cut off.
+                # The agent that posted FINISHED may be gone by now, if this agent was frozen or cut off.
                 finished=any(
                     peer.entry.state == FINISHED
                     and (id in self._seen_running or peer.entry.job == me.job != "")
@@ -188,15 +191,15 @@ class Node:
             )
 
     def wait_for_round(self) -> None:
-        """Post that this agent waits for a round, and clear `entered` and its promise. Returns at once."""
+        """Post that this agent waits for a round, and forget its last round and promise. Returns at once."""
         with self._changed:
             self.entered, self._promise = None, ("", "", 0.0)
             self._set_state(WAITING)
 
     def end(self, state: str, within_s: float) -> None:
-        """Post `state`: the job is FINISHED, or this agent has LEFT the job.
+        """Post `state`: FINISHED if the job is finished, LEFT if this agent leaves the job.
 
-        Waits until a board has it, at most `within_s` seconds.
+        Waits until a board has the state, at most `within_s` seconds.
         """
         with self._changed:
             self._set_state(state)
@@ -215,9 +218,10 @@ class Node:
         return {"ok": self.promise(check_json(message["round"], Round))}
 
     def promise(self, round: Round) -> bool:
-        """Promise a round's leader to take part in the round, for PROMISE_S seconds.
+        """Promise the leader of `round` to take part in this round; return whether this agent promises it.
 
-        Returns False if this agent is not waiting for a round, or has promised another leader.
+        The promise holds for PROMISE_S seconds. Returns False if this agent is not waiting for a round, or if
+        a promise to a different leader still holds.
         """
         leader = round.members[0].id
         with self._changed:
@@ -229,7 +233,7 @@ class Node:
             return True
 
     def release(self, round: Round) -> None:
-        """Take back this agent's promise to itself to take part in a round that it has proposed."""
+        """Take back the promise that this agent, the leader of `round`, gave itself to take part in it."""
         with self._changed:
             if self._promise[1] == round.id:
                 self._promise = ("", "", 0.0)
@@ -238,9 +242,10 @@ class Node:
         return {"ok": self.enter(check_json(message["round"], Round))}
 
     def enter(self, round: Round) -> bool:
-        """Enter a round: set `entered`, and post the state RUNNING.
+        """Enter `round`: set `entered`, post the state RUNNING, and return True.
 
-        Returns False if this agent has not promised to take part in the round, or the promise has expired.
+        Returns False if this agent is not waiting for a round, if it has not promised to take part in this
+        round, or if that promise has expired.
         """
         with self._changed:
             _, promised, until = self._promise
@@ -269,10 +274,11 @@ class Meeting:
     _said_at: float = 0.0
 
     def group_to_propose(self, view: View, now: float) -> list[Entry] | None:
-        """Return the group of agents, by rank, if this agent should propose a round to them, else None.
+        """Return the group to which this agent should propose a round now, in the order of ranks, else None.
 
-        This is so if the group is complete, this agent leads it, and no round goes on. Call this with each
-        new view, because it notes for how long the group has been unchanged.
+        The agent should propose one if the group is complete, this agent leads the group, no round goes on,
+        and no members of a round that others have left are still awaited. Call this with each new view,
+        because the Meeting notes for how long the group has been unchanged.
         """
         if not view.is_fresh:
             self._group = ()
@@ -295,7 +301,10 @@ class Meeting:
         return group if is_complete else None
 
     def line_to_say(self, view: View, now: float) -> str | None:
-        """Return the line to log now, or None: in the first second, or if it was logged a short time ago."""
+        """Return a line that says what this agent waits for; None if the line need not be logged now.
+
+        No line is logged in the first SAY_AFTER_S seconds, and the same line not twice within SAY_EVERY_S.
+        """
         if now - self.began < SAY_AFTER_S:
             return None
         line = decisions.describe_wait(view.me, view.alive, self.min_nodes, view.troubles)
