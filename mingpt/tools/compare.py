@@ -261,13 +261,14 @@ def compare(one: Run, other: Run) -> Comparison:
     facts = [read_facts(run) for run in runs]
     known, others = facts if all(facts) else ({}, {})
     differing = [key for key in known | others if known.get(key) != others.get(key)]
-    verdict = [
+    evaluations = [(step, a, b) for (step, name), (a, b) in pairs.items() if name == "val/loss"]
+    lines = [
         f"val/loss at step {step}, the last of both runs: {a:.4f} and {b:.4f}, "
         f"lower in {one.name if a < b else other.name}"
-        for (step, name), (a, b) in pairs.items()
-        if name == "val/loss" and a != b
+        for step, a, b in evaluations[-1:]
+        if a != b
     ]
-    lines = verdict[-1:] + [
+    lines += [
         f"{'*' if affects_result(key) else ' '} {key}: {known.get(key)} -> {others.get(key)}"
         for key in differing
     ]

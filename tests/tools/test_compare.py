@@ -222,6 +222,8 @@ def test_the_first_lines_tell_which_of_several_runs_is_best_and_a_picture_shows_
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert lines.index("a and b:") < lines.index("the same bits: 6 values") < lines.index("a and c:")
     assert "val/loss at step 20, the last of both runs: 1.7500 and 1.5000, lower in c" in lines
+    make_run(tmp_path / "d", [{"step": 10, "val/loss": 1.25}, {"step": 20, "val/loss": 1.75}])
+    assert not any("the last of both runs" in line for line in compare("a", "d")[1])  # they end alike
     assert compare("a", "b", "--plot", "none/x.png")[1][3] == (
         "none/x.png is not drawn (No such file or directory): give another --plot FILE"
     )
