@@ -37,9 +37,10 @@ class Corpus:
 
 
 class TextData:
-    """The text of data.path, not yet split; `content` has its bytes.
+    """The whole text of data.path, before it is split into parts for training and validation.
 
-    Raises UserError if the text is empty or not UTF-8, or if data.path ends in .jsonl or .ndjson.
+    `content` has the bytes of the file. Raises UserError if the text is empty or not UTF-8, or if data.path
+    ends in .jsonl or .ndjson.
     """
 
     def __init__(self, content: bytes, config: DataConfig) -> None:

@@ -167,9 +167,10 @@ def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
 def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
     """Return the plan to end the job because of `error`, even if restarts are left.
 
-    Local rank 0 of each node ends torchrun's agent there, and the node's other workers wait for that. Rank 0
-    prints the error. If rank 0 may not know the error (before the rendezvous, or if the error is NodeRefused
-    or ClaimLost), local rank 0 of each node prints the error, too; without an agent, each worker does.
+    Local rank 0 of each node ends the agent there, if there is an agent, and the node's other workers wait
+    for that. Rank 0 prints the error. Rank 0 might not have seen the error before the rendezvous, or if the
+    error is NodeRefused or ClaimLost: in these cases local rank 0 of each node prints it, too, or, in a job
+    without an agent, every worker.
     """
     is_first = launch.local_rank == 0 or launch.agent_pid is None
     is_printed = launch.rank == 0 or not has_met or isinstance(error, (NodeRefused, ClaimLost))

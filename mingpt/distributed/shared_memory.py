@@ -40,9 +40,11 @@ class Address(NamedTuple):
 
 
 class Peers:
-    """The sockets to all other ranks, `{rank: socket}`, for use by one thread. All methods are collective.
+    """The sockets to all other ranks of a job on one node, `{rank: socket}`, for use by one thread.
 
-    Methods that wait raise DistNetworkError if a peer is gone, or silent for `timeout_s` seconds.
+    All ranks call the same method, except that while one rank calls `send_file`, the others call
+    `receive_file`. Methods that wait raise DistNetworkError if a peer is gone, or silent for `timeout_s`
+    seconds.
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout_s: float) -> None:

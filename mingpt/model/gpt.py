@@ -22,14 +22,14 @@ from mingpt.model.operations import KeyValues, Positions, head_logits, head_loss
 
 
 class Linear(nn.Linear):
-    """nn.Linear without initial weights, which `GPT.draw_weight` draws instead."""
+    """nn.Linear that leaves its weights unset; `GPT.draw_weight` draws them."""
 
     def reset_parameters(self) -> None:
-        """Do nothing: on the meta device nn.Linear's method would import torch._dynamo, which takes long."""
+        """Do nothing: on the meta device nn.Linear's method would import torch._dynamo, which is slow."""
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding without initial weights, which `GPT.draw_weight` draws instead."""
+    """nn.Embedding that leaves its weights unset; `GPT.draw_weight` draws them."""
 
     def reset_parameters(self) -> None:
         """Do nothing, for the reason given in `Linear.reset_parameters`."""
@@ -145,7 +145,7 @@ class GPT(nn.Module):
         self.lm_head = Linear(config.n_embd, self.vocab_size, bias=False)
 
     def make_block(self, config: ModelConfig) -> Block:
-        """Return a new block, without initial weights."""
+        """Return a new block, whose weights have no values yet; `init_weights` sets them."""
         attn, mlp = CausalSelfAttention(config, self.bias), MLP(config, self.activation, self.bias)
         return Block(config, self.norm, attn, mlp)
 

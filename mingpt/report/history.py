@@ -283,7 +283,7 @@ class RunHistory:
         self.write()
 
     def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
-        """Record that `workers` computed differently at `step`.
+        """Record that the results of `workers` differed from those of other workers at `step`.
 
         What was saved after step `after` is not used. Call this before any snapshot is set aside (renamed),
         so that a kill in between does not lose the record.

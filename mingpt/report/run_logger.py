@@ -216,7 +216,8 @@ class RunLogger:
         """Report that the run finished, or that the request `stopped_by` stopped it. Closes the sinks.
 
         Call this last, once the snapshot of `step` is durable. `stopped_by` None means that the run finished.
-        `snapshots` is the folder or URL of the snapshots. `best` is (lowest validation loss of a snapshot
+        `snapshots` is the folder or URL of the snapshots. `phases` has the total seconds of each kind of work
+        outside of the steps, as `StepTimer.phases` has them. `best` is (lowest validation loss of a snapshot
         that is kept, step of this snapshot). Raises ClaimLost as `log_values` does.
         """
         self.start.check_claim()

@@ -41,7 +41,8 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     If `manifest.shard` is None, the snapshot must hold the whole state. Otherwise it must hold the rows of
     each sharded tensor that rank `manifest.shard.rank` held. If it holds any tensor that is not sharded, it
     must hold all tensors that are not sharded, and the tokenizer. A tokenizer.json is not parsed here,
-    because that takes long. The arguments, and the UserError that may be raised, are those of `check_model`.
+    because that takes a long time. The arguments, and the UserError that may be raised, are those of
+    `check_model`.
     """
     missing = sorted({"config", "tokenizer", "data", "software"} - manifest.model_fields_set)
     if len(missing) == 4:  # not corrupt: a different program wrote the snapshot, which stays as it is

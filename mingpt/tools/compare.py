@@ -88,10 +88,10 @@ class Comparison(NamedTuple):
 
 
 def read_run(name: str) -> Run:
-    """Read a run on a disk of this machine, and where its snapshots are; do not read the snapshots.
+    """Return a run whose folder is on a disk of this machine. The run's snapshots are listed, not read.
 
-    `name` is the path of a run folder or a metrics.jsonl. Raises UserError if the run is missing, and OSError
-    or UnreadableSnapshot if it cannot be read.
+    `name` is the path of a run folder or a metrics.jsonl. Raises UserError if there is no such path, or if
+    the folder's config.yaml is damaged, and OSError if the records cannot be read.
     """
     path = Path(name)
     if not path.exists():

@@ -151,7 +151,7 @@ Board = FolderBoard | HostBoard  # the attribute `name` is the board's name in m
 
 
 class BoardMemory:
-    """The entries of the agents of all jobs, which a Server keeps in memory for HostBoards."""
+    """The latest entry of each agent, of all jobs, kept in memory by a Server; a HostBoard asks for them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -175,7 +175,7 @@ class BoardMemory:
 
 
 def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -> None:
-    """Wait until no other process, such as an earlier agent, uses `port`; then answer requests on it."""
+    """Wait until no other process, such as an earlier agent, uses `port`; then answer requests, for ever."""
     while True:
         try:
             Server(address, port, operations).serve_forever()

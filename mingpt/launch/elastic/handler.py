@@ -82,9 +82,10 @@ def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
 class RoundStore(HashStore):
     """A store in the memory of one of torchrun's agents, so that the agent can never lose the store.
 
-    The store has the workers' ranks, `known`, from the start. At the job's end no agent waits for the others:
-    a worker exits with 0 only when all workers have ended the job, and an agent whose workers fail after that
-    learns from the other agents that the job is finished.
+    `known`, {key: value}, is in the store from the start: the workers' ranks, which torchrun's agents would
+    otherwise exchange. `wait`, by which torchrun's agents wait for each other at the job's end, returns at
+    once, because that wait is not needed: a worker exits with 0 only when all workers have ended the job. If
+    the workers of an agent fail although the job has ended, the other agents tell that agent.
     """
 
     def __init__(self, known: Mapping[str, str]) -> None:
