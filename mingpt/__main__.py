@@ -1,7 +1,7 @@
 """The commands beside train.py and sample.py.
 
 python -m mingpt                             # lists the commands
-python -m mingpt COMMAND [arguments]         # COMMAND --help explains one
+python -m mingpt COMMAND [arguments]         # runs a command; COMMAND --help explains it
 torchrun ... -m mingpt doctor [settings]     # every worker runs the doctor, a check-up of the cluster
 """
 
@@ -27,9 +27,9 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command that the first of `arguments` names; return its exit code. Raises UserError.
+    """Run the command that the first of `arguments` names; return its exit code.
 
-    Without arguments, print the list of commands, as --help does.
+    Without arguments, print the list of commands, as --help does. Raises UserError for a user's mistake.
     """
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()]

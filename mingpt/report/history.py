@@ -18,12 +18,12 @@ from mingpt.report.metrics import RunStart
 from mingpt.report.writing import MayWrite, ReportFile
 
 MAX_REPEATS = 3  # the job ends after so many consecutive generations that fail at the same step
-PHASES = ("start_s", "evaluation_s", "snapshot_wait_s")  # the times of a generation besides its steps
+PHASES = ("start_s", "evaluation_s", "snapshot_wait_s")  # what a generation's time goes to besides steps
 log = logging.getLogger(__name__)
 
 
 class Generation(pydantic.BaseModel):
-    """The fields of a generation's entry in run.json that are read later; see RunHistory."""
+    """The fields of a generation's entry in run.json that this program reads; RunHistory explains them."""
 
     end: str
     workers: Count = 1
@@ -39,7 +39,7 @@ class Generation(pydantic.BaseModel):
 
 
 class Suspects(pydantic.BaseModel):
-    """Workers that computed differently from other workers. What was saved after step `after` is not used."""
+    """Workers whose results differed from those of others. Snapshots of steps after `after` are not used."""
 
     after: Count
     workers: list[str]
@@ -61,7 +61,7 @@ class History(pydantic.BaseModel):
 
 
 def read_job_start(history: dict[str, Any]) -> int | None:
-    """Return the step from which the newest job began; None if no job is on record.
+    """Return the step from which the newest job started; None if no job is on record.
 
     `history` is the content of run.json.
     """
@@ -72,7 +72,7 @@ def read_job_start(history: dict[str, Any]) -> int | None:
 def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | None:
     """Return the content of run_dir/run.json; None if the file is missing or damaged.
 
-    Also returns None if `run_id` is given, and the file is that of a different run.
+    Also returns None if `run_id` is given and the file has the id of a different run.
     """
     try:
         history: dict[str, Any] = read_json(run_dir / "run.json", History)
@@ -84,8 +84,8 @@ def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | N
 def mark_ended(run_dir: Path, status: str) -> None:
     """If the status in run_dir/run.json is "running", replace it by `status`.
 
-    Call this if the job ends before this generation has a RunLogger, which records an end otherwise. Never
-    raises: errors are ignored.
+    Call this if the job ends before this generation has a RunLogger; a RunLogger records the end itself.
+    Never raises: errors are ignored.
     """
     path = run_dir / "run.json"
     try:
@@ -104,8 +104,8 @@ def plural(count: int, noun: str) -> str:
 def hosts_joined(last: Mapping[str, Any], start: RunStart) -> list[str]:
     """Return the hosts that joined between generation `last` and the one that `start` begins.
 
-    An agent stops a generation by SIGTERM so that hosts can join. If generation `last` ended otherwise, or
-    this is not a restart, returns []. `last` is the generation's entry in run.json.
+    Returns [] if generation `last` was not stopped by SIGTERM, which an agent sends so that hosts can join,
+    or if `start` begins a new job. `last` is the generation's entry in run.json.
     """
     if not start.is_restart or last["end"] != "stopped by SIGTERM":
         return []
@@ -115,8 +115,9 @@ def hosts_joined(last: Mapping[str, Any], start: RunStart) -> list[str]:
 def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str, Any]:
     """Return the fields "exact", "to_step" and "end" of generation `last`, which did not record its end.
 
-    These follow from the exit reasons in `start.previous`; if that is None, from the hosts that are gone.
-    `last` is the generation's entry in run.json, `stacks` the folder where stuck workers write their stacks.
+    The fields follow from the workers' exit reasons in `start.previous` or, if `start.previous` is None, from
+    the hosts that are missing in `start.hosts`. `last` is the generation's entry in run.json. `stacks` is the
+    folder to which stuck workers write their stacks.
     """
     reported = start.previous.step() if start.previous else None
     gone = [host for host in last.get("hosts", []) if host not in start.hosts]
@@ -151,9 +152,11 @@ class RunHistory:
     - `exact`: true if a worker reported `to_step` when the generation ended
     - `end`: how the generation ended
     - `restart`: false for a job's first generation
-    - `began`: when the generation started; `seen`: when its last step on record was complete
+    - `began`: when the generation's start was complete, and this entry was added
+    - `seen`: when the generation's last step on record was complete
     - `seconds`: the time between `began` and `seen`, by a monotonic clock
-    - `phases`: the seconds of the start (before `began`), of evaluations, and of waits for snapshots
+    - `phases`: the seconds that the start took (from the beginning of the process to `began`), that
+      evaluations took, and that steps waited for snapshots
     """
 
     def __init__(
@@ -162,7 +165,7 @@ class RunHistory:
         self.path = run_dir / "run.json"
         self.file = ReportFile(self.path, may_write)
         self.background = ThreadPoolExecutor(max_workers=1)  # so that no step waits for an fsync
-        self.queued: Future[None] | None = None  # the last write for which nothing waits
+        self.queued: Future[None] | None = None  # the last write whose end nothing waits for
         self.content: dict[str, Any] = {
             "id": run_id,
             "status": "running",
@@ -225,8 +228,8 @@ class RunHistory:
     def close_generation(self, last: dict[str, Any], start: RunStart) -> str | None:
         """Count the steps of generation `last` that are done again, and complete the record of its end.
 
-        `last` is the generation's entry in run.json. Returns one line on how the generation ended, if the
-        generation did not record that itself, or was stopped so that a node could join. Otherwise returns
+        `last` is the generation's entry in run.json. Returns one line on how generation `last` ended, if that
+        generation did not record its end, or if it was stopped so that a node could join. Otherwise returns
         None.
         """
         recorded, waited, was_running = last["to_step"], 0.0, last["end"] == "running"
@@ -251,8 +254,8 @@ class RunHistory:
     def repeated_failure(self) -> str | None:
         """Return one sentence if the last MAX_REPEATS generations of this job failed at the same step.
 
-        Otherwise returns None, also if the last step of such a generation is not certain (`exact` is false).
-        A generation that was stopped, or ended so that a node could join, has not failed.
+        Otherwise returns None, for example if the last step of one of them is not certain (`exact` is false).
+        A generation that was stopped, or that ended so that a node could join, has not failed.
         """
         if not self.generations[-1]["restart"]:
             return None  # a user started the job again, perhaps with the cause removed
@@ -285,8 +288,8 @@ class RunHistory:
     def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
         """Record that the results of `workers` differed from those of other workers at `step`.
 
-        What was saved after step `after` is not used. Call this before any snapshot is set aside (renamed),
-        so that a kill in between does not lose the record.
+        Snapshots of steps after `after` are not used. Call this before any of them is set aside (renamed), so
+        that the record exists even if this worker is killed while it renames them.
         """
         entry = {"step": step, "after": after, "workers": workers}
         self.content["suspects"] = [*self.content.get("suspects", []), entry]
@@ -296,8 +299,8 @@ class RunHistory:
     def note_step(self, step: int, step_s: float | None, phases: dict[str, float] | None = None) -> None:
         """Record that this generation has completed `step`.
 
-        `step_s` is the number of seconds per step; None: unchanged. `phases` has the total seconds so far of
-        some or all of PHASES; the others are unchanged.
+        `step_s` is the number of seconds per step; None leaves the recorded number unchanged. `phases` has
+        the total seconds so far of some or all of PHASES; those of the other phases stay unchanged.
         """
         entry = self.generations[-1]
         entry |= {"to_step": step, "seen": time.time()}
@@ -321,9 +324,9 @@ class RunHistory:
         )
 
     def write(self, waits: bool = True) -> None:
-        """Write the file in the background thread; with `waits`, return once that is done.
+        """Write run.json in the background thread; with `waits`, return only after the file is written.
 
-        Older content that is still queued is not written.
+        If the write of older content has not begun yet, only the new content is written.
         """
         if self.queued is not None:
             self.queued.cancel()  # has no effect if the write has begun

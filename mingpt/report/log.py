@@ -1,6 +1,6 @@
-"""The package's log, which goes to the terminal and, on ranks that write to a run folder, to its log.txt.
+"""The log of `mingpt`, which goes to the terminal and, on ranks that write to a run folder, to log.txt in it.
 
-Training shows a progress bar or one line per record, an evaluation shows one line.
+During training the terminal shows a progress bar, or one line per record; each evaluation adds one line.
 """
 
 import logging
@@ -16,14 +16,15 @@ from mingpt.report.writing import MayWrite, ReportFile
 
 MAX_WAITING_LINES = 1000  # the most lines kept in memory while log.txt cannot be written
 FILE_ONLY = logging.INFO - 1  # the level of lines that go to log.txt and not to the terminal
-WARM_UP = 3  # the number of slow first steps, in which memory is allocated, and blocks are compiled
+WARM_UP = 3  # so many first steps are slow, because they allocate memory and compile blocks
 log = logging.getLogger(__name__)
 
 
 class ConsoleHandler(logging.Handler):
     """Writes lines to stderr, above the progress bar if there is one.
 
-    A write never raises, because `open_streams` has replaced stderr.
+    A write never raises, because `open_streams` has replaced stderr by a stream that drops what it cannot
+    write.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -31,7 +32,7 @@ class ConsoleHandler(logging.Handler):
 
 
 class FileHandler(logging.Handler):
-    """Appends each log line, with the time, to the file at `path`.
+    """Appends each log line, with the time, to the file at `path`, if `may_write` (see MayWrite) allows it.
 
     Lines that cannot be written are kept in memory, at most MAX_WAITING_LINES, and written later.
     """
@@ -48,7 +49,8 @@ class FileHandler(logging.Handler):
 def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True) -> None:
     """Send the log to the terminal and, unless `run_dir` is None, to run_dir/log.txt.
 
-    Replaces what an earlier call set up. Ranks other than 0 show only warnings on the terminal.
+    Replaces what an earlier call set up. Ranks other than 0 show only warnings on the terminal. `may_write`
+    is called before each write to log.txt (see MayWrite).
     """
     logger = logging.getLogger("mingpt")
     for handler in logger.handlers[:]:
@@ -66,7 +68,7 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True
 
 
 class ConsoleSink(Sink):
-    """Shows training as a progress bar if rank 0 has a terminal, else as log lines.
+    """Shows training as a progress bar if rank 0 has a terminal, and otherwise as log lines.
 
     With a bar, the log lines on training go only to log.txt. Evaluations are shown as lines in both cases.
     The time left is estimated from the mean time per step of this generation, evaluations and snapshots

@@ -40,13 +40,16 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True)
 class StepStats:
-    """The statistics of a training step. Times are in seconds, means over the steps since the last record."""
+    """The statistics of a training step.
+
+    `step_s` and `data_s` are seconds per step, in the mean over the steps since the last record.
+    """
 
     step: int
     loss: float  # nats per token, mean over the step
     lr: float
     grad_norm: float  # before clipping
-    windows_seen: int  # by the whole run so far; a window is block_size + 1 tokens
+    windows_seen: int  # read by the whole run so far; a window is block_size + 1 tokens
     block_size: int
     batch_size: int  # windows per step
     step_s: float  # without evaluation and snapshots
@@ -101,13 +104,13 @@ class RunStart:
     is_restart: bool = False  # false in a job's first generation
     # The step of the newest snapshot without a known fault that any node has on disk; 0 if there is none.
     durable_step: int = 0
-    changes: list[str] = field(default_factory=list)  # the settings that were changed on purpose, as text
+    changes: list[str] = field(default_factory=list)  # settings changed on purpose, each "key: old -> new"
     workers: int = 1  # the number of workers
     hosts: list[str] = field(default_factory=list)  # host names of the nodes, in the order of node ranks
-    previous: GenerationEnd | None = None  # how the previous generation ended; None: none, or not known
-    process_began: float = field(default_factory=time.monotonic)  # when, by the monotonic clock, in seconds
+    previous: GenerationEnd | None = None  # the end of the previous generation; None: not known, or no such
+    process_began: float = field(default_factory=time.monotonic)  # time.monotonic() when this process began
     job: str = ""  # the job's random token, the same in all its generations
-    is_main: bool = True  # rank 0; other ranks that report have a run folder on their own node's disk
+    is_main: bool = True  # on rank 0; other ranks that report have a run folder on their own node's disk
     logged_step: int = 0  # the newest step, not past `step`, that must have a record of metrics; 0 for none
     # The steps at which the run's generations began; empty until RunLogger fills it in for the sinks.
     from_steps: list[int] = field(default_factory=list)
@@ -135,13 +138,13 @@ class Sink:
     """
 
     def log(self, step: int, values: Values) -> None:
-        """Take the values of metrics after `step`, by the metrics' names."""
+        """Take the values of metrics after `step`, {name of the metric: value}."""
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """Take a text after `step`, such as the sample of an evaluation; `name` says what text it is."""
+        """Take a text after `step`; `name` is "sample" for the text that an evaluation generates."""
 
     def on_step(self, step: int) -> None:
         """Note that `step` is complete. Called after each step, also if no values are recorded for it."""
 
     def close(self) -> None:
-        """Finish. This is called when the run ends, fails or is stopped, but not if the process is killed."""
+        """Write what is left. Called when the run ends, fails or is stopped; not if the process is killed."""

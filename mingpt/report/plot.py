@@ -1,6 +1,7 @@
 """Plots of a run: loss.png (training and validation loss) and timeline.png (how its time was spent).
 
-Both are drawn only from files, metrics.jsonl and run.json. While a run trains, a thread draws them.
+The losses are read from metrics.jsonl, and the times from run.json. While a run trains, a thread draws both
+plots.
 """
 
 import functools
@@ -26,7 +27,7 @@ from mingpt.report.metrics import RunStart, Sink, Values
 from mingpt.report.writing import ReportFile, read_lines
 
 MAX_LOSS = 1e30  # larger losses are not drawn, nor are losses that are not finite
-EARLY_SHARE = 0.1  # share of the steps whose losses fall fast and are ignored in the y-axis's range
+EARLY_SHARE = 0.1  # losses of this first share of the steps fall fast, and do not set the y-axis's range
 COLORS = {
     "start": "#a8b3bf",
     "training": "#5aa469",
@@ -45,7 +46,10 @@ class Curves(NamedTuple):
 
 
 def read_curves(path: Path) -> Curves:
-    """Return the losses in a metrics.jsonl; empty curves if the file is missing. Raises OSError."""
+    """Return the losses in the metrics.jsonl at `path`; empty curves if the file is missing.
+
+    Raises OSError if the file cannot be read.
+    """
     points = {"train/loss": array("d"), "val/loss": array("d")}
     for record in (record for _, record in read_lines(path) if record is not None):
         for name, curve in points.items():
@@ -89,7 +93,7 @@ class LossPlot(Sink):
 
 @functools.cache
 def figure_of(name: str) -> Any:
-    """Return the matplotlib figure of this name, which is made once and reused.
+    """Return the matplotlib figure called `name`, which is made once and reused.
 
     Raises ImportError if matplotlib cannot be imported.
     """
@@ -102,7 +106,7 @@ def figure_of(name: str) -> Any:
 
 
 def to_png(name: str, draw: Callable[..., object], *sources: object) -> bytes:
-    """Return, as a PNG, what `draw(figure, *sources)` draws into the figure `name`, which is cleared before.
+    """Clear the figure called `name`, call `draw(figure, *sources)`, and return the figure as a PNG.
 
     Raises ImportError if matplotlib cannot be imported, and the errors of `draw`.
     """
@@ -118,7 +122,7 @@ def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = N
 
     Each run has one colour; a single run has two. The line with dots is the validation loss, with a star at
     its lowest value; the line without dots is the smoothed training loss. The y-axis covers the losses after
-    the first EARLY_SHARE of the steps, and the loss `floor`, if it is given.
+    the first EARLY_SHARE of the steps, and the loss `floor` unless it is None.
     """
     axes, late = figure.subplots(), [] if floor is None else [floor]
     for number, (name, (train, val)) in enumerate(runs.items()):
@@ -151,7 +155,7 @@ def smooth(losses: np.ndarray) -> np.ndarray:
 
 
 def draw_loss(figure: Any, run: RunStart) -> None:
-    """Draw a run's losses, its restarts, and the entropy of its text, if that is known.
+    """Draw the losses and restarts of a run, and the entropy of the run's text, if this entropy is known.
 
     The training loss is drawn twice, as it is and smoothed. Raises OSError if metrics.jsonl cannot be read.
     """
@@ -174,7 +178,8 @@ def phase_seconds(one: Generation, after: Generation | None) -> list[float]:
     """Return the seconds that generation `one` spent in each phase of COLORS, in the order of COLORS.
 
     `after` is the next generation; None: there is none. The time of the steps that `after` repeated counts as
-    lost. If `after` is a restart, the time until `after` started counts as lost, too.
+    lost. If `after` is a restart, the time from the last step of `one` on record until the workers of `after`
+    began counts as lost, too.
     """
     start_s, evaluation_s, wait_s = (one.phases.get(phase, 0.0) for phase in PHASES)
     steps_s, twice_s, pause_s = max(0.0, one.seconds - evaluation_s - wait_s), 0.0, 0.0

@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Measures the seconds per step since the last `reset`. Code that fetches batches adds to `data_s`.
+    """Measures the seconds per step since the last `reset`.
+
+    Code that fetches batches adds the seconds that this takes to `data_s`.
 
     `phases` has the total seconds of each kind of work outside the steps, such as evaluations, by the names
     in history.PHASES.
@@ -70,9 +72,10 @@ class StepTimer:
 class RunLogger:
     """Reports a run from the step `start.step` on, on a rank that writes to a run folder.
 
-    Constructing it writes config.yaml, begins a generation in run.json, and drops the records of later steps
-    from metrics.jsonl. If a file cannot be written, one log line says so, and the run goes on. Raises
-    ClaimLost as `log_values` does.
+    Constructing a RunLogger writes config.yaml, begins a generation in run.json, and drops the records of
+    later steps from metrics.jsonl. If a file cannot be written, one log line says so, and the run goes on.
+    `environment` is the software and the device that this generation uses. Raises ClaimLost if by now another
+    job or a later generation writes to the run folder.
     """
 
     def __init__(self, start: RunStart, environment: Environment) -> None:
@@ -102,7 +105,10 @@ class RunLogger:
             self.history.note_missing(recorded + 1, start.logged_step)
 
     def repeated_failure(self) -> str | None:
-        """If going on would repeat a failure, report a failed run and return a sentence; else return None."""
+        """If a restart would repeat a failure, record the run as failed, and return a sentence that says so.
+
+        Otherwise return None.
+        """
         sentence = self.history.repeated_failure()
         if sentence:
             self.failed(self.history.generations[-1]["from_step"], sentence)
@@ -180,8 +186,8 @@ class RunLogger:
     def log_skipped(self, step: int, first_window: int, last_window: int, count: int) -> None:
         """Record that the update of `step` was skipped.
 
-        `first_window` and `last_window` are the numbers of the step's windows. `count` is how many updates
-        the run has skipped so far.
+        `first_window` and `last_window` are the numbers of the step's first and last window. `count` is how
+        many updates the run has skipped so far.
         """
         self.log_values(step, {"skipped/first_window": first_window, "skipped/last_window": last_window})
         self.history.note_skipped(count)
@@ -201,7 +207,8 @@ class RunLogger:
     def failed(self, step: int, why: str, goes_on: bool = False) -> None:
         """Report that this generation failed at `step`; `why` says why.
 
-        The status of the run becomes "failed", or "stopped" if the job `goes_on` on this node.
+        The `status` in run.json becomes "failed". With `goes_on` it becomes "stopped": the job continues on
+        this node, without the nodes whose results differ, and its next generation sets "running" again.
         """
         self._end("stopped" if goes_on else "failed", step, f"failed: {why}")
 
@@ -215,7 +222,7 @@ class RunLogger:
     ) -> None:
         """Report that the run finished, or that the request `stopped_by` stopped it. Closes the sinks.
 
-        Call this last, once the snapshot of `step` is durable. `stopped_by` None means that the run finished.
+        Call this last, once the snapshot of `step` is durable. If `stopped_by` is None, the run finished.
         `snapshots` is the folder or URL of the snapshots. `phases` has the total seconds of each kind of work
         outside of the steps, as `StepTimer.phases` has them. `best` is (lowest validation loss of a snapshot
         that is kept, step of this snapshot). Raises ClaimLost as `log_values` does.

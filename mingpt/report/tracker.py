@@ -1,7 +1,7 @@
 """Sinks that pass metrics to other programs: TensorBoard, and trackers such as wandb and trackio.
 
-metrics.jsonl has every value. If such a program is unreachable, fails or is too slow, the program lacks some
-values, and the run goes on.
+metrics.jsonl has every value. If TensorBoard or a tracker is unreachable, fails or is too slow, it does not
+get some of the values, and the run goes on.
 """
 
 import html
@@ -50,10 +50,11 @@ class TensorBoard(Sink):
 
 
 class Tracker(Sink):
-    """Sends values to a package with wandb's `init`, `log` and `finish`; all generations are one run there.
+    """Sends values to the package `package`, which has wandb's functions `init`, `log` and `finish`.
 
-    Credentials and the place of the data are settings of the package itself. The project's name is the
-    environment variable <PACKAGE>_PROJECT, by default the name of the folder above the run folder.
+    The tracker shows all generations as one run. Credentials and the place of the data are settings of the
+    package itself. The project's name is the value of the environment variable <PACKAGE>_PROJECT, by default
+    the name of the folder above the run folder.
     """
 
     def __init__(self, run: RunStart, package: str) -> None:
@@ -85,7 +86,8 @@ class Tracker(Sink):
 class InThread(Sink):
     """Makes a sink and calls its methods in a separate thread, so that the sink may block or raise any error.
 
-    If the sink fails, one log line says so, the sink gets no more values, and the run goes on.
+    If the sink fails, one log line says so, the sink gets no more values, and the run goes on. `label` is the
+    sink's name in log lines.
     """
 
     def __init__(self, run: RunStart, label: str, make_sink: Callable[[RunStart], Sink]) -> None:

@@ -1,7 +1,7 @@
 """Write a run's report files. If a write fails, the run goes on, and the write is tried again later.
 
 metrics.jsonl has one JSON object per record, with the record's `step`; a record is written as soon as it is
-made. The records of all generations (a generation is the workers between two restarts) make one curve.
+made. If a step is done again after a restart, only its last records stay in the file.
 """
 
 import functools
@@ -18,18 +18,18 @@ from typing import Any
 from mingpt.base.files import parse_json, reason_of, write_all, write_atomic
 from mingpt.report.metrics import RunStart, Sink, Values
 
-# Called before a file is changed. False means that another job or a later generation writes to the folder by
-# now, and that nothing may be written.
+# Called before a file is changed. If it returns False, another job or a later generation (a generation is the
+# workers between two restarts) writes to the folder by now, and nothing may be written.
 MayWrite = Callable[[], bool]
 log = logging.getLogger(__name__)
 
 
 class ReportFile:
-    """A file that is replaced as a whole, or appended to. Raises no OSError. Several threads may use it.
+    """A file that is replaced as a whole, or appended to. Several threads may use it. Raises no OSError.
 
     A write that fails is kept, and tried again before the next write. One log line says when writing begins
     to fail, and another line when writing works again. At most `max_waiting` writes are kept (None: any
-    number); if there are more, the oldest are dropped.
+    number); if more writes fail, the oldest are dropped. While `may_write` returns False, nothing is written.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ReportFile:
         self.put(lambda: append(self.path, line, sync))
 
     def put(self, write: Callable[[], None]) -> None:
-        """Call `write`, which may raise OSError, after the writes that failed before."""
+        """Call `write`, which may raise OSError, after trying again the earlier writes that have failed."""
         with self.lock:
             self.waiting.append(write)
             self.retry()
@@ -71,7 +71,7 @@ class ReportFile:
             self.report(None)
 
     def report(self, error: BaseException | None) -> None:
-        """Note that writing failed with `error`, or worked if that is None. Log one line at each change."""
+        """Note that writing failed with `error`, or worked if `error` is None. Log a line at each change."""
         was_failing, self.is_failing = self.is_failing, error is not None
         if error is not None and not was_failing:
             log.warning(
@@ -82,7 +82,10 @@ class ReportFile:
 
 
 def append(path: Path, line: bytes, sync: bool) -> None:
-    """Append a line to a file. Raises OSError if that fails; then the file has no part of the line."""
+    """Append a line to the file at `path`; with `sync`, make the file durable.
+
+    Raises OSError if the line cannot be written; the file then has no part of the line.
+    """
     # The file is opened each time, because a handle on NFS may become stale.
     with open(path, "ab", buffering=0) as file:
         handle, size = file.fileno(), os.fstat(file.fileno()).st_size
@@ -139,11 +142,11 @@ class JsonlSink(Sink):
         self.file.put(self.drop_records)
 
     def drop_records(self) -> None:
-        """Truncate the file before the first record of a step past `run.step`, where this generation starts.
+        """Truncate the file before the first record of a step after `run.step`, where this generation starts.
 
         If this generation starts at step 0, all records are dropped, also those of step 0, which are written
-        again. A last line that a crash left incomplete is dropped, too. Truncating needs no space on the
-        disk. Raises OSError if the file cannot be read or truncated.
+        again. A last line that a crash left incomplete is dropped, too. Raises OSError if the file cannot be
+        read or truncated; a full disk does not prevent it from being truncated.
         """
         kept_bytes, step = 0, self.run.step
         for line, record in read_lines(self.file.path):

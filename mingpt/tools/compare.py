@@ -3,12 +3,17 @@
 A RUN is a run folder, or a metrics.jsonl that was copied from one. The snapshots of a run may also lie at the
 run's snapshot.path. The command prints a row for each run, and draws the losses of all runs into one picture,
 compare.png in the working directory; an earlier compare.png is replaced. Then it compares each run with the
-first run, and prints which of the two has the lower validation loss at the last step that both have
-evaluated; the settings, data and versions that differ, with * if they can change the result; for each metric
-that differs, the first values that differ; how many tensors differ in the snapshots of the newest step of
-which both runs have one; what is not compared; and, last, the finding. Exit code 0: all that was compared has
-the same bits; 1: something differs; 2: a run is missing or cannot be read, or two runs have no step in
-common.
+first run, and prints for each pair:
+
+- which of the two has the lower validation loss at the last step that both have evaluated
+- the settings, data and versions that differ, with * if they can change the result
+- for each metric that differs, the first values that differ
+- how many tensors differ between the two runs' snapshots of the newest step at which both have a snapshot
+- what is not compared
+- the finding
+
+Exit code 0: all that was compared has the same bits; 1: something differs; 2: a run is missing or cannot be
+read, or two runs have no step in common.
 """
 
 import math
@@ -31,7 +36,7 @@ from mingpt.snapshot import Snapshot, SnapshotStore
 from mingpt.snapshot.lookup import possible_places
 
 TIMINGS = ("_s", "mfu")  # ends of the names of metrics that measure time, which are not compared
-# Settings and versions that change only the rounding. PARALLELISM has more, for trainer.reduction=fast.
+# Settings and versions that change only the rounding; with trainer.reduction=fast, those in PARALLELISM, too.
 NUMERICS = (
     "trainer.dtype",
     "trainer.compile",
@@ -46,8 +51,8 @@ MASKS = ("trainer.micro_batch_size", "trainer.compile", "software.compiled", "so
 # The stages of a step in which metrics are computed, in the order of time. Step 0 has only an evaluation.
 FORWARD, BACKWARD, UPDATE, EVALUATION = range(4)
 STAGES = {"train/loss": FORWARD, "grad_norm": BACKWARD, "lr": UPDATE}
-# The stage of step 1 in which some facts begin to act, by the first letters of their names. All other facts
-# act from step 0 on.
+# {beginning of a fact's name: the stage of step 1 in which this fact begins to act}. All other facts act from
+# step 0 on.
 BEGIN = {
     "model.dropout": FORWARD,
     "trainer.batch_size": FORWARD,
@@ -138,16 +143,17 @@ def read_facts(run: Run) -> dict[str, str]:
 
 
 def affects_result(key: str) -> bool:
-    """Return whether the fact named `key` can change the result, or the losses that are recorded."""
+    """Return whether the fact named `key` (see Facts) can change the result, or the losses on record."""
     if key in settings():
         return settings()[key].affects_result or key == "trainer.eval_windows"
     return key != "workers"
 
 
 def can_act(key: str, facts: Sequence[Facts], moment: tuple[int, int]) -> bool:
-    """Return whether the fact named `key`, which differs, can have had an effect at `moment` or before.
+    """Return whether the fact named `key` can have had an effect at `moment` or before.
 
-    `moment` is (step, stage). `facts` has the Facts of both runs.
+    The fact differs between the two runs, whose Facts are `facts`. `moment` is (step, stage of the step, such
+    as FORWARD).
     """
     if key == "trainer.eval_windows":
         return moment[1] == EVALUATION
@@ -167,10 +173,10 @@ def share(pair: Pair) -> float:
 
 
 def classify(step: int, pair: Pair, steps: Sequence[int]) -> str:
-    """Return why two runs differ: ROUNDING, OTHER (another computation), or both joined if that is not clear.
+    """Return why two runs differ: ROUNDING, OTHER (another computation), or, if it is not clear, both names.
 
-    `pair` has the gradient norms of both runs at `step`, the first step at which they differ; `steps` are all
-    steps with gradient norms of both runs. Rounding begins in the last digits and grows from step to step;
+    `pair` has the gradient norms of both runs at `step`, the first step at which these norms differ; `steps`
+    has all steps at which both runs recorded it. Rounding begins in the last digits and grows with each step;
     different samples or dropout masks change the norm at once.
     """
     unseen = step - max((equal for equal in steps if equal < step), default=0)
@@ -223,7 +229,7 @@ def compare_tensors(runs: Sequence[Run], step: int) -> Iterator[str]:
 
 
 def compare(one: Run, other: Run) -> Comparison:
-    """Compare the metrics of two runs, and their snapshots of the newest step of which both have one.
+    """Compare the metrics of two runs, and their snapshots of the newest step at which both have a snapshot.
 
     Raises UserError if the runs have no record and no snapshot of the same step, and UnreadableSnapshot if a
     snapshot cannot be read.

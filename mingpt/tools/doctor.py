@@ -1,6 +1,6 @@
 """Find out why a cluster does not start, or which of its links are slow.
 
-    torchrun ... -m mingpt doctor [CONFIG.yaml] [section.key=value ...]     # started as the run is
+    torchrun ... -m mingpt doctor [CONFIG.yaml] [section.key=value ...]
 
 Start the doctor with the flags and settings of the run. It prints what each node has, the rate at which each
 node receives data from each other node, and a sentence for each fault. Exit code 0: no fault; 1: faults
@@ -33,14 +33,14 @@ from mingpt.distributed import Launch, ProcessExit
 from mingpt.distributed.exit import first_line
 from mingpt.distributed.rendezvous import Rendezvous
 
-Facts = dict[str, Any]  # {name: value} on one worker, which can be written as JSON; see find_facts
+Facts = dict[str, Any]  # {name: value}: what `find_facts` found on one worker; it can be written as JSON
 MEET_S, FACTS_S, ANSWER_S = 20.0, 15.0, 60.0  # limits of the rendezvous, of finding facts, of an answer
 CONNECT_S, GROUP_S = 2.0, 8.0  # limits of a connection and of a collective
 LINK_S = 0.4  # for how long a link is measured
 CHUNK = bytes(1 << 20)
 SLOW = 0.25  # share of the usual rate below which a link is slow
 MAX_CLOCK_S = 1.0
-# {name of a fact: what to do on a node where the fact differs from that of most nodes; "": it may differ}
+# {name of a fact: what to do on a node where its value differs from that of most nodes; "": it may differ}
 ADVICE = {
     "host": "",
     "device": "look at CUDA_VISIBLE_DEVICES and the driver, take equal nodes, or set trainer.device=cpu",
@@ -97,7 +97,7 @@ def all_gather(store: Any, launch: Launch, name: str, value: Any, limit_s: float
     """Return the values of all ranks, in the order of the ranks. Collective.
 
     The value is None for a rank that does not answer within `limit_s` seconds. Values travel as JSON through
-    `store`. Each `name` may be used only once.
+    `store`, torch's TCPStore or HashStore. Each `name` may be used only once.
     """
     store.set(f"{name}/{launch.rank}", json.dumps(value))
     values, deadline = [], time.monotonic() + limit_s
@@ -112,9 +112,9 @@ def all_gather(store: Any, launch: Launch, name: str, value: Any, limit_s: float
 
 
 def find_facts(launch: Launch, config: Config) -> Facts:
-    """Return facts about this worker, and start a ZeroServer, by which other nodes measure their links to it.
+    """Start a ZeroServer, which lets other nodes measure their links to this one; return this worker's facts.
 
-    The fact `port` is the port of this server if the worker is the first one of its node, else 0.
+    The fact `port` is the server's port on the first worker of each node, and 0 on the other workers.
     """
     from mingpt.distributed import device as devices
 
@@ -148,10 +148,10 @@ def find_facts(launch: Launch, config: Config) -> Facts:
 
 
 def find_addresses() -> dict[str, str]:
-    """Return {interface: IPv4 address} of this host; the first is the address at which gloo will listen.
+    """Return {interface: IPv4 address} of this host; the first address is that at which gloo will listen.
 
-    gloo listens on the interface that GLOO_SOCKET_IFNAME names. Without this variable, it listens at the
-    address of the host's name, or at 127.0.0.1 if that name does not resolve; the key is then "host name".
+    gloo listens on the interface that GLOO_SOCKET_IFNAME names. If this variable is not set, the first key is
+    "host name", and the address is that of the host's name, or 127.0.0.1 if the name does not resolve.
     """
     used, own, found = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], "127.0.0.1", {}
     with contextlib.suppress(OSError):  # not on Linux, or the name does not resolve
@@ -179,11 +179,11 @@ class ZeroServer(socketserver.ThreadingTCPServer):
 
 
 def receive_from_all(rank: int, workers: list[Facts]) -> list[tuple[int, str, float]]:
-    """Measure the link from each other node; return (rank of the sender, problem, MB/s) for each.
+    """Measure the link from each other node; return (rank of the sender, problem, MB/s) for each link.
 
-    Only the first worker of a node measures; other workers return []. Problems are those of `receive_from`.
-    Each node begins with a different sender, so that at any time a node receives from one node and sends to
-    one node.
+    `workers` has the facts of each worker. Only the first worker of a node measures; other workers return [].
+    `problem` is as in `receive_from`. Each node begins with a different sender, so that at any time a node
+    receives from one node and sends to one node.
     """
     nodes = [number for number, there in enumerate(workers) if there["port"]]
     if rank not in nodes:
@@ -220,7 +220,7 @@ def receive_from(there: Facts, own: Collection[str] = ()) -> tuple[str, float]:
 
 
 def receive_mb_s(address: str, port: int) -> float:
-    """Return the rate, in MB/s, at which data arrive from a ZeroServer. Raises OSError if no data arrive."""
+    """Return the MB/s that arrive from the ZeroServer at `address`. Raises OSError if nothing arrives."""
     buffer, received = bytearray(CHUNK), 0
     with socket.create_connection((address, port), CONNECT_S) as connection:
         began = time.monotonic()
@@ -230,9 +230,9 @@ def receive_mb_s(address: str, port: int) -> float:
 
 
 def try_backend(store: Any, launch: Launch, config: Config) -> str:
-    """Connect all workers by NCCL, or by gloo on CPUs, as for training. Collective.
+    """Connect all workers with NCCL, or with gloo on CPUs, as training does. Collective.
 
-    Returns a text that says why this failed and what to do; "" if it worked.
+    Returns a text that says why the connection failed and what to do; "" if it did not fail.
     """
     from torch import distributed
 
@@ -257,11 +257,11 @@ def try_backend(store: Any, launch: Launch, config: Config) -> str:
 
 
 def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
-    """Return (lines on the facts and the links, a sentence for each fault: which node has it, and a way out).
+    """Return (lines on the facts and the links, a sentence for each fault: its node, and what to do).
 
     `answers` has the facts of each worker, in the order of the ranks; None for a worker that did not answer.
-    A value that differs from that of most nodes is a fault, if ADVICE has advice on the fact. If two values
-    are equally frequent, the one that the lower rank has counts as right.
+    If ADVICE has advice on a fact, a value that differs from that of most nodes is a fault. If two values are
+    equally frequent, the value of the lower rank counts as right.
     """
     workers = [there for there in answers if there is not None]
     rows, first = [], workers[0]

@@ -1,8 +1,8 @@
 """Write a run's newest or best snapshot in Hugging Face's format: python -m mingpt export RUN OUT_DIR.
 
 RUN is the path or URL of a run, such as out/default. A model with `model.arch: gpt2` becomes a
-GPT2LMHeadModel of transformers, a model with `modern` a NanoChatForCausalLM. The folder OUT_DIR appears whole
-or not at all.
+GPT2LMHeadModel of transformers, and a model with `model.arch: modern` becomes a NanoChatForCausalLM. The
+folder OUT_DIR appears only when all its files are complete.
 """
 
 import json
@@ -88,7 +88,7 @@ print(model.generate(torch.tensor([[0]]), max_new_tokens=min({tokens}, room))[0]
 
 There is no tokenizer here: the run had none, or one that no `tokenizer.json` can describe."""
 EXAMPLE_TOKENS = 200  # the most tokens that the card's example generates
-# The settings on which the weights' shapes depend. The card gives them, because defaults may be different.
+# The settings on which the weights' shapes depend. The model card gives them all: defaults may be different.
 MODEL_SETTINGS = ("model.arch", "model.n_layer", "model.n_head", "model.n_embd", "data.block_size")
 NAMES = {
     "train/loss": "training loss, nats per token",
@@ -156,9 +156,10 @@ def export(run: str, out: str, best: bool = False) -> str:
     """Write a snapshot to the folder `out` in Hugging Face's format.
 
     `run` is the path or URL of a snapshot, or of a run: then the newest snapshot is written, or with `best`
-    the one with the lowest validation loss. Returns a line that says what was written, and a second line if
-    no tokenizer was written. The folder gets its name once all files are on disk. Raises UserError if `out`
-    is a URL, is not empty or cannot be written, if no snapshot can be used, or if transformers is missing.
+    the snapshot with the lowest validation loss. Returns a line that says what was written, and a second line
+    if no tokenizer was written. The folder gets its name once all files are on disk. Raises UserError if
+    `out` is a URL, is not empty or cannot be written, if no snapshot can be used, or if transformers is
+    missing.
     """
     if "://" in out:
         raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")
@@ -186,7 +187,7 @@ def export(run: str, out: str, best: bool = False) -> str:
 def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -> str:
     """Write model and model card to `folder`; return the name of the model class in transformers.
 
-    If a tokenizer.json can describe the tokenizer, it is written, too.
+    Also writes tokenizer.json and tokenizer_config.json, if a tokenizer.json can describe `tokenizer`.
     """
     config, tensors = snapshot.config, snapshot.tensors("model.")
     parameters = sum(tensor.numel() for tensor in tensors.values())
@@ -205,8 +206,9 @@ def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -
 
 
 def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: int | None) -> str:
-    """Write config.json, generation_config.json and model.safetensors; return the model class's name.
+    """Write config.json, generation_config.json and model.safetensors to `folder`; return the class's name.
 
+    The class is the model class in transformers. `tensors` has the weights by the names that they have here.
     `end` is the id of the end-of-text token; None if there is no such token.
     """
     kind, transformers = convertible(config.model.arch).hf_model_type, import_transformers()

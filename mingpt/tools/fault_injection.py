@@ -45,7 +45,7 @@ def marker(folder: Path, number: int) -> Path:
 
 
 class FaultInjector:
-    """Kills this worker at the moments that `folder`/kills.json plans. Construct it before Worker."""
+    """Kills this worker at the moments that `folder`/kills.json plans. Construct it before the Worker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

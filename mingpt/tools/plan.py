@@ -5,8 +5,8 @@
 Nothing is trained. The bytes of weights, optimizer, gradients and snapshots are exact; those of activations
 follow equation 2 of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
 The total is right to within a third. With --gpu_memory, which trainer.device=cuda requires, each worker has a
-GPU; else all workers share this machine's memory. With data.vocab_size=N the data are not read. The exit code
-is 0, also if no strategy fits, and 2 for a mistake.
+GPU; without it, all workers share this machine's memory. With data.vocab_size=N the data are not read. The
+exit code is 0, also if no strategy fits, and 2 for a mistake.
 """
 
 import math
@@ -39,8 +39,8 @@ STRATEGIES = [
     "trainer.parallel=fsdp",
     "trainer.parallel=fsdp trainer.recompute=block",
 ]
-# On CPUs, measured by benchmarks/plan.py: of Python and what it imports; and of the process, which also has
-# text, pictures and the kernels' buffers.
+# Memory on CPUs, measured with benchmarks/plan.py: that of Python and its imports; and that of the process,
+# which also has the text, pictures and the kernels' buffers.
 LIBRARY_BYTES, PROCESS_BYTES = 280e6, 360e6
 CUDA_BYTES = 1e9  # of a CUDA context, not measured
 FRAGMENTED = 1.5  # glibc keeps freed memory that lies between activations; torch's CUDA allocator reuses it
@@ -54,9 +54,9 @@ def nbytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
 def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, element: int) -> dict[str, float]:
     """Return the bytes of memory that worker 0 needs at its peak, {purpose: bytes}, with their "total".
 
-    Worker 0 needs the most, because it writes snapshots. Unless `on_cpu`, each worker has a GPU, and the
-    copies of snapshots are in the host's memory, which the total leaves out. `element` is the number of bytes
-    of a number in matrix products.
+    Worker 0 needs the most, because it writes snapshots. Unless `on_cpu`, each worker has a GPU. Then the
+    copies of the state for snapshots are in the host's memory, and the total does not include them. `element`
+    is the number of bytes of a number in matrix products.
     """
     trainer = config.trainer
     shapes = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
@@ -95,8 +95,8 @@ def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, elemen
 def activations(config: Config, vocab_size: int, on_cpu: bool, element: int) -> float:
     """Return the bytes that a micro-batch's forward pass keeps, with the logits and their gradients.
 
-    The source is equation 2 of Korthikanti et al. 2022. But its term for attention, 5 a s / h, is replaced by
-    `attention_bytes`, which knows the kernels that are used here. `element` is as in `estimate`.
+    The source is equation 2 of Korthikanti et al. 2022. But the equation's term for attention, 5 a s / h, is
+    replaced by `attention_bytes`, which knows the kernels that are used here. `element` is as in `estimate`.
     """
     model, length = config.model, config.data.block_size
     tokens = config.trainer.micro_batch_size * length
@@ -151,8 +151,8 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 def find_vocab_size(config: Config) -> int:
     """Return the vocabulary size of the data's tokenizer; if need be, train the tokenizer for this.
 
-    Raises UserError if the data or the tokenizer cannot be used, or if the tokenizer is that of
-    snapshot.init_from.
+    Raises UserError if the data or the tokenizer cannot be used, or if snapshot.init_from is set and
+    data.tokenizer is auto.
     """
     if config.snapshot.init_from and config.data.tokenizer == "auto":
         raise UserError("with snapshot.init_from a plan needs the weights' vocabulary: set data.vocab_size=N")

@@ -4,8 +4,8 @@
 
 A file is text (UTF-8, one document), .jsonl (a document per line, under "text") or .parquet (a document per
 row of the column "text"; needs pyarrow). A file is given by its path, a pattern ('data/*.jsonl') or its URL.
-It may be compressed; its name then ends with .gz, for example. Memory grows with the longest document, and a
-text file is one document.
+A file may be compressed, if its name ends with .gz, for example. Memory grows with the longest document, and
+a text file is one document.
 
 DIR must be new or empty. The command writes train_00000.bin, ..., val_00000.bin, ... in llm.c's format there,
 tokenizer.json and, last, meta.json. The validation part is a share of the text, counted in bytes: the last
@@ -86,8 +86,8 @@ def find_files(names: Sequence[str]) -> list[Any]:
 def read(file: Any) -> Iterator[str]:
     """Yield the documents of a file.
 
-    Raises UserError if the file cannot be read, or if a document is not UTF-8 text; the message names its
-    place.
+    Raises UserError if the file cannot be read, or if a document is not UTF-8 text. The message names the
+    file, and of a .jsonl or .parquet file also the document's line or row.
     """
     path = file.path if isinstance(file.fs, LocalFileSystem) else file.full_name
     kind = KINDS.get(suffix_of(path))
@@ -116,9 +116,10 @@ def split(
 ) -> tuple[Iterator[str], Iterator[str]]:
     """Return (iterator over the documents for training, iterator over those for validation).
 
-    Read the first one to its end before the second. `sizes` has the bytes of each document. Documents that
-    begin in the last `val_fraction` of all bytes are for validation; the last document always is, the first
-    never. If there is a single document, its last `val_fraction` of characters is for validation.
+    Read the first iterator to its end before the second. `sizes` has the number of bytes of each document.
+    Documents that begin in the last `val_fraction` of all bytes are for validation; the last document always
+    is, and the first never. If there is a single document, its last characters, the share `val_fraction`, are
+    for validation.
     """
     texts = chain.from_iterable(map(read, files))
     if len(sizes) == 1:
@@ -131,7 +132,7 @@ def split(
 
 
 def progress(what: str, total: int | None = None) -> "tqdm[Never]":
-    """Return a progress bar on stderr that counts bytes of text.
+    """Return a progress bar on stderr that counts bytes of text, of `total`, and names the work, `what`.
 
     If stderr is not a terminal, the bar is written every 30 s. TQDM_DISABLE does not disable the bar, because
     `prepare` uses its count.
@@ -151,7 +152,7 @@ def progress(what: str, total: int | None = None) -> "tqdm[Never]":
 
 
 def measure(files: Sequence[Any], wants_alphabet: bool) -> tuple[np.ndarray, set[str]]:
-    """Return the bytes of each document, (documents,) int64, and the set of all characters in the documents.
+    """Return (bytes of each document as an int64 array, the set of all characters in the documents).
 
     The set is empty unless `wants_alphabet`. Raises UserError if there is no text.
     """
@@ -168,11 +169,11 @@ def measure(files: Sequence[Any], wants_alphabet: bool) -> tuple[np.ndarray, set
 
 
 def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
-    """Return the tokenizer.json of a byte-level BPE, like GPT-2's, trained on the texts that `sample` takes.
+    """Return the tokenizer.json of a byte-level BPE, like GPT-2's, trained on the part that `sample` yields.
 
-    The tokenizer has `vocab_size` tokens: the 256 bytes, the merges and, last, end-of-text. It has fewer if
-    the texts have too few pairs to merge. The same texts give the same tokenizer.json on any number of cores.
-    In training, but not in encoding, words of more than 256 characters are split.
+    The tokenizer has `vocab_size` tokens: the 256 bytes, the merges and, last, end-of-text. It has fewer
+    tokens if the texts have too few pairs to merge. The same texts give the same tokenizer.json on any number
+    of cores. In training, but not in encoding, words of more than 256 characters are split.
     """
     library = import_tokenizers("--tokenizer bpe")
     package = byte_level_bpe(library.models.BPE())
@@ -194,9 +195,9 @@ def pieces(texts: Iterable[str]) -> Iterator[str]:
 
 
 def sample(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts in pieces from the beginning, until SAMPLE_BYTES are yielded.
+    """Yield the texts in pieces, from the first text on, until the pieces together have SAMPLE_BYTES.
 
-    Stops earlier if the pieces have SAMPLE_WORD_BYTES of distinct words.
+    Stops earlier if the distinct words of these pieces have SAMPLE_WORD_BYTES.
     """
     words = set[str]()
     size = word_bytes = 0
@@ -213,7 +214,8 @@ def sample(texts: Iterable[str]) -> Iterator[str]:
 def read_batches(texts: Iterable[str], tokenizer: Tokenizer, bar: "tqdm[Never]") -> Iterator[list[str]]:
     """Yield lists of pieces of the texts; a list has about BATCH_CHARACTERS characters.
 
-    A piece "" marks the end of each text. `bar` is advanced by the bytes that are read.
+    `tokenizer` splits the texts into pieces. A piece "" marks the end of each text. `bar` is advanced by the
+    number of bytes of each piece.
     """
     batch, size = list[str](), 0
     for text in texts:
@@ -233,8 +235,8 @@ def encode_all(
 ) -> Iterator[np.ndarray]:
     """Yield the tokens of each batch, (tokens,), with `end` in place of each piece "", which ends a text.
 
-    The package `tokenizers` encodes on all cores. Two threads call this package, so that one batch is encoded
-    while the tokens of another batch are copied.
+    `end` has the id of the end-of-text token, or is empty. The package `tokenizers` encodes on all cores. Two
+    threads call this package, so that one batch is encoded while the tokens of another batch are copied.
     """
 
     def encode(batch: list[str]) -> np.ndarray:
@@ -254,8 +256,8 @@ def encode_all(
 def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_tokens: int) -> int:
     """Write the tokens in `arrays`, as they come, to shards of `part` (train or val) in the folder `out`.
 
-    Each shard but the last gets `shard_tokens` tokens; `finish_shard` writes the headers. Returns the number
-    of all tokens. Raises UserError if there is no token.
+    Each shard but the last gets `shard_tokens` tokens. The headers are left empty; `finish_shard` writes them
+    later. Returns the number of all tokens. Raises UserError if there is no token.
     """
     done = 0
     for tokens in arrays:

@@ -70,10 +70,11 @@ def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
 def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any]) -> None:
     """Train a whole run in `folder`/run while `kills` are done; begin with `workers` workers under ddp.
 
-    `folder` must not exist. torchrun restarts the workers after a kill that changes neither their number nor
-    the strategy; after any other kill torchrun ends, and is started again here. Before each start, a line to
-    stderr announces each kill in that job. A kill that hits no worker leaves no `marker` file. Raises
-    RuntimeError, with the end of torchrun's stderr, if torchrun fails for another reason than a kill.
+    `folder` must not exist. `settings` has the run's settings. torchrun restarts the workers after a kill
+    that changes neither their number nor the strategy; after any other kill torchrun ends, and is started
+    again here. Before torchrun starts, a line to stderr announces each kill until torchrun ends. A kill that
+    hits no worker leaves no `marker` file. Raises RuntimeError, with the end of torchrun's stderr, if
+    torchrun fails for another reason than a kill.
     """
     folder.mkdir(parents=True)
     (folder / "kills.json").write_text(json.dumps(kills))
