@@ -39,7 +39,10 @@ class Generation(pydantic.BaseModel):
 
 
 class Suspects(pydantic.BaseModel):
-    """Workers whose results differed from those of others. Snapshots of steps after `after` are not used."""
+    """Workers whose results differed from those of other workers.
+
+    Snapshots of steps after `after` are not used.
+    """
 
     after: Count
     workers: list[str]
@@ -82,7 +85,7 @@ def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | N
 
 
 def mark_ended(run_dir: Path, status: str) -> None:
-    """If the status in run_dir/run.json is "running", replace it by `status`.
+    """If the status in run_dir/run.json is "running", replace it with `status`.
 
     Call this if the job ends before this generation has a RunLogger; a RunLogger records the end itself.
     Never raises: errors are ignored.
@@ -228,9 +231,9 @@ class RunHistory:
     def close_generation(self, last: dict[str, Any], start: RunStart) -> str | None:
         """Count the steps of generation `last` that are done again, and complete the record of its end.
 
-        `last` is the generation's entry in run.json. Returns one line on how generation `last` ended, if that
-        generation did not record its end, or if it was stopped so that a node could join. Otherwise returns
-        None.
+        `last` is the generation's entry in run.json, and `start` begins the next generation. Returns one line
+        on how generation `last` ended, if that generation did not record its end, or if it was stopped so
+        that a node could join. Otherwise returns None.
         """
         recorded, waited, was_running = last["to_step"], 0.0, last["end"] == "running"
         joined = hosts_joined(last, start)
@@ -254,8 +257,9 @@ class RunHistory:
     def repeated_failure(self) -> str | None:
         """Return one sentence if the last MAX_REPEATS generations of this job failed at the same step.
 
-        Otherwise returns None, for example if the last step of one of them is not certain (`exact` is false).
-        A generation that was stopped, or that ended so that a node could join, has not failed.
+        Otherwise returns None, for example if the last step of one of these generations is not certain
+        (`exact` is false). A generation that was stopped, or that ended so that a node could join, has not
+        failed.
         """
         if not self.generations[-1]["restart"]:
             return None  # a user started the job again, perhaps with the cause removed

@@ -1,6 +1,7 @@
-"""The log of `mingpt`, which goes to the terminal and, on ranks that write to a run folder, to log.txt in it.
+"""The log goes to the terminal and, on ranks that write to a run folder, to log.txt in this folder.
 
-During training the terminal shows a progress bar, or one line per record; each evaluation adds one line.
+During training the terminal shows a progress bar, or one line per record of metrics. Each evaluation adds one
+line.
 """
 
 import logging

@@ -138,7 +138,7 @@ class Sink:
     """
 
     def log(self, step: int, values: Values) -> None:
-        """Take the values of metrics after `step`, {name of the metric: value}."""
+        """Take `values`, {name of the metric: its value after `step`}."""
 
     def log_text(self, step: int, name: str, text: str) -> None:
         """Take a text after `step`; `name` is "sample" for the text that an evaluation generates."""

@@ -179,7 +179,7 @@ def phase_seconds(one: Generation, after: Generation | None) -> list[float]:
 
     `after` is the next generation; None: there is none. The time of the steps that `after` repeated counts as
     lost. If `after` is a restart, the time from the last step of `one` on record until the workers of `after`
-    began counts as lost, too.
+    were started counts as lost, too.
     """
     start_s, evaluation_s, wait_s = (one.phases.get(phase, 0.0) for phase in PHASES)
     steps_s, twice_s, pause_s = max(0.0, one.seconds - evaluation_s - wait_s), 0.0, 0.0

@@ -52,7 +52,7 @@ class StepTimer:
         self.began, self.first_step, self.data_s = time.perf_counter(), step, 0.0
 
     def exclude(self, work: Callable[[], T], phase: str) -> T:
-        """Run `work` and return its result; its seconds count as `phase`, not as time of the steps."""
+        """Run `work` and return its result; the seconds that `work` takes count as `phase`, not as steps."""
         began = time.perf_counter()
         result = work()
         taken_s = time.perf_counter() - began
@@ -122,11 +122,12 @@ class RunLogger:
         assignment: Sequence[Sequence[int]],
         snapshots: str,
     ) -> None:
-        """Log the line on how the previous generation ended, if `start_generation` has returned one.
+        """Log the line on how the previous generation ended, if `start_generation` has returned a line.
 
-        Then, unless this is a restart, log what the run is going to do. `step` is the step from which the run
-        goes on. `compile_choice` says whether the model is compiled, and why. `assignment` has, for each
-        rank, the numbers of its micro-batches in a step. `snapshots` is the folder or URL of the snapshots.
+        After this line, unless this is a restart, log what the run is going to do. `step` is the step from
+        which the run goes on. `compile_choice` says whether the model is compiled, and why. `assignment` has,
+        for each rank, the numbers of the rank's micro-batches in a step. `snapshots` is the folder or URL of
+        the snapshots.
         """
         if self.previous_end:
             log.log(logging.WARNING if self.start.is_main else logging.INFO, "%s", self.previous_end)
@@ -222,7 +223,7 @@ class RunLogger:
     ) -> None:
         """Report that the run finished, or that the request `stopped_by` stopped it. Closes the sinks.
 
-        Call this last, once the snapshot of `step` is durable. If `stopped_by` is None, the run finished.
+        Call this last, once the snapshot of `step` is durable. `stopped_by` is None if the run finished.
         `snapshots` is the folder or URL of the snapshots. `phases` has the total seconds of each kind of work
         outside of the steps, as `StepTimer.phases` has them. `best` is (lowest validation loss of a snapshot
         that is kept, step of this snapshot). Raises ClaimLost as `log_values` does.

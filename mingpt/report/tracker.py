@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class TensorBoard(Sink):
     """Writes values and samples to run_dir/tensorboard, one file per generation.
 
-    The files of earlier generations keep the values of steps that are done again, but TensorBoard does not
-    show these values (`purge_step`).
+    The files of earlier generations keep the values of steps that are done again, but because of `purge_step`
+    TensorBoard does not show these values.
     """
 
     def __init__(self, run: RunStart) -> None:
@@ -84,7 +84,7 @@ class Tracker(Sink):
 
 
 class InThread(Sink):
-    """Makes a sink and calls its methods in a separate thread, so that the sink may block or raise any error.
+    """Makes a sink and calls the sink's methods in a separate thread; the sink may block or raise any error.
 
     If the sink fails, one log line says so, the sink gets no more values, and the run goes on. `label` is the
     sink's name in log lines.

@@ -10,7 +10,7 @@ first run, and prints for each pair:
 - for each metric that differs, the first values that differ
 - how many tensors differ between the two runs' snapshots of the newest step at which both have a snapshot
 - what is not compared
-- the finding
+- the finding: "the same bits", or the cause of the first difference
 
 Exit code 0: all that was compared has the same bits; 1: something differs; 2: a run is missing or cannot be
 read, or two runs have no step in common.
@@ -73,7 +73,7 @@ Pair = tuple[float, float]
 
 
 class Run(NamedTuple):
-    """What a run's folder holds. `stores` has, for each step with a snapshot, the store of that snapshot."""
+    """What a run's folder holds. `stores` has, for each step with a snapshot, the SnapshotStore to read."""
 
     name: str
     folder: Path
@@ -176,8 +176,8 @@ def classify(step: int, pair: Pair, steps: Sequence[int]) -> str:
     """Return why two runs differ: ROUNDING, OTHER (another computation), or, if it is not clear, both names.
 
     `pair` has the gradient norms of both runs at `step`, the first step at which these norms differ; `steps`
-    has all steps at which both runs recorded it. Rounding begins in the last digits and grows with each step;
-    different samples or dropout masks change the norm at once.
+    has all steps at which both runs recorded gradient norms. Rounding begins in the last digits and grows
+    with each step; different samples or dropout masks change the norm at once.
     """
     unseen = step - max((equal for equal in steps if equal < step), default=0)
     if unseen <= MAX_UNSEEN:

@@ -3,7 +3,7 @@
     torchrun ... -m mingpt doctor [CONFIG.yaml] [section.key=value ...]
 
 Start the doctor with the flags and settings of the run. It prints what each node has, the rate at which each
-node receives data from each other node, and a sentence for each fault. Exit code 0: no fault; 1: faults
+node receives data from each other node, and one sentence per fault. Exit code 0: no fault; 1: faults
 (torchrun does not restart the workers); 2: a mistake on the command line (torchrun itself exits with 1).
 train.py itself checks, when it starts, whether the workers' settings differ, and whether token shards and
 folders can be used.
@@ -112,7 +112,7 @@ def all_gather(store: Any, launch: Launch, name: str, value: Any, limit_s: float
 
 
 def find_facts(launch: Launch, config: Config) -> Facts:
-    """Start a ZeroServer, which lets other nodes measure their links to this one; return this worker's facts.
+    """Return this worker's facts, and start a ZeroServer, with which other nodes measure their links to it.
 
     The fact `port` is the server's port on the first worker of each node, and 0 on the other workers.
     """
@@ -199,8 +199,8 @@ def receive_from(there: Facts, own: Collection[str] = ()) -> tuple[str, float]:
     """Measure the link from another node, whose facts are `there`; return (problem, MB/s).
 
     If the address at which gloo listens there does not answer, the other addresses of that node are tried,
-    except those that are also in `own`, the addresses of this node. The problem is a text that says what to
-    do; "" if there is no problem.
+    except those that are also in `own`, the addresses of this node. The problem is a text that says what
+    failed and what to do; "" if nothing failed.
     """
     problem, first = "", next(iter(there["addresses"].values()))
     for interface, address in there["addresses"].items():
@@ -257,7 +257,7 @@ def try_backend(store: Any, launch: Launch, config: Config) -> str:
 
 
 def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
-    """Return (lines on the facts and the links, a sentence for each fault: its node, and what to do).
+    """Return (lines on the facts and the links, a sentence for each fault on its node and on what to do).
 
     `answers` has the facts of each worker, in the order of the ranks; None for a worker that did not answer.
     If ADVICE has advice on a fact, a value that differs from that of most nodes is a fault. If two values are

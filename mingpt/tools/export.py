@@ -157,8 +157,8 @@ def export(run: str, out: str, best: bool = False) -> str:
 
     `run` is the path or URL of a snapshot, or of a run: then the newest snapshot is written, or with `best`
     the snapshot with the lowest validation loss. Returns a line that says what was written, and a second line
-    if no tokenizer was written. The folder gets its name once all files are on disk. Raises UserError if
-    `out` is a URL, is not empty or cannot be written, if no snapshot can be used, or if transformers is
+    if no tokenizer was written. The folder appears as `out` only when all files are on disk. Raises UserError
+    if `out` is a URL, is not empty or cannot be written, if no snapshot can be used, or if transformers is
     missing.
     """
     if "://" in out:
@@ -206,9 +206,9 @@ def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -
 
 
 def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: int | None) -> str:
-    """Write config.json, generation_config.json and model.safetensors to `folder`; return the class's name.
+    """Write config.json, generation_config.json and model.safetensors to `folder`.
 
-    The class is the model class in transformers. `tensors` has the weights by the names that they have here.
+    Returns the name of the model class in transformers. `tensors` has the weights by this project's names.
     `end` is the id of the end-of-text token; None if there is no such token.
     """
     kind, transformers = convertible(config.model.arch).hf_model_type, import_transformers()

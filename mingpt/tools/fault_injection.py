@@ -59,7 +59,7 @@ class FaultInjector:
     def kill_if_due(self, phase: str, **_: Any) -> None:
         """Kill this process if the plan's next kill is for `phase`, this rank, and this or an earlier step.
 
-        Just before, create the file that marks the kill as done.
+        Just before the kill, create the file that marks the kill as done.
         """
         for number, kill in enumerate(self.kills):
             if marker(self.folder, number).exists():

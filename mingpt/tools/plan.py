@@ -54,9 +54,9 @@ def nbytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
 def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, element: int) -> dict[str, float]:
     """Return the bytes of memory that worker 0 needs at its peak, {purpose: bytes}, with their "total".
 
-    Worker 0 needs the most, because it writes snapshots. Unless `on_cpu`, each worker has a GPU. Then the
-    copies of the state for snapshots are in the host's memory, and the total does not include them. `element`
-    is the number of bytes of a number in matrix products.
+    Worker 0 needs the most, because it writes snapshots. With `on_cpu` the total includes the copies of the
+    state for snapshots. Otherwise each worker has a GPU, and these copies are in the host's memory and not in
+    the total. `element` is the number of bytes of a number in matrix products.
     """
     trainer = config.trainer
     shapes = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
@@ -113,7 +113,7 @@ def activations(config: Config, vocab_size: int, on_cpu: bool, element: int) -> 
 def render(config: Config, vocab_size: int, workers: int, limit: float, on_cpu: bool) -> list[str]:
     """Return the lines to print: memory with each strategy, and the first strategy that fits.
 
-    A strategy fits if it needs at most `limit` bytes for worker 0.
+    A strategy fits if it needs at most `limit` bytes for worker 0. `on_cpu` is as in `estimate`.
     """
     element = 2  # of bfloat16 or float16
     if on_cpu or config.trainer.dtype != "auto":

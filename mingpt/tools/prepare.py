@@ -84,7 +84,7 @@ def find_files(names: Sequence[str]) -> list[Any]:
 
 
 def read(file: Any) -> Iterator[str]:
-    """Yield the documents of a file.
+    """Yield the documents of `file`, an OpenFile of fsspec.
 
     Raises UserError if the file cannot be read, or if a document is not UTF-8 text. The message names the
     file, and of a .jsonl or .parquet file also the document's line or row.
@@ -132,10 +132,10 @@ def split(
 
 
 def progress(what: str, total: int | None = None) -> "tqdm[Never]":
-    """Return a progress bar on stderr that counts bytes of text, of `total`, and names the work, `what`.
+    """Return a progress bar on stderr, labelled `what`, that counts bytes of text.
 
-    If stderr is not a terminal, the bar is written every 30 s. TQDM_DISABLE does not disable the bar, because
-    `prepare` uses its count.
+    `total` is the number of bytes at the end; None: not known. If stderr is not a terminal, the bar is
+    written every 30 s. TQDM_DISABLE does not disable the bar, because `prepare` uses the bar's count.
     """
     pause_s = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(
@@ -169,7 +169,7 @@ def measure(files: Sequence[Any], wants_alphabet: bool) -> tuple[np.ndarray, set
 
 
 def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
-    """Return the tokenizer.json of a byte-level BPE, like GPT-2's, trained on the part that `sample` yields.
+    """Return the tokenizer.json of a byte-level BPE, like GPT-2's, trained on what `sample` takes of `texts`.
 
     The tokenizer has `vocab_size` tokens: the 256 bytes, the merges and, last, end-of-text. It has fewer
     tokens if the texts have too few pairs to merge. The same texts give the same tokenizer.json on any number
@@ -254,7 +254,7 @@ def encode_all(
 
 
 def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_tokens: int) -> int:
-    """Write the tokens in `arrays`, as they come, to shards of `part` (train or val) in the folder `out`.
+    """Write the tokens in `arrays`, in their order, to shards of `part` (train or val) in the folder `out`.
 
     Each shard but the last gets `shard_tokens` tokens. The headers are left empty; `finish_shard` writes them
     later. Returns the number of all tokens. Raises UserError if there is no token.

@@ -4,10 +4,10 @@ The command trains a small model undisturbed, then again while the workers are k
 moments (at start-up, in the forward pass, inside the reduction, in an evaluation, in the middle of a save)
 and while the number of workers and the strategy change, all under torchrun. Then it compares the final
 tensors, bit for bit, and the loss curves of the two runs. It also checks that the hash of the tokens that the
-workers trained on is the hash that follows from configuration and text. The exit code is 0 if all is
-identical and each kill was done; if not, it is 1, and the last line names the seed; it is 2 for a mistake in
-the options. Ten kills take one to three minutes on two CPU cores. Settings such as model.arch=gpt2 change the
-model.
+workers trained on is the hash that follows from configuration and text. Exit code 0: all is identical, and
+each kill was done; 1: something differs, or a kill was not done, and the last line names the seed; 2: a
+mistake in the options. Ten kills take one to three minutes on two CPU cores. Settings such as model.arch=gpt2
+change the model.
 """
 
 import json
@@ -111,7 +111,7 @@ def find_problems(
 
     Returns (the problems that were found, the SHA-256 of the disturbed run's last snapshot). If a run cannot
     be trained or read, that is a problem, and the SHA-256 is None. `workers` is the number of workers at the
-    beginning.
+    beginning. `seed` only names the run's folder.
     """
     config, folder = build(settings), work / f"seed-{seed}"
     try:
@@ -134,7 +134,7 @@ def find_problems(
 def last_manifest(folder: Path) -> Manifest:
     """Return the manifest of the last snapshot of `folder`/run, at step STEPS.
 
-    Raises CorruptSnapshot or UnreadableSnapshot.
+    Raises CorruptSnapshot or UnreadableSnapshot if the snapshot is damaged or cannot be read.
     """
     return SnapshotStore(str(folder / "run" / "snapshots")).read_manifest(STEPS)
 
