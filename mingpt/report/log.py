@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 class ConsoleHandler(logging.Handler):
     """Writes lines to stderr, above the progress bar if there is one.
 
-    A write never raises, because `open_streams` has replaced stderr by a stream that drops what it cannot
+    A write never raises, because `open_streams` has replaced stderr with a stream that drops what it cannot
     write.
     """
 

@@ -112,7 +112,7 @@ def all_gather(store: Any, launch: Launch, name: str, value: Any, limit_s: float
 
 
 def find_facts(launch: Launch, config: Config) -> Facts:
-    """Return this worker's facts, and start a ZeroServer, with which other nodes measure their links to it.
+    """Return this worker's facts; start a ZeroServer, from which other nodes receive data to measure links.
 
     The fact `port` is the server's port on the first worker of each node, and 0 on the other workers.
     """

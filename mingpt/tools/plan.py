@@ -95,8 +95,8 @@ def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, elemen
 def activations(config: Config, vocab_size: int, on_cpu: bool, element: int) -> float:
     """Return the bytes that a micro-batch's forward pass keeps, with the logits and their gradients.
 
-    The source is equation 2 of Korthikanti et al. 2022. But the equation's term for attention, 5 a s / h, is
-    replaced by `attention_bytes`, which knows the kernels that are used here. `element` is as in `estimate`.
+    The source is equation 2 of Korthikanti et al. 2022. But `attention_bytes`, which knows the kernels that
+    are used here, replaces the equation's term for attention, 5 a s / h. `element` is as in `estimate`.
     """
     model, length = config.model, config.data.block_size
     tokens = config.trainer.micro_batch_size * length
