@@ -107,10 +107,10 @@ class RunStart:
     changes: list[str] = field(default_factory=list)  # settings changed on purpose, each "key: old -> new"
     workers: int = 1  # the number of workers
     hosts: list[str] = field(default_factory=list)  # host names of the nodes, in the order of node ranks
-    previous: GenerationEnd | None = None  # the end of the previous generation; None: not known, or no such
+    previous: GenerationEnd | None = None  # how the previous generation ended; None if there is no record
     process_began: float = field(default_factory=time.monotonic)  # time.monotonic() when this process began
     job: str = ""  # the job's random token, the same in all its generations
-    is_main: bool = True  # on rank 0; other ranks that report have a run folder on their own node's disk
+    is_main: bool = True  # true on rank 0; other ranks that report have a run folder on their node's disk
     logged_step: int = 0  # the newest step, not past `step`, that must have a record of metrics; 0 for none
     # The steps at which the run's generations began; empty until RunLogger fills it in for the sinks.
     from_steps: list[int] = field(default_factory=list)

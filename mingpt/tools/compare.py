@@ -35,7 +35,7 @@ from mingpt.report.plot import draw_curves, read_curves, to_png
 from mingpt.snapshot import Snapshot, SnapshotStore
 from mingpt.snapshot.lookup import possible_places
 
-TIMINGS = ("_s", "mfu")  # ends of the names of metrics that measure time, which are not compared
+TIMINGS = ("_s", "mfu")  # endings of the names of metrics that measure time, which are not compared
 # Settings and versions that change only the rounding; with trainer.reduction=fast, those in PARALLELISM, too.
 NUMERICS = (
     "trainer.dtype",
@@ -262,7 +262,7 @@ def compare(one: Run, other: Run) -> Comparison:
                 differences.append(f"tensors that differ at step {saved}: {len(tensors)}, first {tensors[0]}")
         except CorruptSnapshot as error:
             return Comparison([], [*differences, str(error)], not_compared, finding=str(error))
-        except UserError as error:  # of another schema
+        except UserError as error:  # a snapshot has a different schema
             not_compared.append(f"not compared: tensors of step {saved} ({error})")
     facts = [read_facts(run) for run in runs]
     known, others = facts if all(facts) else ({}, {})

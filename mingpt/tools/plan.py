@@ -68,7 +68,7 @@ def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, elemen
         root = whole - config.model.n_layer * block
         gathered = root + block * (2 if trainer.fsdp_reshard else config.model.n_layer)
         exchanged = gathered / (2 if trainer.fsdp_param_dtype else 1) + 3 * (root + block)
-        # How many partial sums a rank holds after the rounds (a micro-batch on each rank) before this one.
+        # The most partial sums that a rank holds when a round (a micro-batch on each rank) begins.
         sums = max(first.bit_count() for first in range(0, count, workers))
     else:
         shares = [range(rank * count // workers, (rank + 1) * count // workers) for rank in range(workers)]

@@ -100,7 +100,7 @@ def read(file: Any) -> Iterator[str]:
             if row:
                 with readable(f"{kind} {number:,} of {path}"):
                     text = (parse_json(row) if isinstance(row, bytes) else row)["text"]
-                    text.encode()  # fails for a lone surrogate, and for what is no text
+                    text.encode()  # fails for a lone surrogate, and for what is not text
                 yield text
 
 
