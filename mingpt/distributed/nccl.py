@@ -17,8 +17,8 @@ from torch._C import _distributed_c10d
 from mingpt.base.errors import UserError
 from mingpt.distributed.exit import first_line, is_lost_peer
 
-# torch's own limit for a collective is so many times timeout_s, and only for a process in which nothing else
-# ends the wait. torch counts the time from the call, but before the collective the GPU may have much to do.
+# torch's own limit for a collective is SLACK times timeout_s. It is for a process in which nothing else ends
+# the wait. torch counts the time from the call, but before the collective the GPU may have much to do.
 SLACK = 10
 
 
@@ -70,7 +70,7 @@ class NcclWatch:
     def waited_s(self) -> float:
         """Return for how many seconds a collective on the GPU, or `connect`, has waited for a peer.
 
-        Returns about 0 if none waits. What the GPU computes before the collective does not count. Only one
+        Returns about 0 if no collective waits. The GPU's work before the collective does not count. Only one
         thread may call this method, and must call it often, because the time counts from the first call that
         finds the collective waiting.
         """

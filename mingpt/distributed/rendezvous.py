@@ -34,8 +34,8 @@ class Rendezvous:
     """A worker's connection to the job's TCPStore.
 
     Constructing it waits until all workers are connected; this is collective. Raises PeersMissing if other
-    workers, such as the store's host, do not arrive within `timeout_s` seconds. Raises UserError if there is
-    no agent, so that rank 0 hosts the store, and rank 0 cannot listen at MASTER_PORT. Raises DistError if the
+    workers, such as the store's host, do not arrive within `timeout_s` seconds. If there is no agent,
+    rank 0 hosts the store, and raises UserError if it cannot listen at MASTER_PORT. Raises DistError if the
     store fails for another reason.
     """
 
@@ -45,7 +45,7 @@ class Rendezvous:
         self.launch, self.timeout_s = launch, timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._store = self._connect(is_host=launch.rank == 0 and not launch.agent_hosts_store)
-        self._exit_store = self._connect(is_host=False)  # for use while the main thread waits in the first
+        self._exit_store = self._connect(is_host=False)  # for use while the main thread waits in `_store`
         self.generation = self._offer_nonce() if launch.rank else self._answer_nonces()
         self.process_group_store = PrefixStore(self.generation, self._store)
         ended = json.loads(self._store.get(complete_key(self.generation)))

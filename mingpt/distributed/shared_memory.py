@@ -90,7 +90,7 @@ class Peers:
             self.ask(rank, socket.send_fds, peer, [b"\0"], [file])
 
     def receive_file(self, rank: int) -> int:
-        """Return the descriptor of a file that a peer sends by `send_file`."""
+        """Return the descriptor of a file that the peer `rank` sends with `send_file`."""
         peer, flags = self.sockets[rank], socket.MSG_CMSG_CLOEXEC
         return int(self.ask(rank, lambda: socket.recv_fds(peer, 1, 1, flags)[1])[0])
 

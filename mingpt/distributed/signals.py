@@ -62,8 +62,8 @@ class StopSignal:
 
     The thread works even while the main thread is stuck. The thread also ends this process if torchrun's
     agent is gone, if another worker of the agent was lost, or if a collective on GPUs has waited for
-    trainer.timeout_s or has lost a peer. The thread does so, too, if a signal other than SIGUSR1 was
-    received, and since then no collective has ended for trainer.timeout_s.
+    trainer.timeout_s seconds or has lost a peer. After a signal other than SIGUSR1, the thread ends this
+    process if no collective ends for trainer.timeout_s seconds.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:

@@ -128,7 +128,8 @@ class StopRequest:
     def obey(self, before_start: bool = False) -> None:
         """If the job was told to stop, raise SignalException, which ends the agent and its workers.
 
-        With `before_start`, first write the status file, because no worker runs that could write it.
+        With `before_start`, first write the status file (the job's exit code and a line to print) if there is
+        none, because no worker is running yet to write it.
         """
         from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -139,9 +140,9 @@ class StopRequest:
             raise SignalException(f"got {self.first.name}", sigval=self.first)
 
     def read_status(self) -> str:
-        """Return the content of the status file, "" if there is none.
+        """Return the content of the status file, or "" if there is no such file.
 
-        A worker that ends the job writes this file.
+        A worker that ends the job, or `obey`, writes the file.
         """
         return self.status_file.read_text() if self.status_file.exists() else ""
 
@@ -249,7 +250,7 @@ def avoid_names() -> None:
 
 
 def register_rendezvous(store: "TCPStore", stop: StopRequest) -> None:
-    """Register a rendezvous for a single agent with torch, under the name BACKEND.
+    """Register with torch, under the name BACKEND, a rendezvous for a single agent.
 
     The workers use the TCPStore `store`. The rendezvous needs no host name, and obeys `stop`.
     """
@@ -280,7 +281,7 @@ def register_rendezvous(store: "TCPStore", stop: StopRequest) -> None:
 
 
 def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":
-    """Return the LaunchConfig of `torchrun --standalone`, with rendezvous BACKEND and logs in `folder`."""
+    """Return torchrun's LaunchConfig for one node, with the rendezvous BACKEND and with logs in `folder`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 

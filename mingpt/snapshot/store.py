@@ -299,9 +299,9 @@ class SnapshotStore(FileStore):
     def read_manifest(self, step: int, prefix: str = "") -> Manifest:
         """Return the checked manifest of a step.
 
-        If `quarantine` has renamed the snapshot's files, `prefix` is what it put before their names. Raises
-        CorruptSnapshot if the manifest is missing or wrong, UnreadableSnapshot if it cannot be read, and
-        UserError if its schema version is unknown.
+        If `quarantine` has renamed the snapshot's files, `prefix` is the text that it put before the names.
+        Raises CorruptSnapshot if the manifest is missing or wrong, UnreadableSnapshot if the manifest cannot
+        be read, and UserError if the schema version is unknown.
         """
         file = self.file(f"{prefix}{file_name(step, 'json')}", "its manifest")
         size = file.size()
@@ -316,7 +316,7 @@ class SnapshotStore(FileStore):
         """Return the snapshot of `step` after checks of its manifest, file sizes and headers, and by `check`.
 
         No tensor is read. Raises the errors of `check` and of `read_manifest`. Raises CorruptSnapshot or
-        UnreadableSnapshot if a different file of the snapshot is wrong or cannot be read.
+        UnreadableSnapshot if any other file of the snapshot is wrong or cannot be read.
         """
         manifest, files = self.read_manifest(step), []
         for record in manifest.files:
@@ -333,7 +333,7 @@ class SnapshotStore(FileStore):
         each.
         """
         files, digests, step = [], [], snapshot.manifest.step
-        # Without a configuration a user's own loop wrote it, which may update more than once in a step.
+        # A snapshot without a configuration is that of a user's own loop, which may update often in a step.
         most_updates = step if "config" in snapshot.manifest.model_fields_set else sys.maxsize
         for file, record in zip(snapshot.files, snapshot.manifest.files, strict=True):
             if not weights_only or record.name != file_name(step, KINDS[1]):

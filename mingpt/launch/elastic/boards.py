@@ -51,10 +51,11 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """A TCP server that answers each request, in a new thread, by the operation that its `op` names.
+    """A TCP server that answers each request, in a new thread, with the operation that the request names.
 
-    Requests are answered while `serve_forever` runs. For `port` 0 the system chooses a free port; the
-    attribute `port` has its number. Constructing a Server raises OSError if the port is taken.
+    The request's field `op` is the name of one of `operations`. Requests are answered while `serve_forever`
+    runs. For `port` 0 the system chooses a free port; the attribute `port` has the number of the port.
+    Constructing a Server raises OSError if the port is taken.
     """
 
     allow_reuse_address = True

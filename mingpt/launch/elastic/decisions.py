@@ -16,7 +16,8 @@ from pydantic import StrictInt
 WAITING, RUNNING, FINISHED, LEFT = "waiting", "running", "finished", "left"
 FIRST_CALL_S, LAST_CALL_S = 5.0, 1.5  # how long the first round, and later ones, wait for other agents
 JOIN_HOLD_S = 1.0  # for how long a waiting node, or a larger group, must be seen before a round ends for it
-# For how long a member must be seen in an older round: it may be seen there briefly after it has left.
+# For how long a member must be seen in an older round before the present round ends: a member may be seen in
+# the older round briefly after it has left that round.
 LAG_HOLD_S = 4.0
 
 
