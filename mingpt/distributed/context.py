@@ -147,7 +147,7 @@ class DistributedContext(Group):
         return device, resolve_dtype(dtype, device), place, address if shares else None
 
     def connect_gpus(self, timeout_s: float) -> None:
-        """Connect the GPUs of all ranks by NCCL; from then on StopSignal's thread watches NCCL. Collective.
+        """Connect the GPUs of all ranks with NCCL, which StopSignal's thread then watches. Collective.
 
         Raises NCCL's DistError if a peer is lost or the network fails. If NCCL fails on any rank for another
         reason, all ranks raise UserError.

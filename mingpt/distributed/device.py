@@ -168,10 +168,9 @@ def device_name(device: "torch.device") -> str:
 
 
 def gpu_facts(device: "torch.device") -> dict[str, str]:
-    """Return a description of a CUDA GPU as {name: value}, such as {"memory": "79.6 GiB", ...}.
+    """Return what is known of a CUDA GPU and its software, as {name: value}; {} for any other device.
 
-    The names are "card", "memory", "compute capability", "driver" and "nccl" (two versions). Returns {} for
-    any other device. A value that cannot be found is "unknown".
+    The values of "driver" and "nccl" are versions, or "unknown" if they cannot be found.
     """
     import torch
 

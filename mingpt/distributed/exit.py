@@ -191,8 +191,8 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
 class StackFile:
     """The file to which a process writes the stacks of its threads when it is stuck, and at each SIGUSR2.
 
-    A process counts as stuck about `limit_s` seconds after the last call of `note_progress`. The timer is
-    faulthandler's, which works even if C code holds the interpreter lock. Constructing a StackFile raises
+    A process counts as stuck about `limit_s` seconds after the last call of `note_progress`. A timer of
+    faulthandler notices this, even if C code holds the interpreter lock. Constructing a StackFile raises
     OSError if the file cannot be opened.
     """
 
@@ -254,7 +254,7 @@ class ProcessExit:
         self.note_progress()
 
     def watch_gpus(self, nccl: Any) -> None:
-        """From now on, let `exit_if_nccl_stuck` check the GPUs' collectives by `nccl`, an NcclWatch."""
+        """From now on, let `exit_if_nccl_stuck` check the GPUs' collectives with `nccl`, an NcclWatch."""
         self.nccl = nccl
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
@@ -328,7 +328,7 @@ class ProcessExit:
         self.perform(self.plan(error))
 
     def exit_if_nccl_stuck(self) -> None:
-        """Exit if a collective on GPUs has waited for more than `timeout_s` seconds, or NCCL lost a peer."""
+        """Exit if a collective on GPUs has waited for over `timeout_s` seconds, or if NCCL has lost a peer."""
         if self.nccl and self.nccl.waited_s() > self.timeout_s:
             self.exit_beside_main_thread(PeerLost(f"{TIMED_OUT} {self.timeout_s:g} s"))
         elif self.nccl and self.nccl.backend.get_error().name == "COMM_ERROR":

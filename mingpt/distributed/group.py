@@ -2,8 +2,8 @@
 
 All ranks must call a method whose docstring says "Collective", in the same order. `on_rank` runs a function
 on one rank; `on_all` and `gather_on_all` run a function on all ranks. If the function raises an error on one
-rank, all ranks raise that error, if `on_all` says so. During these calls the ranks also exchange requests to
-stop. torch is imported inside functions, as in context.py.
+rank, all ranks raise this error or notice that they have lost a peer: see `on_all`. During these calls the
+ranks also exchange requests to stop. torch is imported inside functions, as in context.py.
 """
 
 import pickle

@@ -48,7 +48,7 @@ class NcclWatch:
         self.waited_s()  # raises here, not in a thread, if this torch does not tell what waits
 
     def connect(self, device: torch.device) -> Exception | None:
-        """Connect the GPUs of all ranks by an all-reduce; return None if that succeeds. Collective.
+        """Connect the GPUs of all ranks with an all-reduce; return None if it succeeds. Collective.
 
         If a lost peer or the network is the cause of NCCL's error, that error is returned, not raised,
         because another rank may raise an error that says more. Raises UserError for any other NCCL error.

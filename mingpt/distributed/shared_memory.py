@@ -40,11 +40,11 @@ class Address(NamedTuple):
 
 
 class Peers:
-    """The sockets to all other ranks of a job on one node, `{rank: socket}`, for use by one thread.
+    """This rank's connections to all other ranks of a job on one node, for use by one thread.
 
-    All ranks call the same method, except that while one rank calls `send_file`, the others call
-    `receive_file`. Methods that wait raise DistNetworkError if a peer is gone, or silent for `timeout_s`
-    seconds.
+    `sockets` is {rank: socket}. All ranks call the same method, except that while one rank calls `send_file`,
+    the others call `receive_file`. Methods that wait raise DistNetworkError if a peer is gone, or silent for
+    `timeout_s` seconds.
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout_s: float) -> None:

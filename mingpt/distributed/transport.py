@@ -41,7 +41,7 @@ class Reduction:
 
 
 class Transport:
-    """Collectives on tensors by a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
+    """Collectives on tensors in a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
 
     All ranks must call all methods in the same order, and each rank from one thread at a time. With one rank
     no process group is needed; `group` None means torch's default group. A vector is a 1-D tensor. A method

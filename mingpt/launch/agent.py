@@ -44,10 +44,10 @@ BACKEND = "mingpt-one-node"
 def choose_workers(config: Config, launch: Launch) -> int:
     """Return the number of workers that the setting trainer.workers asks for.
 
-    auto means one worker per GPU, or without GPUs one worker for every `launch.threads` CPU cores. In both
-    cases it means at most MAX_WORKERS, and at most as many as a step has micro-batches. If trainer.device is
-    mps or snapshot.path begins with memory://, auto means one worker. Raises UserError if trainer.workers is
-    a number larger than the number of micro-batches in a step.
+    auto means one worker per GPU or, without GPUs, the number of CPU cores divided by a worker's number of
+    threads. In both cases it means at most MAX_WORKERS, and at most as many workers as a step has
+    micro-batches. If trainer.device is mps or snapshot.path begins with memory://, auto means one worker.
+    Raises UserError if trainer.workers is a number larger than the number of micro-batches in a step.
     """
     trainer = config.trainer
     if trainer.workers != "auto":
@@ -105,7 +105,7 @@ def watch_stop_file(worker: Worker, config: Config) -> None:
 
 
 class StopRequest:
-    """The first signal that told this job to stop. torch's agent obeys it at its next rendezvous call.
+    """The first signal that told this job to stop. torch's agent obeys it at the next call of the rendezvous.
 
     Until then the signal handler raises nothing, for two reasons. torch's rendezvous may swallow a
     SignalException. And if a SignalException is raised while workers are being started, these keep running.
@@ -119,7 +119,7 @@ class StopRequest:
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal, as Python's signal handler: remember the first signal.
 
-        If `obey` has raised already, raise again, so that the workers exit at once.
+        If `obey` has already raised SignalException, raise it again, so that the workers exit at once.
         """
         self.first = self.first or signal.Signals(number)
         if self.is_obeyed:

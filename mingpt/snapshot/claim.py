@@ -182,8 +182,8 @@ class Claim:
         """Raise UserError if another job uses the folder; else print, once per wait, that this job waits.
 
         `found` is the claim with the highest number, and `is_first` is true in the first call of a wait. In
-        the first call, another job uses the folder if one of its agents is seen alive. A later call is made
-        only after the claim has changed, so that any other job which holds the claim uses the folder.
+        the first call, another job uses the folder if one of its agents is seen alive. Later calls are made
+        only after the claim has changed, which shows that the job that holds the claim is alive.
         """
         holder = found.holder
         if holder.job != self.holder.job and (holder.is_alive() or not is_first):

@@ -207,7 +207,7 @@ class StagingBuffer:
             torch.cuda.synchronize(device)
 
     def pieces(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """Yield the buffer's bytes of the tensors `names`, as uint8 views of at most PIECE_BYTES each."""
+        """Yield the bytes of the tensors `names`: uint8 views of the buffer, of at most PIECE_BYTES each."""
         for name in names:
             yield from (piece for piece in self.parts[name].split(PIECE_BYTES) if len(piece))
 

@@ -41,7 +41,7 @@ from mingpt.snapshot.saver import Keep, LateFields, SnapshotSaver, Transfer
 from mingpt.snapshot.store import SnapshotStore
 
 # The name of an empty file in a run's folder, which means that the agent is to remove the snapshots in this
-# folder if no generation follows (see `leave_to_agent`). A next generation removes the file before it saves.
+# folder if no generation follows (see `leave_to_agent`). If a generation follows, it first removes the file.
 LEFT_TO_AGENT = "left-to-agent"
 LEFTOVER_S = 24 * 3600.0
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def is_leftover(root: Path) -> bool:
 
 
 def plan_copies(node_of: Sequence[int]) -> list[int | None]:
-    """Return, for each rank, the rank that keeps a copy of its part of a sharded state.
+    """Return, in the order of the ranks, which rank keeps a copy of each rank's part of a sharded state.
 
     `node_of` has the node of each rank. The parts of a node's ranks are given in turn to the ranks of the
     next node; the last node is followed by the first. With a single node there are no copies: the result has
@@ -169,8 +169,8 @@ class MemorySaver:
     def allocate(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the staging buffer, and create the folders.
 
-        The buffer is for tensors with the names, types and shapes of `tensors`. If a node's memory has
-        no room for two saves, copies included, saving to memory is disabled: on all ranks if the state is
+        The buffer is for tensors with the names, types and shapes of `tensors`. If a node's memory has no
+        room for two saves, copies included, saving to memory is disabled: on all ranks if the state is
         sharded, else only on that node. A second call does nothing. Collective if the state is sharded.
         """
         if self.own.staging or self.disabled:
@@ -300,7 +300,7 @@ class MemorySaver:
         }
 
     def plan_copy(self, rank: int, step: int) -> Transfer:
-        """Return the Transfer that sends the part of `rank` at `step` to the rank that keeps a copy."""
+        """Return the Transfer that sends the part of `rank` at `step` to the rank that keeps a copy of it."""
         specs, keeper = self.part_specs(rank), self.keepers[rank]
         assert self.group and self.own.staging and keeper is not None
         return Transfer(

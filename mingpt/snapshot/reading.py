@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...]) -> T:
     """Return the result of `work`. If `work` fails, call it again after each pause of `retries_s` (seconds).
 
-    `work` reads a file or folder, which messages call `what`. If the file or folder is missing, or is a
-    folder where a file is expected, CorruptSnapshot is raised without another attempt. If the last attempt
-    fails, UnreadableSnapshot is raised. If `work` itself raises CorruptSnapshot or UnreadableSnapshot, that
-    error is raised without another attempt.
+    `work` reads a file or folder, which messages call `what`. If the file or folder is missing, or if
+    there is something else in the place of a file, CorruptSnapshot is raised without another attempt. If the
+    last attempt fails, UnreadableSnapshot is raised. If `work` itself raises CorruptSnapshot or
+    UnreadableSnapshot, that error is raised without another attempt.
     """
 
     def on_failure(error: Exception) -> None:

@@ -178,12 +178,13 @@ def key_of(manifest: Manifest) -> str:
 
 
 def choose(offers: Iterable[Offer], saved_after: int | None) -> tuple[list[Offer], Offer] | None:
-    """Choose the newest save of which all parts are offered; return its parts. None if there is no such save.
+    """Return the parts of the newest save of which all parts are offered; None if there is no such save.
 
-    Returns (offers of the parts, sorted by the rank whose rows they hold; the offer from which the tensors
-    that are not sharded are read). `offers` must be sorted by their readers. A save in memory does not count
-    if, when it was made, the newest step on disk was already past `saved_after`; if `saved_after` is None,
-    all saves count. If a step was saved both on disk and in memory, the save on disk is chosen.
+    The result is (offers of the parts, sorted by the rank whose rows they hold; the offer from which the
+    tensors that are not sharded are read). `offers` must be sorted by `reader`. A save in memory does
+    not count if the newest step on disk was already past `saved_after` when the save was made; if
+    `saved_after` is None, all saves count. If a step was saved both on disk and in memory, the save on disk
+    is chosen.
     """
     saves: dict[tuple[int, bool, str], list[Offer]] = {}
     for offer in offers:
@@ -212,7 +213,7 @@ class Source(NamedTuple):
 class StoredState:
     """A saved state that all ranks read together. Its tensors are float32.
 
-    `shapes` has the unsharded shape of each tensor, by name. `sources` says which rank reads which rows of a
+    `shapes` has the full shape of each tensor, by name. `sources` says which rank reads which rows of a
     tensor: the Sources of a tensor together have all of its rows.
     """
 

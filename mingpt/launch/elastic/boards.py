@@ -38,7 +38,7 @@ BIND_S = 3.0  # between attempts to listen on a port that is taken
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
     """Send a message to the Server at (host, port); return the answer.
 
-    `timeout_s` limits each wait, in seconds. Raises OSError if no answer comes in time, or if it is not JSON.
+    `timeout_s` limits each wait, in seconds. Raises OSError if no answer in JSON comes in time.
     """
     try:
         with socket.create_connection((host, port), timeout_s) as connection:

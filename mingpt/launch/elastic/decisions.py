@@ -91,7 +91,7 @@ def is_linked(one: Entry, other: Entry) -> bool:
 
 
 def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
-    """Return agents that all reach each other, at most `max_nodes`, in the order of their ranks.
+    """Return the entries of at most `max_nodes` agents that all reach each other, in the order of ranks.
 
     While some agents do not reach each other, the agent that is linked with the fewest others is left out;
     among several such agents, the one with the largest `key`. If more than `max_nodes` agents remain, members

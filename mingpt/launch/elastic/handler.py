@@ -85,8 +85,8 @@ class RoundStore(HashStore):
     `known`, {key: value}, is in the store from the start: the workers' ranks, which torchrun's agents would
     otherwise exchange. `wait`, by which torchrun's agents wait for each other at the job's end, returns at
     once, because that wait is not needed: a worker exits with 0 only when all workers have ended the job. If
-    the workers of an agent fail although the job has ended, the other agents tell that agent
-    that the job is finished.
+    the workers of an agent fail although the job has ended, the other agents tell that agent that the
+    job is finished.
     """
 
     def __init__(self, known: Mapping[str, str]) -> None:

@@ -34,7 +34,7 @@ SAY_AFTER_S, SAY_EVERY_S = 1.0, 30.0
 
 @dataclass(frozen=True)
 class View:
-    """What an agent sees of the others at a moment.
+    """What an agent sees of the other agents at a moment.
 
     If no board (a place where agents post entries) has answered lately, `is_fresh` is false and `alive` has
     only `me`: such a view must not be used for decisions on rounds.
