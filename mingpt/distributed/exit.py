@@ -158,7 +158,7 @@ def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
     is_alone = launch.agent_pid is None
     return ExitPlan(
         0 if is_alone and received.is_first else 128 + received.number,
-        status=f"0 {line}" if line else "",  # the agent prints the line if the agent was told to stop, too
+        status=f"0 {line}" if line else "",  # the agent prints the line if it was also told to stop
         text=line if is_alone else "",
         reason=f"{TOLD} by {received.number.name}",
     )
@@ -328,7 +328,7 @@ class ProcessExit:
         self.perform(self.plan(error))
 
     def exit_if_nccl_stuck(self) -> None:
-        """Exit if a collective on GPUs has waited for over `timeout_s` seconds, or if NCCL has lost a peer."""
+        """Exit if a collective on GPUs has waited for over `timeout_s` seconds, or if NCCL lost a peer."""
         if self.nccl and self.nccl.waited_s() > self.timeout_s:
             self.exit_beside_main_thread(PeerLost(f"{TIMED_OUT} {self.timeout_s:g} s"))
         elif self.nccl and self.nccl.backend.get_error().name == "COMM_ERROR":

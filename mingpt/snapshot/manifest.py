@@ -99,7 +99,7 @@ class ShardFields(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     rank: Count
     workers: int = pydantic.Field(ge=1, lt=2**31)
-    weights: bool  # whether the model's weights are sharded, too, not only the optimizer's state
+    weights: bool  # whether not only the optimizer's state but also the model's weights are sharded
     generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # a random id, the same on all ranks
 
     @pydantic.model_validator(mode="after")
