@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from mingpt.distributed.shared_memory import Address
 T = TypeVar("T")
 SLOWEST_START = 3.0  # a worker waits for the others up to this many times as long as its own start took
-# The least time that a worker waits for the others if there is no agent. Without an agent, workers are started
-# one by one, and are not restarted.
+# The least time that a worker waits for the others if there is no agent. Without an agent, workers are
+# started one by one, and are not restarted.
 UNMANAGED_WAIT_S = 180.0
 log = logging.getLogger(__name__)
 
