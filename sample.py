@@ -224,7 +224,7 @@ def samples(
 
 
 def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
-    """Return the text and the tokens of --prompt or --prompt_file; without both, of the default prompt.
+    """Return the text and the tokens of --prompt or --prompt_file; of the default prompt, if both are absent.
 
     The default prompt is the tokenizer's. Raises UserError if the text is empty or cannot be read or encoded.
     """

@@ -213,9 +213,9 @@ class GPT(nn.Module):
         """Map (B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
 
         Without targets the loss is None. With targets, logits have no gradient, and are None if `head_loss`
-        computes them in chunks. With caches, one per block, the tokens follow the cached positions: any
-        number of tokens if the caches are empty, else one token. Raises ValueError if there are more than
-        block_size positions.
+        computes them in chunks. With caches, one per block, the tokens follow the cached positions. If the
+        caches are empty, there may be any number of tokens, else only one. Raises ValueError if there are
+        more than block_size positions.
         """
         start = caches[0].length if caches else 0
         end = start + tokens.size(1)

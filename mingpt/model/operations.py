@@ -111,7 +111,8 @@ class TorchOps:
     def rms_norm(self, x: Tensor) -> Tensor:
         """Divide x by its root mean square along the last dimension.
 
-        The result has x's dtype. Under autocast, it has float32 on a GPU, and autocast's dtype with CPUOps.
+        The result has x's dtype. Under autocast, its dtype is float32 on a GPU, and autocast's dtype with
+        CPUOps.
         """
         return rms_norm(x)
 
@@ -263,7 +264,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def inverse_rms(x: Tensor) -> Tensor:
-    """Return 1 / sqrt(mean(x^2) + EPSILON) over the last dimension, kept as size 1; in float32 or wider."""
+    """Return 1 / sqrt(mean(x^2) + EPSILON) over the last dimension, kept with size 1; in float32 or wider."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square_()
     return square.div_(x.size(-1)).add_(EPSILON).rsqrt_()
@@ -431,7 +432,7 @@ def padding(weight: Tensor) -> int:
 
 
 def head_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the logits, (..., V), of features, (..., C), by a head with weight (V, C)."""
+    """Return the logits, (..., V), of features, (..., C), for a head whose weight is `weight`, (V, C)."""
     missing = padding(weight)
     if not missing:
         return F.linear(x, weight)

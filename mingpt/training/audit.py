@@ -62,7 +62,7 @@ class Audit:
         Returns a function that waits for the other ranks and returns the chain, in hex. Any thread may call
         this function.
         """
-        self.chain = self.pending()  # the last chain, which is complete by now
+        self.chain = self.pending()  # the previous chain, which is complete by now
         before, steps = self.chain, len(self.steps)
         digests = b"".join(
             step.get(number, ANOTHER_RANKS) for step in self.steps for number in range(self.micro_batches)

@@ -29,11 +29,12 @@ log = logging.getLogger(__name__)
 def make_check(config: Config, data: Data, job_start: int | None, discarded_after: list[int]) -> Check:
     """Return a check that raises CorruptSnapshot or UnreadableSnapshot for a snapshot that must not be used.
 
-    The check raises CorruptSnapshot if a snapshot has wrong tensors (`check_shard`), is past its own
-    max_steps, or may hold wrong results of a worker (`is_discarded`). It raises UnreadableSnapshot if a
-    snapshot is past `job_start`, the step from which this job began, and its settings or data are not those
-    of this job: a node that joins may bring such files, and they must not be renamed. If `job_start` is None
-    (in a job's first generation, or if the step is not known), settings and data are not compared.
+    The check raises CorruptSnapshot if a snapshot has wrong tensors (`check_shard`), is past the max_steps of
+    its own settings, or may hold wrong results of a worker (`is_discarded`, which needs `discarded_after`).
+    It raises UnreadableSnapshot if a snapshot is past `job_start`, the step from which this job began, and
+    its settings or data are not those of this job: a node that joins may bring such files, and they must not
+    be renamed. If `job_start` is None (in a job's first generation, or if the step is not known), settings
+    and data are not compared.
     """
 
     def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
@@ -68,7 +69,7 @@ def changed_settings(manifest: Manifest, config: Config) -> list[str]:
 def check_snapshot(
     snapshot: StoredState | None, config: Config, url: str, data: Data, is_restart: bool, run_id: str | None
 ) -> list[str]:
-    """Raise UserError if a generation may not start from this snapshot or, if it is None, without a snapshot.
+    """Raise UserError if a generation may not start from `snapshot`; None means: start without a snapshot.
 
     A restart requires only that the data are those of the snapshot. A job's first generation (before any
     restart) also requires that snapshot.resume allows the start; that the snapshot is of run `run_id`, which
@@ -203,10 +204,10 @@ def prepare_store(
 ) -> None:
     """Rename corrupt snapshots on disk, and remove useless snapshots from memory. Collective.
 
-    Also prepares the folder on disk for saving. In a folder on disk, only the rank that writes its snapshots
-    renames and prepares. The useless snapshots in memory are those that other runs left there more than a day
-    ago, and those of this run, except the newest up to the step from which the generation starts. Raises the
-    errors of `refuse_where_it_fails` if a folder cannot be written to.
+    Also prepares the folder on disk for saving. In a folder on disk, only the rank that writes the folder's
+    snapshots renames and prepares. The useless snapshots in memory are those that other runs left there more
+    than a day ago, and those of this run, except the newest up to the step from which the generation starts.
+    Raises the errors of `refuse_where_it_fails` if a folder cannot be written to.
     """
 
     def prepare() -> None:

@@ -242,7 +242,7 @@ class NodeRecords(NamedTuple):
     token: str  # a random id; only that of rank 0 is used
     job_start: int | None  # the step from which the newest job in run.json began; None: not recorded
     durable_step: int  # the step of the newest snapshot on disk; 0 for none
-    suspects: list[dict[str, Any]]  # an entry for each time that workers' results differed from others'
+    suspects: list[dict[str, Any]]  # an entry for each replay that found different results
     is_reported: bool  # whether the end of the run is on record; also true if nothing is recorded
 
 
@@ -327,10 +327,10 @@ def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRe
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
     """Copy metrics.jsonl and run.json from one node's run folder to those of all other nodes. Collective.
 
-    The files are copied from the folder whose run.json has the most entries in `suspects` (one for each time
-    that workers computed results that differ from those of other workers). Among folders with equally many,
-    the folder with the most records up to `step` is taken, and among those the one with the most generations.
-    If a folder cannot be written to, that is only logged.
+    The files are copied from the folder whose run.json has the most entries in `suspects` (one for each
+    replay that found different results). Among folders with equally many, the folder with the most records up
+    to `step` is taken, and among those the one with the most generations. If a folder cannot be written to,
+    that is only logged.
     """
     extents = context.gather_on_all(lambda: measure_history(folder.path, step) if folder.is_kept else None)
     ranked = [(*entry, -rank) for rank, entry in enumerate(extents) if entry is not None]
@@ -352,8 +352,8 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
     """Return three numbers by which `share_history` compares folders; the first number that differs decides.
 
-    These are (times that workers' results differed from others', records up to `step`, generations).
-    Returns None if there is no valid run.json, or if metrics.jsonl cannot be read.
+    These are (replays that found different results, records up to `step`, generations). Returns None if there
+    is no valid run.json, or if metrics.jsonl cannot be read.
     """
     history = load_history(path)
     if history is None:

@@ -2,10 +2,10 @@
 
 This holds on hardware of one kind, with one version of torch and one number of threads per worker. A step has
 `batch_size / micro_batch_size` micro-batches, which the workers share. The data of a micro-batch depend on
-the seed and on the number of windows (training sequences) before it, and its dropout on (seed, step,
-micro-batch). The gradients are summed in one fixed order. The state between two steps, which a snapshot
-holds, is the model, the optimizer, the step, the number of windows seen, the counts of skipped updates and
-the loss scale of float16.
+the seed and on the number of windows (training sequences) before it; its dropout depends on (seed, step,
+micro-batch). The gradients are summed in one fixed order. A snapshot holds the state between two steps: that
+of the model, of the optimizer and of the loss scale of float16, and the numbers of steps, of windows read and
+of skipped updates.
 """
 
 import contextlib
@@ -151,7 +151,8 @@ class Trainer:
     def after_step(self, grad_norm: float) -> None:
         """Record, evaluate and save what is due after a step, in this order. Collective.
 
-        After a request to stop, no evaluation is made: one that is due is left to the next generation.
+        After a request to stop, no evaluation is made: an evaluation that is due is left to the next
+        generation.
         """
         config, step = self.config, self.state.step
         is_last = step == config.trainer.max_steps
