@@ -104,7 +104,7 @@ Data = TextData | ShardData
 
 
 def open_data(config: DataConfig) -> Data:
-    """Read the text, or open the token shards, of data.path on this machine.
+    """Read the text, or open the token shards, at data.path on this machine.
 
     Raises UserError if the data cannot be used.
     """

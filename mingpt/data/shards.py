@@ -67,7 +67,10 @@ class Meta(pydantic.BaseModel):
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A checked file of `size` bytes, with `tokens` tokens of type `dtype` from byte `offset` on."""
+    """A checked file of `size` bytes, with `tokens` tokens of type `dtype` from byte `offset` on.
+
+    `fingerprint` is a hash of the file's name, size and some blocks of its content.
+    """
 
     path: str
     size: int

@@ -49,8 +49,8 @@ class Costs:
 # cpu: measured on a core of an Intel Xeon with AMX, in bfloat16, with torch 2.13. The core reached
 # 0.12 TFLOP/s with the default run and with nanoGPT's CPU size, and 0.3 with 10.65 M parameters. The compiler
 # saved 0.50, 0.39 and 0.25 of a micro-batch's time, and took 22 s for 2 blocks and 25 s for 4. `flops_per_s`
-# is that of nearly two such cores at the best of these rates, and `saved_share` a little less than the
-# smallest of these shares. The program that measured them was compile_cost.py of commit 496a4e0.
+# is nearly the rate of two such cores at the best of these rates, and `saved_share` is a little less than
+# the smallest of these shares. The program that measured them was compile_cost.py of commit 496a4e0.
 # cuda: estimates, not measured.
 COSTS = {
     "cpu": Costs(flops_per_s=5e11, saved_share=0.2, start_s=20.0, block_s=2.0),

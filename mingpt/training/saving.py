@@ -222,7 +222,7 @@ class Saving:
     def manifest(self, **fields: Any) -> Manifest:
         """Return a manifest of the present step, with the further fields `fields`.
 
-        `audit`, and what depends on the files, are added later.
+        The field `audit`, and the fields that depend on the snapshot's files, are added later.
         """
         state, files = self.state, dict(self.corpus.files)
         return Manifest(

@@ -321,9 +321,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def failure_handled(self) -> Iterator[None]:
-        """Return a context that waits for a save that is being written if its block raises an error.
+        """Return a context that, if its block raises an error, waits for a save that is being written.
 
-        The error is then raised again. A UserError ends the job: all workers wait for their saves, and remove
+        Then the error is raised again. A UserError ends the job: all workers wait for their saves, and remove
         the snapshots in memory. After any other error only a single worker waits, because with several
         workers a peer may be gone.
         """
