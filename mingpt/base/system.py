@@ -128,7 +128,7 @@ def keep_freed_memory() -> None:
 
 
 def set_malloc_option(option: int, value: int) -> None:
-    """Set an option of malloc by glibc's `mallopt`; do nothing if the C library has no `mallopt`."""
+    """Set a malloc option to `value` with glibc's `mallopt`; do nothing if the C library has no `mallopt`."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(option, value)

@@ -168,8 +168,8 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
 def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
     """Return the lowest possible loss, in nats per character, that a .json file beside the text gives.
 
-    Returns None if there is no such file, if the file is for another text or val_fraction, or if it has no
-    such number.
+    Returns None if there is no such file, if the file has no such number, or if the number is for another
+    val_fraction or for another text than that whose hash is `fingerprint`.
     """
     beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
     try:

@@ -101,16 +101,17 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     def split(
         self, on_cpu: tuple[Tensor, Tensor], batch_size: int, device: torch.device | str
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Split the (inputs, targets) of many windows into batches, and yield them as `batches` does."""
+        """Split `on_cpu`, (inputs, targets) of many windows, into batches; yield these as `batches` does."""
         on_device = to_device(on_cpu, device)
         yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
 
     def eval_batches(self, batch_size: int, max_windows: int | None = None) -> list[tuple[np.ndarray, int]]:
-        """Return the arguments of `read` for each batch of an evaluation: (starts, length).
+        """Return the arguments of `read` for each batch of up to `batch_size` windows: (starts, length).
 
-        The windows lie end to end: every token but the first is a target exactly once, and a last window of
-        fewer than `block_size` targets is a batch of its own. If `max_windows` is given, and less than the
-        number of these windows, the batches have only `max_windows` whole windows, evenly spaced.
+        These are the windows of an evaluation. They lie end to end: every token but the first is a target
+        exactly once, and a last window of fewer than `block_size` targets is a batch of its own. If
+        `max_windows` is given, and less than the number of these windows, the batches have only `max_windows`
+        whole windows, evenly spaced.
         """
         whole, rest = divmod(len(self.tokens) - 1, self.block_size)
         count = whole if max_windows is None else min(max_windows, whole)

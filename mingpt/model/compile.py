@@ -179,7 +179,8 @@ def compile_blocks(model: GPT) -> None:
 def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:
     """Return whether later calls of `forward` give the same bits as the first call with the same input.
 
-    `forward` is `loss`, compiled. Two inputs of the shape of `example` take turns.
+    `forward` is `loss`, compiled. Two inputs of the shape of `example` take turns. `autocast()` is the
+    context of a forward pass.
     """
     generator = torch.Generator().manual_seed(0)
     inputs = [

@@ -97,7 +97,7 @@ class Block(nn.Module):
         self.recompute = False
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
-        """Map (B, T, C) features to (B, T, C).
+        """Map (B, T, C) features to (B, T, C); `positions` and `cache` are for the attention.
 
         If the attribute `recompute` is true, activations are not kept: the backward pass computes them again.
         """
@@ -175,7 +175,7 @@ class GPT(nn.Module):
         return 6.0 * sum(sizes) + 12.0 * self.config.n_layer * self.config.n_embd * self.block_size
 
     def draw_weight(self, name: str, shape: Shape, seed: int) -> Tensor:
-        """Return a parameter's initial value, a float32 tensor on the CPU.
+        """Return the initial value of parameter `name`, drawn with `seed`: a float32 tensor on the CPU.
 
         Matrices are normally distributed with `initial_std`, biases are zeros and weights of norms are ones.
         The value depends only on the arguments and the configuration, not on the device, the number of
@@ -268,7 +268,7 @@ class LossModule(nn.Module):
 def choose(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator, top_p: float = 1.0
 ) -> int:
-    """Draw a token from (V,) logits; temperature 0 takes the most likely token.
+    """Draw a token from (V,) logits with `generator`; temperature 0 takes the most likely token.
 
     Only the `top_k` most likely tokens can be drawn (all tokens if `top_k` is None or 0), and among these
     only the fewest most likely ones whose probabilities sum to at least `top_p` (Holtzman et al. 2020,
@@ -302,9 +302,10 @@ def generate_batch(
     """Generate a sample per seed, each of which continues `prompt`; yield the samples' next tokens.
 
     The iterator yields up to `count` lists, with a token per sample. A sample ends with the token `end`, if
-    that is not None; in the lists, None stands for this token and for every token after it. The iterator
-    ends early once all samples have ended. Until the iterator ends or is closed, the model is in eval mode.
+    that is not None; in the lists, None stands for this token and for every token after it. The iterator ends
+    early once all samples have ended. Until the iterator ends or is closed, the model is in eval mode.
     `prompt` must have at least one token. Only tokens below `vocab_size` are drawn, if that is not None.
+    `temperature`, `top_k` and `top_p` are arguments of `choose`.
 
     The same seeds give the same tokens on the same device. Each sample has its own random generator, so other
     samples change only the rounding of its logits. When the context (prompt and new tokens) becomes longer

@@ -111,7 +111,7 @@ class TorchOps:
     def rms_norm(self, x: Tensor) -> Tensor:
         """Divide x by its root mean square along the last dimension.
 
-        The result has x's dtype. Under autocast, its dtype is float32 on a GPU, and autocast's dtype with
+        The result has x's dtype. Under autocast, it is float32 on a GPU, and has autocast's dtype with
         CPUOps.
         """
         return rms_norm(x)
@@ -150,7 +150,10 @@ class TorchOps:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, start: int
     ) -> Tensor:
-        """Attend from (B, H, T, D) queries to (B, H, start + T, D) keys and values; return (B, H, T, D)."""
+        """Attend from (B, H, T, D) queries to (B, H, start + T, D) keys and values; return (B, H, T, D).
+
+        `mask` is the mask of Positions, `start` the number of cached positions.
+        """
         # After a cached start there is one token, which attends to all positions.
         return F.scaled_dot_product_attention(query, key, value, is_causal=not start, dropout_p=dropout)
 

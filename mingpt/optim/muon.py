@@ -38,14 +38,14 @@ class Collectives(Protocol):
     rank: int
 
     def all_to_all(self, pieces: list[Tensor], send: list[int], receive: list[int]) -> Tensor:
-        """Send consecutive elements of this rank's vector to all ranks, `send[rank]` elements to each.
+        """Send consecutive elements of the vector `pieces` to all ranks, `send[rank]` elements to each rank.
 
         Returns the elements that this rank receives, in the order of the ranks that send them.
         `receive[rank]` is the number of elements that `rank` sends to this rank.
         """
 
     def all_gather_parts(self, pieces: list[Tensor], sizes: list[int]) -> Iterator[Tensor]:
-        """Yield each rank's vector, of `sizes[rank]` elements. All ranks must iterate to the end."""
+        """Yield each rank's vector `pieces`, of `sizes[rank]` elements. All ranks must iterate to the end."""
 
 
 class Muon:

@@ -188,7 +188,7 @@ class ExactFSDPReduction(FSDPReduction):
     def reduce_scatter(self, number: int, gradients: Tensor, rows: Tensor, op: Any) -> None:
         """Add all ranks' gradients of unit `number` to the partial sums. Collective.
 
-        In the last turn of a step, write the sum for this rank's rows to `rows`.
+        In the last turn of a step, write the sum for this rank's rows to `rows`. `op` is ignored.
         """
         is_counted = self.found is None
         if is_counted and self.is_last_turn:

@@ -71,12 +71,12 @@ def check_snapshot(
 ) -> list[str]:
     """Raise UserError if a generation may not start from `snapshot`; None means: start without a snapshot.
 
-    A restart requires only that the data are those of the snapshot. A job's first generation (before any
-    restart) also requires that snapshot.resume allows the start; that the snapshot is of run `run_id`, which
-    the run folders record (None: they are new); and that the settings which affect the result are those of
-    the snapshot, except with snapshot.resume=changed. Returns the settings that differ, as "key: old -> new".
-    With trainer.eval_only, only settings that can change an evaluation count. Messages call the snapshot's
-    place `url`.
+    A restart (`is_restart`) requires only that the data are those of the snapshot. A job's first generation
+    (before any restart) also requires that snapshot.resume allows the start; that the snapshot is of run
+    `run_id`, which the run folders record (None: they are new); and that the settings which affect the result
+    are those of the snapshot, except with snapshot.resume=changed. Returns "key: old -> new" for each setting
+    that differs. With trainer.eval_only, only settings that can change an evaluation count. Messages call the
+    snapshot's place `url`.
     """
     resume = config.snapshot.resume
     if snapshot is None:
@@ -155,9 +155,9 @@ def check_nothing_is_lost(found: Found, config: Config, is_restart: bool, record
     """Raise UserError if the run has, or may have, written a snapshot past step 0.
 
     Call this if no valid snapshot past step 0 was found. If a snapshot or a folder cannot be read, UserError
-    is always raised. Otherwise no error is raised if the job begins anew (snapshot.resume=never, in its first
-    generation) or only evaluates (trainer.eval_only). `recorded_step` is the step of the newest snapshot that
-    any run.json records; 0 for none.
+    is always raised. Otherwise no error is raised if the job begins anew (snapshot.resume=never, without
+    `is_restart`) or only evaluates (trainer.eval_only). `recorded_step` is the step of the newest snapshot
+    that any run.json records; 0 for none.
     """
     errors = [str(fault) for fault in found.unreadable()]
     if errors:
@@ -186,7 +186,10 @@ def shorten(reasons: list[str]) -> str:
 
 
 def report_skipped(found: Found, url: str, config: Config) -> None:
-    """Log each snapshot that has a fault and is not renamed, and each folder that cannot be read."""
+    """Log each snapshot in `found` that has a fault and is not renamed, and each unreadable folder.
+
+    The lines call the place of the snapshots `url`.
+    """
     skipped = set(found.unreadable())
     if config.trainer.eval_only:  # a run that trains renames corrupt snapshots, and logs that
         skipped.update(*(view.faults for view in found.views))

@@ -264,7 +264,7 @@ class KnownRun:
 
 
 def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> KnownRun:
-    """Return what the run.json files of all nodes say about the run. Collective.
+    """Return what the run.json files in the run folders of all nodes say about the run. Collective.
 
     `job` is the random id of the present job. Raises the errors of `choose_run`.
     """
@@ -285,7 +285,7 @@ def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> 
 
 
 def read_node_records(path: Path, job: str) -> NodeRecords:
-    """Return what this node's run.json says about a run; `job` is the random id of the present job."""
+    """Return what run.json in the folder `path` says about a run; `job` is the present job's random id."""
     history = load_history(path) or {"generations": []}
     generations = history["generations"]
     return NodeRecords(

@@ -217,9 +217,9 @@ def go_on_as_before(
 
     `manifest` is that of the snapshot from which the run goes on. The dtype is used only if it is float16 and
     trainer.dtype is auto. Raises UserError if the run would continue on a different kind of device or in a
-    different dtype. snapshot.resume=changed allows that in a job's first generation, but not in a restart. It
-    is always allowed with trainer.eval_only, or if the run has reached max_steps. Messages call the place of
-    the snapshots `url`.
+    different dtype. snapshot.resume=changed allows that in a job's first generation, but not in a restart
+    (`is_restart`). It is always allowed with trainer.eval_only, or if the run has reached max_steps. Messages
+    call the place of the snapshots `url`.
     """
     then = manifest.software
     context.use_threads(then.threads)

@@ -356,9 +356,10 @@ class Batches:
         self.error: str | None = None
 
     def next(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets on the device, (B, T) int64 each; seed the micro-batch's dropout.
+        """Return the next inputs and targets on the device, (B, T) int64 each; seed torch for the dropout.
 
-        Call this for each of this rank's micro-batches, in order. Once `error` is set, both tensors are zero.
+        Call this for each of this rank's micro-batches, in order. `step` and `micro_batch` are the numbers
+        that determine the dropout. Once `error` is set, both tensors are zero.
         """
         began = time.perf_counter()
         inputs, targets, *on_device = self.fetch()
