@@ -111,7 +111,7 @@ class TorchOps:
     def rms_norm(self, x: Tensor) -> Tensor:
         """Divide x by its root mean square along the last dimension.
 
-        The result has x's dtype. Under autocast, it is float32 on a GPU, and has autocast's dtype with
+        The result has x's dtype. Under autocast it is float32 on a GPU, and autocast's dtype with CPUOps.
         CPUOps.
         """
         return rms_norm(x)
