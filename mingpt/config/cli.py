@@ -29,9 +29,9 @@ TAGS = (None, "tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,20
 def parse(argv: Sequence[str]) -> Config:
     """Return the configuration that command-line arguments, without the program's name, ask for.
 
-    The form of the arguments is `[CONFIG.yaml] [section.key=value ...]`. If --help is among them, this
-    function prints the help text, and if --print_config is, the configuration; then it raises SystemExit(0).
-    Raises UserError, whose message is one sentence, if anything is wrong.
+    The form of the arguments is `[CONFIG.yaml] [section.key=value ...]`. With --help, this function prints
+    the help text, with --print_config the configuration; then it raises SystemExit(0). If anything is wrong,
+    raises UserError, whose message is one sentence.
     """
     if "--help" in argv or "-h" in argv:
         write_stdout(help_text())

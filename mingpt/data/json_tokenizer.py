@@ -64,9 +64,13 @@ def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 def inspect_spec(spec: dict[str, Any], is_bpe: bool) -> tuple[bool, bool, bool]:
     """Return three booleans about a tokenizer: true if a claim holds for every text, false if it may not.
 
-    The three claims are: decoding joins the bytes of the tokens; the tokens stand for exactly the bytes of
-    the text; the tokens of the pieces that `split_text` yields, concatenated, are the tokens of the whole
-    text. `spec` is the parsed tokenizer.json; `is_bpe` says whether the tokenizer's model is a BPE.
+    The claims, in the order of the booleans:
+
+    - Decoding joins the bytes of the tokens.
+    - The tokens stand for exactly the bytes of the text.
+    - The tokens of the pieces that `split_text` yields, concatenated, are the tokens of the whole text.
+
+    `spec` is the parsed tokenizer.json; `is_bpe` says whether the tokenizer's model is a BPE.
     """
     *before, last = parts_of(spec.get("pre_tokenizer"), "pretokenizers") or [{}]
     added, model = spec.get("added_tokens") or [], spec["model"]

@@ -270,9 +270,9 @@ def choose(
 ) -> int:
     """Draw a token from (V,) logits with `generator`; temperature 0 takes the most likely token.
 
-    Only the `top_k` most likely tokens can be drawn (all tokens if `top_k` is None or 0), and among these
-    only the fewest most likely ones whose probabilities sum to at least `top_p` (Holtzman et al. 2020,
-    section 3.1).
+    Only the `top_k` most likely tokens can be drawn (all tokens if `top_k` is None or 0). Among these, only
+    as many of the most likely tokens can be drawn as are needed for probabilities that sum to at least
+    `top_p` (Holtzman et al. 2020, section 3.1).
     """
     if temperature < torch.finfo(torch.float32).tiny:  # float32 may treat it as 0
         return int(logits.argmax())

@@ -112,7 +112,6 @@ class TorchOps:
         """Divide x by its root mean square along the last dimension.
 
         The result has x's dtype. Under autocast it is float32 on a GPU, and autocast's dtype with CPUOps.
-        CPUOps.
         """
         return rms_norm(x)
 

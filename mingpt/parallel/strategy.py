@@ -1,8 +1,9 @@
 """The interface between a training loop and a way of training in parallel; digests and norms of gradients.
 
 The norm of a gradient has the same bits however its rows are split among ranks: a rank computes the norm of
-each row that it holds, then every rank combines the norms of all rows in the order of the tensors.
-torch.nn.utils.clip_grad_norm_ computes the norm of each shard, so its bits depend on the number of workers.
+each row that it holds; then every rank combines the norms of all rows, in the order of the tensors.
+torch.nn.utils.clip_grad_norm_ computes the norm of each shard, so the bits of its result depend on the number
+of workers.
 """
 
 import contextlib
@@ -251,8 +252,9 @@ class Strategy(ABC):
         """Return a context for a backward pass whose gradients do not count.
 
         Enter the context before the first micro-batch of a step. The value of the context is a dictionary,
-        which is filled when the context ends: with the `digest` of each gradient as it would enter the
-        reduction, by the name of the parameter, or of the block if blocks are reduced as a whole.
+        which is filled when the context ends. It then has the `digest` of each gradient, as the gradient
+        would enter the reduction. Its keys are the names of the parameters, or of the blocks if blocks are
+        reduced as a whole.
         """
 
     def digests(self, *inputs: Tensor) -> dict[str, Tensor]:

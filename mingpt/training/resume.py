@@ -72,11 +72,14 @@ def check_snapshot(
     """Raise UserError if a generation may not start from `snapshot`; None means: start without a snapshot.
 
     A restart (`is_restart`) requires only that the data are those of the snapshot. A job's first generation
-    (before any restart) also requires that snapshot.resume allows the start; that the snapshot is of run
-    `run_id`, which the run folders record (None: they are new); and that the settings which affect the result
-    are those of the snapshot, except with snapshot.resume=changed. Returns "key: old -> new" for each setting
-    that differs. With trainer.eval_only, only settings that can change an evaluation count. Messages call the
-    snapshot's place `url`.
+    (before any restart) has three more requirements:
+
+    - snapshot.resume allows the start.
+    - The snapshot is of run `run_id`, which the run folders record (None: they are new).
+    - The settings that affect the result are those of the snapshot, except with snapshot.resume=changed.
+
+    Returns "key: old -> new" for each setting that differs. With trainer.eval_only, only settings that can
+    change an evaluation count. Messages call the snapshot's place `url`.
     """
     resume = config.snapshot.resume
     if snapshot is None:

@@ -2,7 +2,7 @@
 
 If nodes share no disk, the first worker of each node writes the records and snapshots of the run to the
 node's own folder. When a generation (the workers between two restarts) begins, the nodes agree on the run's
-id, and the run's records are copied to all of them, so that any node may die, and a node that joins gets the
+id, and the run's records are copied to all nodes. So any node may die, and a node that joins gets the
 records.
 """
 
