@@ -138,7 +138,7 @@ def sample(arguments: argparse.Namespace) -> None:
         text = ",".join(map(str, prompt))
     elif not is_interactive:
         text, prompt = read_prompt(arguments, tokenizer)
-    # Tables grow with the context's length, so the context is no longer than these tokens can fill.
+    # The model's tables grow with block_size, so it is only as large as the prompt and the new tokens need.
     block_size = min(weights.block_size, (len(prompt) or TERMINAL_LINE) + arguments.tokens)
     model = GPT(weights.model, vocab_size=vocab_size, block_size=block_size)
     load_weights(model, weights.tensors, arguments.run)
@@ -150,7 +150,7 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 def find_device(wanted: str) -> "torch.device":
-    """Return the device that `wanted`, the option --device, names. Raises UserError if it cannot be used."""
+    """Return the device that `wanted`, the option --device, names. Raises UserError if that is unusable."""
     import torch
 
     if wanted == "auto":
@@ -224,7 +224,7 @@ def samples(
 
 
 def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
-    """Return the text and the tokens of --prompt or --prompt_file; without both, of the default prompt.
+    """Return the text and the tokens of --prompt or --prompt_file; of the default prompt, if both are absent.
 
     The default prompt is the tokenizer's. Raises UserError if the text is empty or cannot be read or encoded.
     """

@@ -1,7 +1,11 @@
 """Train a GPT: python train.py [CONFIG.yaml] [section.key=value ...]; torchrun may start it. See README.md.
 
-Exit codes: 0 if the run is finished or was stopped; under torchrun 128 + signal if it was stopped by a signal
-other than SIGUSR1; 2 for a mistake that only the user can correct; 1 for any other error.
+Exit codes:
+
+- 0 if the run is finished or was stopped; but under torchrun 128 + signal if a signal other than SIGUSR1
+  stopped the run.
+- 2 for a mistake that only the user can correct.
+- 1 for any other error.
 """
 
 import sys

@@ -46,7 +46,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class StandardStream(io.FileIO):
-    """The raw file of stdout or stderr. A failed write never raises: `error` is set, its content is lost."""
+    """The raw file of stdout or stderr.
+
+    If a write fails, `error` is set, nothing is raised, and the content of the write is lost.
+    """
 
     error: OSError | None = None  # of the last write that failed; None if no write has failed
 
@@ -61,8 +64,8 @@ class StandardStream(io.FileIO):
 def open_streams() -> None:
     """Replace stdout and stderr by streams whose writes never raise; `write_stdout` reports failed writes.
 
-    Characters that the encoding lacks are written as escapes, such as \\u6d77. A stdin that is closed is
-    replaced by an empty one. A stdout or stderr that a notebook or a test has replaced stays as it is.
+    Characters that a stream's encoding lacks are written as escapes, such as \\u6d77. A closed stdin is
+    replaced by an empty stream. A stdout or stderr that a notebook or a test has replaced stays as it is.
     """
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - open as long as the process
     for name, stream in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
@@ -95,7 +98,7 @@ def write_stdout(text: str) -> None:
 def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run `command(arguments)` and return its exit code, or 2 if it raises UserError.
 
-    The message of a UserError and log lines are written to stderr. Any other exception is raised.
+    Log lines, and the message of a UserError, are written to stderr. Any other exception is raised.
     """
     open_streams()
     handler = logging.StreamHandler()

@@ -1,4 +1,4 @@
-"""Exceptions, named by what a failure means for the job. `distributed.Worker` makes exit codes of them."""
+"""Exceptions, named by what a failure means for the job. `distributed.Worker` turns them into exit codes."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 class UserError(ValueError):
     """A mistake that only the user can correct; the message is one sentence.
 
-    The process exits with code 2, and a job ends without restarts. In a job all ranks raise it, except for
-    the subclass NodeRefused.
+    The process exits with code 2, and a job ends without restarts. In a job all ranks raise it; but only the
+    ranks of a refused node raise the subclass NodeRefused.
     """
 
 
@@ -30,7 +30,8 @@ class StopRequested(Exception):
     """All ranks agreed to stop, because of the request `reason`, such as "SIGTERM".
 
     Ranks raise this exception only before the first step after a start or restart, when there is nothing to
-    save. For a later stop `distributed.Worker` makes one without raising it, and exits as the request asks.
+    save. For a later stop `distributed.Worker` makes a StopRequested without raising it, and exits as the
+    request asks.
     """
 
     def __init__(self, reason: str) -> None:
@@ -41,8 +42,8 @@ class StopRequested(Exception):
 class NonRetryableError(ExpectedError):
     """A failure that a restart would repeat. It ends the job with exit code 1, without restarts.
 
-    In training all ranks raise it, except for the subclass SupersededError, which only ranks that write to
-    the run folder raise.
+    In training all ranks raise it; but only the ranks that write to the run folder raise the subclass
+    SupersededError.
     """
 
 
@@ -69,7 +70,7 @@ class NodeRefused(UserError):
 
 
 class NonFiniteError(NonRetryableError):
-    """A loss or a gradient is NaN or infinite. No snapshot contains the update of the step that had it."""
+    """A step's loss or gradient is NaN or infinite. No snapshot contains the update of this step."""
 
 
 class CorruptSnapshot(Exception):

@@ -47,6 +47,6 @@ def subscribe(name: str, callback: Callback) -> None:
 
 
 def emit(event: str, /, **details: Any) -> None:
-    """Call the callbacks that are subscribed to `event`, in the order of subscription, in this thread."""
+    """Call the callbacks of `event` with `details`, in the order of their subscription, in this thread."""
     for callback in _subscribers.get(event, ()):
         callback(**details)

@@ -81,7 +81,7 @@ def write_atomic(
     sync: Sync = "folder",
     before_rename: Callable[[], bool | None] = lambda: None,
 ) -> None:
-    """Write `content` to the file `path`, by `atomic_file`, which gets the other arguments.
+    """Write `content` to the file `path` with `atomic_file`, which gets the other arguments.
 
     A str is encoded as UTF-8. Raises OSError, or an error of `before_rename`.
     """
@@ -138,10 +138,11 @@ def temporary_folder(prefix: str = "mingpt-") -> "tempfile.TemporaryDirectory[st
 
 
 def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable[[Exception], None]) -> T:
-    """Return the result of `work()`. If it raises, call it again after each pause of `pauses_s`, in seconds.
+    """Return the result of `work()`. If `work` raises an error, call it again after the next pause.
 
-    Before a pause, `on_failure` is called with the error. `on_failure` may log the error, or raise it to
-    prevent another attempt. The error of the last attempt is raised without a call of `on_failure`.
+    `pauses_s` has the pauses, in seconds. Before a pause, `on_failure` is called with the error. `on_failure`
+    may log the error, or raise it to prevent another attempt. If the attempt after the last pause fails, its
+    error is raised without a call of `on_failure`.
     """
     for pause_s in pauses_s:
         try:
@@ -169,8 +170,8 @@ def reason_of(error: BaseException) -> str:
 def decode_text(content: bytes, offset: int = 0) -> str:
     """Decode UTF-8, and drop a byte order mark at the start.
 
-    Raises ValueError for other content. Its message begins with "not UTF-8" and says that the content is
-    probably UTF-16, or names the first wrong byte and its place in the file. `offset` is the place of
+    Raises ValueError for other content. The error's message begins with "not UTF-8" and says that the content
+    is probably UTF-16, or names the first wrong byte and its place in the file. `offset` is the place of
     `content` in the file, in bytes.
     """
     # UTF-16 without a mark may be valid UTF-8, with a NUL beside each letter.
@@ -196,7 +197,7 @@ class BadJson(ValueError):
 
 
 def read_json(path: Path, form: Any = Any) -> Any:
-    """Return the content of a JSON file, as `json.loads` returns it, if it fits `form`: see `check_json`.
+    """Return the content of a JSON file, checked against `form` by `check_json`, as `json.loads` returns it.
 
     Raises OSError if the file cannot be read, and BadJson if the file is longer than MAX_JSON_BYTES, is not
     JSON or does not fit `form`.

@@ -50,7 +50,8 @@ def refuse_pipe(path: str, what: str) -> None:
 def describe_obstacle(path: str | Path, error: BaseException) -> str:
     """Return why no folder could be made at `path`.
 
-    The reason is a file at `path` or at one of the folders above; without such a file, what `error` says.
+    If a file is in the place of `path` or of a folder above, the reason names this file; otherwise the reason
+    is what `error` says.
     """
     for place in (Path(path), *Path(path).parents):
         if os.path.lexists(place) and not os.path.isdir(place):

@@ -71,7 +71,7 @@ def this_machine() -> str:
 def read_stat(pid: int) -> tuple[str, str, str] | tuple[None, None, None]:
     """Return the state, the parent's id and the start time from /proc/PID/stat.
 
-    Returns three None if the file cannot be read, as for a process that is gone.
+    Returns (None, None, None) if the file cannot be read, for example because the process is gone.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -60,8 +60,8 @@ def run_within(limit_s: float, work: Callable[[], T]) -> T:
 def try_within(limit_s: float, work: Callable[[], object]) -> bool:
     """Run `work` in a daemon thread; return whether it ends within `limit_s` seconds.
 
-    An exception ends `work`, too, and the thread prints it. After the limit the thread keeps running, and
-    nothing waits for the thread.
+    `work` also ends if it raises an exception, which the thread prints. After the limit the thread keeps
+    running, and nothing waits for the thread.
     """
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -128,7 +128,7 @@ def keep_freed_memory() -> None:
 
 
 def set_malloc_option(option: int, value: int) -> None:
-    """Set an option of malloc by glibc's `mallopt`; do nothing if the C library has no `mallopt`."""
+    """Set a malloc option to `value` with glibc's `mallopt`; do nothing if the C library has no `mallopt`."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(option, value)
@@ -162,7 +162,7 @@ def allow_open_files(workers: int) -> None:
 
 
 def cgroup_quota(membership: Path, mount: Path) -> float:
-    """Return the smallest CPU quota, in cores, of a process's cgroup (v2) and its parents.
+    """Return the smallest CPU quota, in cores, of a process's cgroup (v2) and this cgroup's parents.
 
     The result is inf if none of these has a quota.
 

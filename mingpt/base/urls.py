@@ -1,4 +1,4 @@
-"""Open URLs by the drivers of fsspec, and hide their credentials in messages, logs and the run's files.
+"""Open URLs with the drivers of fsspec; hide credentials of URLs in messages, logs and the run's files.
 
 Code that writes a message, a log line or a file of the run first calls `redact`. URLs are shown as
 `sftp://user:***@host/path` and `https://host/file?***`. Other secrets belong in environment variables, which
@@ -29,7 +29,7 @@ def redact(text: str) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """Apply `redact` to a string, or to the strings that are values in nested dictionaries.
+    """Return a string, or nested dictionaries, after `redact` was applied to each string that is a value.
 
     Any other value, such as a list, is returned unchanged.
     """

@@ -1,8 +1,8 @@
 """Turn a command line and a YAML file into a checked Config, and report a mistake in one sentence.
 
 A command line is `[CONFIG.yaml] [section.key=value ...]`: the file is applied first, wherever its name stands
-on the line, then the settings on the line; settings.py has the defaults. `--section.key value` works too. If
-no file is named, DEFAULT_FILE beside train.py is read.
+on the line, then the settings on the line; settings.py has the defaults. `--section.key value` is accepted,
+too, instead of `section.key=value`. If no file is named, DEFAULT_FILE beside train.py is read.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ TAGS = (None, "tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,20
 def parse(argv: Sequence[str]) -> Config:
     """Return the configuration that command-line arguments, without the program's name, ask for.
 
-    The form of the arguments is `[CONFIG.yaml] [section.key=value ...]`. If --help is among them, this
-    function prints the help text, and if --print_config is, the configuration; then it raises SystemExit(0).
-    Raises UserError, whose message is one sentence, if anything is wrong.
+    The form of the arguments is `[CONFIG.yaml] [section.key=value ...]`. With --help, this function prints
+    the help text, with --print_config the configuration; then it raises SystemExit(0). If anything is wrong,
+    raises UserError, whose message is one sentence.
     """
     if "--help" in argv or "-h" in argv:
         write_stdout(help_text())
@@ -48,8 +48,8 @@ def parse(argv: Sequence[str]) -> Config:
 def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Return the config file's path (None if no file is given) and the settings as {dotted key: text}.
 
-    Raises UserError for an argument of another form, a second file, or a key with two different values. Does
-    not check whether keys and values are valid.
+    Raises UserError for a second file, for a key with two different values, for an option without a value,
+    and for spaces around an equals sign. Does not check whether keys and values are valid.
     """
     for before, word in itertools.pairwise(argv):
         is_value = before.endswith("=") and "=" not in word and word[:2] != "--" and not os.path.exists(word)
@@ -97,8 +97,8 @@ class Loader(yaml.SafeLoader):
 def read_file(path: str) -> dict[str, Any]:
     """Return the settings in a config file as {dotted key: text}, unchecked.
 
-    A value may also be a list, or {} for an empty section. Raises UserError if the file cannot be read, or is
-    not YAML for settings.
+    A value may also be a list, or {} for an empty section. Raises UserError if the file cannot be read, is
+    not YAML, or does not consist of settings.
     """
     refuse_pipe(path, "the configuration file")
     try:

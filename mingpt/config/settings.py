@@ -351,7 +351,7 @@ class Setting:
 
 
 def find_kinds(kind: Any) -> list[Any]:
-    """Return the innermost parts of an annotation `kind`: types, literal values and limits, in order."""
+    """Return the innermost parts of the type annotation `kind`, in order: types, literal values, limits."""
     parts = typing.get_args(kind)
     return [one for part in parts for one in find_kinds(part)] if parts else [kind]
 

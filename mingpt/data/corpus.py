@@ -1,8 +1,8 @@
 """The data of a run: a text or token shards, split for training and validation, as windows of tokens.
 
-The data are split first, and the model never trains on the validation part; only a tokenizer may be made from
-all of a text. `TextData` and `ShardData` have the same methods, so code that uses data need not know which of
-the two it has. `open_data` chooses between them, by `is_shards`.
+The model never trains on the validation part. But a tokenizer may be made from the whole text, both parts.
+`TextData` and `ShardData` have the same methods, so code that uses data need not know which of the two it
+has. `open_data` chooses between them, by `is_shards`.
 """
 
 import codecs
@@ -57,7 +57,7 @@ class TextData:
         self.folder = None if local is None else Path(local).parent
         self.val_fraction = config.val_fraction
         # Without a byte order mark, which is not part of the text. Older versions of this program trained on
-        # the mark and hashed it, so their runs have another hash, and do not go on with other windows.
+        # the mark and hashed it, so the data of their runs have a different hash, and are refused.
         self.fingerprint = hashlib.sha256(content.removeprefix(codecs.BOM_UTF8)).hexdigest()
 
     def train_tokenizer(self, name: str) -> Tokenizer:
@@ -104,7 +104,7 @@ Data = TextData | ShardData
 
 
 def open_data(config: DataConfig) -> Data:
-    """Read the text, or open the token shards, of data.path on this machine.
+    """Read the text, or open the token shards, at data.path on this machine.
 
     Raises UserError if the data cannot be used.
     """
@@ -123,7 +123,7 @@ def tokenizer_file(data: Data) -> Path | None:
 
 
 def make_corpus(content: bytes, config: DataConfig) -> Corpus:
-    """Return the Corpus of a text, `content`, encoded by a tokenizer that is made from it.
+    """Return the Corpus of a text, `content`, encoded with a tokenizer that is made from this text.
 
     Raises UserError for an unusable text, KeyError if data.tokenizer is neither auto nor in TOKENIZERS.
     """
@@ -132,7 +132,7 @@ def make_corpus(content: bytes, config: DataConfig) -> Corpus:
 
 
 def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: int | None = None) -> Corpus:
-    """Return the Corpus of `data`. A text is encoded by `tokenizer`; shards are tokens already.
+    """Return the Corpus of `data`. A text is encoded with `tokenizer`; shards are tokens already.
 
     The last `data.val_fraction` of a text is for validation. `rows` is the number of embedding rows of a
     model that is trained further; None for a new model. The `vocab_size` of the corpus is `rows`; if `rows`
@@ -168,8 +168,8 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
 def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
     """Return the lowest possible loss, in nats per character, that a .json file beside the text gives.
 
-    Returns None if there is no such file, if it is for another text or val_fraction, or if it has no such
-    number.
+    Returns None if there is no such file, if the file has no such number, or if the number is for another
+    val_fraction or for another text than that whose hash is `fingerprint`.
     """
     beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
     try:

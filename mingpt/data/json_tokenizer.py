@@ -1,8 +1,8 @@
-"""Find and run any Hugging Face tokenizer.json, by the `tokenizers` package, which is imported on first use.
+"""Find and run any Hugging Face tokenizer.json with the package `tokenizers`, which is imported on first use.
 
 `inspect_spec` finds out from the file whether the bytes of each token can be counted, and whether a text can
 be split into pieces without a change of its tokens. If a tokenizer.json has an unknown form, functions that
-take its parsed content, or a part of it, raise KeyError, TypeError or AttributeError.
+take its parsed content, or a part of that content, raise KeyError, TypeError or AttributeError.
 """
 
 import codecs
@@ -39,7 +39,7 @@ PIECES_AT_ONCE = 16  # few: while it encodes, the package needs about 100 bytes 
 LOSS_CHARACTERS = 1 << 18  # the beginning of a text, in which `loses` looks
 MAX_TOKENS = 1 << 24  # arrays have an element for each token up to the highest
 GPT2 = ("openai-community/gpt2", "tokenizer.json")
-GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"  # so that all runs have the same bytes
+GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"  # so that all runs get the same file
 PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
@@ -64,9 +64,13 @@ def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 def inspect_spec(spec: dict[str, Any], is_bpe: bool) -> tuple[bool, bool, bool]:
     """Return three booleans about a tokenizer: true if a claim holds for every text, false if it may not.
 
-    The three claims are: decoding joins the bytes of the tokens; the tokens stand for exactly the bytes of
-    the text; the tokens of the pieces that `split_text` yields, concatenated, are the tokens of the whole
-    text. `is_bpe` says whether the tokenizer's model is a BPE.
+    The claims, in the order of the booleans:
+
+    - Decoding joins the bytes of the tokens.
+    - The tokens stand for exactly the bytes of the text.
+    - The tokens of the pieces that `split_text` yields, concatenated, are the tokens of the whole text.
+
+    `spec` is the parsed tokenizer.json; `is_bpe` says whether the tokenizer's model is a BPE.
     """
     *before, last = parts_of(spec.get("pre_tokenizer"), "pretokenizers") or [{}]
     added, model = spec.get("added_tokens") or [], spec["model"]
@@ -96,7 +100,10 @@ def inspect_spec(spec: dict[str, Any], is_bpe: bool) -> tuple[bool, bool, bool]:
 
 
 def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Return whether an added token is not special, and may stand for other bytes than its `content`."""
+    """Return whether an added token is not special, and might stand for bytes other than its `content`.
+
+    `token` and `model` are entries of a tokenizer.json.
+    """
     is_spelled_in_bytes = token["content"] in model["vocab"] and not token["content"].isascii()
     takes_blanks = token.get("lstrip") or token.get("rstrip")
     return not token.get("special") and bool(is_spelled_in_bytes or takes_blanks)
@@ -105,9 +112,10 @@ def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
 def split_text(text: str, size: int) -> Iterator[str]:
     """Split `text`, and yield the pieces in order.
 
-    All pieces but the last have at least `size` characters, and may have far more. A piece ends before the
-    first line break that is among the `size` characters after its first `size`; if there is none, before the
-    next line break or space. A line break or space that follows whitespace does not count.
+    All pieces but the last have at least `size` characters, and may have far more. A piece has `size`
+    characters, and then all characters before the next line break. But if none of the next `size` characters
+    is a line break, the piece ends before the next line break or space. A line break or space that follows
+    whitespace does not count.
     """
     start = 0
     while start < len(text):
@@ -264,7 +272,7 @@ class JsonTokenizer(Tokenizer):
 
 
 def import_tokenizers(what: str) -> Any:
-    """Import the package `tokenizers`. Raises UserError, which begins with `what`, if that is impossible."""
+    """Import the package `tokenizers`. If that fails, raises UserError, whose message begins with `what`."""
     try:
         return importlib.import_module("tokenizers")
     except ImportError as error:
@@ -274,7 +282,7 @@ def import_tokenizers(what: str) -> Any:
 
 
 def byte_level_bpe(model: Any) -> Any:
-    """Return a `tokenizers.Tokenizer` for the BPE `model`. It splits text into words and bytes like GPT-2."""
+    """Return a `tokenizers.Tokenizer` for the BPE `model`. It splits text as GPT-2's does."""
     library = import_tokenizers("a BPE")
     package = library.Tokenizer(model)
     package.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -334,7 +342,7 @@ def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenize
 
 
 def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
-    """Return the tokenizer in `content`, a tokenizer.json.
+    """Return the tokenizer in `content`, the tokenizer.json that `name` stands for in the setting `setting`.
 
     Raises UserError if the content cannot be used; the message begins with `setting` and `name`. Also raises
     UserError if the package `tokenizers` is needed and missing.
@@ -351,8 +359,8 @@ def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
     """Return the content of a tokenizer.json. `name` is gpt2, or a path or URL of the file or its folder.
 
     Instead of a tokenizer.json, a local folder may hold vocab.json and merges.txt, or encoder.json and
-    vocab.bpe, in the form of GPT-2's. Raises UserError for files that cannot be read or used; the message
-    begins with `setting`.
+    vocab.bpe, in the form of GPT-2's: then a tokenizer.json made from these two files is returned. Raises
+    UserError for files that cannot be read or used; the message begins with `setting`.
     """
     if name == "gpt2":
         return download_gpt2(setting)

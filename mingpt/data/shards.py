@@ -1,11 +1,12 @@
 """Find and check token shards, which are files of tokens, and read windows as if the files were one array.
 
-Formats: nanoGPT's (little-endian uint16, no header, files named train.bin and val.bin) and llm.c's, which is
-modded-nanogpt's too (256 int32: magic, version, number of tokens; then uint16 or uint32). `python -m mingpt
-prepare` describes its shards in a meta.json beside them, which is checked before it is used.
+There are two formats. Files of nanoGPT, train.bin and val.bin, have little-endian uint16 tokens and no
+header. Files of llm.c and modded-nanogpt have a header of 256 int32, which begins with magic, version and
+number of tokens; uint16 or uint32 tokens follow. `python -m mingpt prepare` describes its shards in a
+meta.json beside them. A meta.json is checked before it is used.
 
-No file is mapped into memory. If a mapped file became shorter, or its network file system failed, a signal
-would end the process; and resident memory would grow with the data.
+No file is mapped into memory: resident memory would grow with the data, and a signal would end the process if
+a mapped file became shorter or its network file system failed.
 """
 
 import bisect
@@ -66,7 +67,10 @@ class Meta(pydantic.BaseModel):
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A checked file of `size` bytes, with `tokens` tokens of type `dtype` from byte `offset` on."""
+    """A checked file of `size` bytes, with `tokens` tokens of type `dtype` from byte `offset` on.
+
+    `fingerprint` is a hash of the file's name, size and some blocks of its content.
+    """
 
     path: str
     size: int
@@ -140,9 +144,9 @@ def is_validation(name: str) -> bool:
 def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
     """Check a file's header, type and size; return its layout and fingerprint as a ShardFile.
 
-    `entry` is the file's entry in meta.json, None without one. The entry's numbers of tokens and bytes must
-    be those of the file. The entry's SHA-256 is not compared with the file, but is part of the fingerprint.
-    Raises UserError, which names the file, if the file cannot be read or used.
+    `entry` is the file's entry in meta.json; None if there is no such entry. The entry's numbers of tokens
+    and bytes must be those of the file. The entry's SHA-256 is not compared with the file, but is part of the
+    fingerprint. Raises UserError, which names the file, if the file cannot be read or used.
     """
     if not os.path.isfile(path):  # opening a pipe might wait forever
         raise UserError(f"{path} does not exist, or is not a regular file{relative_to(path)}")
@@ -238,11 +242,11 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def open_unchanged(file: ShardFile) -> Iterator[BinaryIO]:
-    """Open a checked file for a `with` block, and turn an OSError into an error with one sentence.
+    """Open a checked file for a `with` block; turn an OSError into an error whose message is one sentence.
 
-    An OSError of opening, or of the block, becomes a UserError if the file is gone or may not be read, and
-    otherwise an ExpectedError, because the failure may be temporary. Also raises UserError if the size of the
-    file has changed since the check.
+    An OSError raised by opening the file, or within the block, becomes a UserError if the file is gone or may
+    not be read. Otherwise it becomes an ExpectedError, because the failure may be temporary. Also raises
+    UserError if the size of the file has changed since the check.
     """
     try:
         with open(file.path, "rb") as stream:
@@ -319,7 +323,8 @@ class ShardData:
 
     `files` is {file's name: its fingerprint (a hash)}, in the order of reading; `fingerprint` is the SHA-256,
     in hex, over all these fingerprints. `meta` is the content of the folder's meta.json, or None if there is
-    no such file. Its `val_bytes` is None if the files that are read are not exactly those in meta.json.
+    no such file. The entry `val_bytes` of `meta` is None if the files that are read are not exactly those
+    that meta.json lists.
     """
 
     path: str
@@ -342,7 +347,10 @@ class ShardData:
             )
 
     def take_tokenizer(self, tokenizer: Tokenizer | None, _where: str) -> Tokenizer | None:
-        """Return `tokenizer`, that of the weights that the run starts with; None if the weights have none."""
+        """Return `tokenizer`, which is the tokenizer of the weights that the run starts with.
+
+        `tokenizer` is None if the weights have no tokenizer.
+        """
         return tokenizer
 
     def check_tokenizer(self, tokenizer: Tokenizer | None, name: str) -> None:
@@ -362,9 +370,9 @@ class ShardData:
     def encode(self, tokenizer: Tokenizer | None) -> tuple[TokenShards, TokenShards, int, int | None]:
         """Return the training part, the validation part, the vocabulary's size, and a number of bytes.
 
-        The vocabulary's size is that of `tokenizer`; without a tokenizer that in meta.json, and without a
-        meta.json that of GPT-2. The number of bytes is that of the validation text in UTF-8, without the text
-        of its first token; None if it is not known.
+        The vocabulary's size is the size of `tokenizer`. If `tokenizer` is None, it is the size in meta.json
+        or, without a meta.json, the size of GPT-2's vocabulary. The number of bytes is that of the validation
+        text in UTF-8, without the text of its first token; None if it is not known.
         """
         size, val_bytes = GPT2_VOCABULARY, None
         if self.meta:

@@ -85,7 +85,7 @@ def download(path: str, setting: str) -> bytes:
 
 @contextlib.contextmanager
 def readable(path: str, begin: str = "") -> Iterator[None]:
-    """Turn an Exception of the `with` block, which reads `path`, into a UserError with one sentence.
+    """Turn an Exception raised in the `with` block, which reads `path`, into a UserError of one sentence.
 
     The UserError is an AbsentFile if the file does not exist. The message begins with `begin` and `path`.
     """
@@ -130,6 +130,6 @@ def name_of(path: str) -> str:
 
 
 def suffix_of(path: str) -> str:
-    """Return the suffix of a path or URL, not counting the suffix of a compression: .jsonl for a.jsonl.gz."""
+    """Return the suffix of a path or URL, without that of a compressed file: .jsonl for a.jsonl.gz."""
     stem, suffix = os.path.splitext(name_of(path))
     return os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix

@@ -174,7 +174,7 @@ class CharTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         """Return a text's tokens, (len(text),).
 
-        Raises UserError, which names the character, if one is not in the vocabulary.
+        Raises UserError if a character is not in the vocabulary; the message names the character.
         """
         codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
         dtype = np.min_scalar_type(len(self) - 1)

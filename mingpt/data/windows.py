@@ -59,9 +59,9 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> Tensor:
         """Return the `length` tokens from each of `starts` on, (len(starts), length) int64.
 
-        Raises IndexError past the end. With shards, also raises UserError for a token outside of the
-        vocabulary or a file that is gone or has changed, and ExpectedError if reading fails for another
-        reason.
+        Raises IndexError if a window extends past the end of the tokens. With shards, also raises UserError
+        for a token outside of the vocabulary or a file that is gone or has changed, and ExpectedError if
+        reading fails for another reason.
         """
         if isinstance(self.tokens, Tensor):
             return self.tokens[torch.as_tensor(starts).unsqueeze(1) + torch.arange(length)].long()
@@ -82,7 +82,7 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
 
         Every tensor is (batch_size, block_size), but the last batch may be smaller. `starts`, the positions
         of the windows' first tokens, may be endless and is read ahead. With shards, an error of `read` for a
-        batch is raised only after the batches before it are yielded.
+        batch is raised only after all earlier batches have been yielded.
         """
         remaining = iter(starts)
         if isinstance(self.tokens, Tensor):
@@ -101,16 +101,17 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     def split(
         self, on_cpu: tuple[Tensor, Tensor], batch_size: int, device: torch.device | str
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Split the (inputs, targets) of many windows into batches, and yield them as `batches` does."""
+        """Split `on_cpu`, (inputs, targets) of many windows, into batches; yield these as `batches` does."""
         on_device = to_device(on_cpu, device)
         yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
 
     def eval_batches(self, batch_size: int, max_windows: int | None = None) -> list[tuple[np.ndarray, int]]:
-        """Return the arguments of `read` for each batch of an evaluation: (starts, length).
+        """Return the arguments of `read` for each batch of up to `batch_size` windows: (starts, length).
 
-        The windows lie end to end: every token but the first is a target exactly once, and a last window of
-        fewer than `block_size` targets is a batch of its own. If `max_windows` is given, and less than the
-        number of these windows, the batches have only `max_windows` whole windows, evenly spaced.
+        These are the windows of an evaluation. They lie end to end: every token but the first is a target
+        exactly once, and a last window of fewer than `block_size` targets is a batch of its own. If
+        `max_windows` is given, and less than the number of these windows, the batches have only `max_windows`
+        whole windows, evenly spaced.
         """
         whole, rest = divmod(len(self.tokens) - 1, self.block_size)
         count = whole if max_windows is None else min(max_windows, whole)
@@ -146,7 +147,7 @@ def mix(*numbers: int) -> int:
 
 
 def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Return where the permutation of range(size) that `key` selects sends `indices`, (N,) uint64.
+    """Return the images of `indices`, (N,) uint64, in the permutation of range(size) that `key` selects.
 
     Memory does not grow with `size`: the permutation is a balanced Feistel network over the next power of
     four, repeated until the result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite
@@ -182,13 +183,14 @@ class ElasticSampler(DistributedSampler[int]):
 
     The order depends only on the data, `seed` and the epoch: if a different number of workers resumes, each
     window of the epoch is still read exactly once. The only state is the integer `windows_seen`, the number
-    of windows that all workers together read before iteration begins. `seek` sets `windows_seen`; iteration
-    does not change it.
+    of windows that all workers together have read before iteration begins. `seek` sets `windows_seen`;
+    iteration does not change it.
 
     `dataset` may be any data set with a length and samples by index. The samples of a WindowDataset overlap,
-    so an epoch of it has the windows that lie end to end from a random offset. A step takes the next
+    so an epoch of it has only windows that lie end to end, from a random offset on. A step takes the next
     `batch_size` windows, even across the end of an epoch, in micro-batches of `micro_batch_size`, which
-    `micro_batches_by_rank` assigns to workers.
+    `micro_batches_by_rank` assigns to workers. `num_replicas` is the number of workers, `rank` this worker's
+    number; for `takes_turns` see `micro_batches_by_rank`.
 
     Iterating yields the index in `dataset` of each of this worker's windows, from `windows_seen` on, in a
     random order and without end; it yields nothing for a worker without micro-batches. Raises ValueError if
@@ -228,8 +230,8 @@ class ElasticSampler(DistributedSampler[int]):
     def micro_batches_by_rank(self) -> list[range]:
         """Return, by rank, the numbers of the micro-batches of a step that the rank reads.
 
-        These are the shares of `micro_batch_shares`. With `takes_turns`, rank r of n reads r, r + n, r + 2 n,
-        ... instead. If there are more ranks than micro-batches, some ranks read none.
+        These are the shares of `micro_batch_shares`. With `takes_turns`, rank r of n ranks instead reads
+        micro-batches r, r + n, r + 2 n, ... If there are more ranks than micro-batches, some ranks read none.
         """
         count, workers = self.batch_size // self.micro_batch_size, self.num_replicas
         if self.takes_turns:

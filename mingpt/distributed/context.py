@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from mingpt.distributed.shared_memory import Address
 T = TypeVar("T")
 SLOWEST_START = 3.0  # a worker waits for the others up to this many times as long as its own start took
-# The least time that a worker waits for the others if there is no agent: then workers are started one by one,
-# and are not restarted.
+# The least time that a worker waits for the others if there is no agent. Without an agent, workers are
+# started one by one, and are not restarted.
 UNMANAGED_WAIT_S = 180.0
 log = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ class DistributedContext(Group):
         """Wait until all workers have arrived; initialize torch's default process group. Collective.
 
         Returns this worker's Rendezvous. `timeout_s` limits each later collective. The wait for the workers
-        has the same limit, or a longer one if this worker's own start was slow or if torchrun's agent is
-        missing. Raises NodeRefused as `check_gloo` does, and PeersMissing or another error of Rendezvous.
+        has the same limit, or a longer one if this worker's own start was slow or if there is no agent, such
+        as torchrun. Raises NodeRefused as `check_gloo` does, and PeersMissing or another error of Rendezvous.
         """
         import torch
 
@@ -147,7 +147,7 @@ class DistributedContext(Group):
         return device, resolve_dtype(dtype, device), place, address if shares else None
 
     def connect_gpus(self, timeout_s: float) -> None:
-        """Connect the GPUs of all ranks by NCCL; from then on StopSignal's thread watches NCCL. Collective.
+        """Connect the GPUs of all ranks with NCCL, which StopSignal's thread then watches. Collective.
 
         Raises NCCL's DistError if a peer is lost or the network fails. If NCCL fails on any rank for another
         reason, all ranks raise UserError.
@@ -162,7 +162,7 @@ class DistributedContext(Group):
 
     @property
     def previous_generation(self) -> GenerationEnd | None:
-        """How the workers before the last restart ended; None if there were none or that is not known."""
+        """How the workers before the last restart ended; None if not known, or if there was no restart."""
         return self.rendezvous.previous_generation if self.rendezvous else None
 
     def environment(self) -> Environment:
@@ -247,7 +247,7 @@ class DistributedContext(Group):
         return wait
 
     def fail_beside_work(self, error: Exception) -> None:
-        """Exit because of `error` (a lost peer or an agreed stop): the main thread, busy, cannot raise it."""
+        """Exit because of `error`, a lost peer or an agreed stop, which the busy main thread cannot raise."""
         if isinstance(error, StopRequested):
             self.stop_signal.exit_before_training(error.reason)
         self.exit.exit_process(error)

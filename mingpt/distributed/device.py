@@ -99,9 +99,9 @@ def check_gloo() -> None:
 def has_fast_bfloat16() -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32, judged by its instruction sets.
 
-    A CPU does if it has AMX, or if, like AMD's Zen 4, it has AVX512_BF16 but not AVX512_FP16. Intel's cores
-    from Sapphire Rapids on have AVX512_FP16, and need AMX, which some virtual machines hide: without AMX,
-    bfloat16 takes twice the time of float32 on these cores.
+    Returns True if the CPU has AMX, or if, like AMD's Zen 4, it has AVX512_BF16 but not AVX512_FP16. Intel's
+    cores from Sapphire Rapids on have AVX512_FP16, and need AMX, which some virtual machines hide: without
+    AMX, bfloat16 takes twice the time of float32 on these cores.
     """
     import torch
 
@@ -113,7 +113,8 @@ def has_fast_bfloat16() -> bool:
 def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
     """Return the dtype of matrix products for `wanted`, the setting trainer.dtype.
 
-    auto means bfloat16 if the device computes bfloat16 fast, float16 on CUDA GPUs that do not, else float32.
+    auto means bfloat16 if the device computes bfloat16 fast. Otherwise auto means float16 on CUDA GPUs, and
+    float32 on all other devices.
     """
     import torch
 
@@ -167,9 +168,9 @@ def device_name(device: "torch.device") -> str:
 
 
 def gpu_facts(device: "torch.device") -> dict[str, str]:
-    """Return {name: value} of a CUDA GPU: card, memory, compute capability, driver, and version of nccl.
+    """Return what is known of a CUDA GPU and its software, as {name: value}; {} for any other device.
 
-    Returns {} for any other device. A value that cannot be found is "unknown".
+    The values of "driver" and "nccl" are versions, or "unknown" if they cannot be found.
     """
     import torch
 
@@ -191,9 +192,9 @@ def gpu_facts(device: "torch.device") -> dict[str, str]:
 
 
 def find_program() -> str:
-    """Return which program this is, by a digest of its code and by torch's version.
+    """Return a text that identifies this program: a digest of its code, and torch's version.
 
-    For instance "code 5b38d4aaf91b and torch 2.13.0".
+    An example is "code 5b38d4aaf91b and torch 2.13.0".
     """
     import torch
 

@@ -15,7 +15,7 @@ TIMED_OUT = "timed out waiting for a peer after"
 LOST_PEER = "lost a peer"
 FAILED = "failed"
 TOLD = "told to stop"
-DISORDER = (TIMED_OUT, LOST_PEER, FAILED)  # if a worker ended so, the other workers have to exit, too
+DISORDER = (TIMED_OUT, LOST_PEER, FAILED)  # if a worker ended so, the other workers also have to exit
 ExitReason = dict[str, Any]
 
 

@@ -44,8 +44,8 @@ JOB_ENDS = ("SIGUSR1", "STOP", PAUSE)  # requests to stop that end the job; afte
 class SignalReceived(Exception):
     """A signal that ends this process at once.
 
-    It is a second signal, a first one before training begins (`is_first`), or one that has waited for too
-    long, because this process is stuck.
+    This is a second signal, a first signal before training begins (`is_first`), or a signal that has waited
+    for too long, because this process is stuck.
     """
 
     def __init__(self, number: signal.Signals, is_first: bool) -> None:
@@ -54,7 +54,7 @@ class SignalReceived(Exception):
 
 
 class PeerLost(Exception):
-    """Another worker is gone or silent, as the message says. StopSignal's thread has noticed that."""
+    """Another worker is gone or silent, as the message says. The thread of StopSignal has noticed this."""
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,13 @@ def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
 def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
     """Return the plan to exit at once because of a signal.
 
-    The exit code is 128 + signal, or 0 for a first signal without an agent.
+    The exit code is 128 + signal, or 0 if this is the first signal and there is no agent.
     """
     line = before_first_step(received.number.name) if received.is_first and launch.rank == 0 else ""
     is_alone = launch.agent_pid is None
     return ExitPlan(
         0 if is_alone and received.is_first else 128 + received.number,
-        status=f"0 {line}" if line else "",  # the agent prints the line if the agent was told to stop, too
+        status=f"0 {line}" if line else "",  # the agent prints the line if it was also told to stop
         text=line if is_alone else "",
         reason=f"{TOLD} by {received.number.name}",
     )
@@ -168,9 +168,9 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
     """Return the plan to end the job because of `error`, even if restarts are left.
 
     Local rank 0 of each node ends the agent there, if there is an agent, and the node's other workers wait
-    for that. Rank 0 prints the error. Rank 0 might not have seen the error before the rendezvous, or if the
-    error is NodeRefused or ClaimLost: in these cases local rank 0 of each node prints it, too, or, in a job
-    without an agent, every worker.
+    until the agent sends them SIGTERM. Rank 0 prints the error. If the workers have not met at the rendezvous
+    (`has_met` is false), or if the error is NodeRefused or ClaimLost, rank 0 may not have seen the error. In
+    these cases local rank 0 of each node also prints the error or, in a job without an agent, every worker.
     """
     is_first = launch.local_rank == 0 or launch.agent_pid is None
     is_printed = launch.rank == 0 or not has_met or isinstance(error, (NodeRefused, ClaimLost))
@@ -191,8 +191,8 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
 class StackFile:
     """The file to which a process writes the stacks of its threads when it is stuck, and at each SIGUSR2.
 
-    A process counts as stuck about `limit_s` seconds after the last call of `note_progress`. The timer is
-    faulthandler's, which works even if C code holds the interpreter lock. Constructing a StackFile raises
+    A process counts as stuck about `limit_s` seconds after the last call of `note_progress`. A timer of
+    faulthandler notices this, even if C code holds the interpreter lock. Constructing a StackFile raises
     OSError if the file cannot be opened.
     """
 
@@ -254,7 +254,7 @@ class ProcessExit:
         self.note_progress()
 
     def watch_gpus(self, nccl: Any) -> None:
-        """From now on, let `exit_if_nccl_stuck` check the GPUs' collectives by `nccl`, an NcclWatch."""
+        """From now on, let `exit_if_nccl_stuck` check the GPUs' collectives with `nccl`, an NcclWatch."""
         self.nccl = nccl
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
@@ -328,7 +328,7 @@ class ProcessExit:
         self.perform(self.plan(error))
 
     def exit_if_nccl_stuck(self) -> None:
-        """Exit if a collective on GPUs has waited for more than `timeout_s` seconds, or NCCL lost a peer."""
+        """Exit if a collective on GPUs has waited for over `timeout_s` seconds, or if NCCL lost a peer."""
         if self.nccl and self.nccl.waited_s() > self.timeout_s:
             self.exit_beside_main_thread(PeerLost(f"{TIMED_OUT} {self.timeout_s:g} s"))
         elif self.nccl and self.nccl.backend.get_error().name == "COMM_ERROR":
@@ -340,10 +340,10 @@ class ProcessExit:
         return how_to_exit(error, self.launch, self.last_step(), self.timed_out(), has_met, is_orphan)
 
     def perform(self, plan: ExitPlan, is_told: Callable[[], bool] = lambda: False) -> NoReturn:
-        """Carry out a plan, then exit. What needs the run folder or the job's TCPStore has a time limit.
+        """Carry out a plan, then exit. Work that needs the run folder or the job's TCPStore has a time limit.
 
         `is_told` returns whether the agent has sent SIGTERM to this process; a plan with `awaits_agent` waits
-        for that.
+        for this SIGTERM.
         """
         launch = self.launch
         if plan.ends_agent:
@@ -388,7 +388,7 @@ class ProcessExit:
 
 
 def write_stderr(text: str) -> None:
-    """Write `text` to stderr, with the credentials in URLs hidden. Never raises after `open_streams`."""
+    """Write `text` to stderr, without the credentials in URLs. Never raises if `open_streams` was called."""
     sys.stderr.write(redact(text))
     sys.stderr.flush()
 
@@ -399,7 +399,7 @@ def before_first_step(reason: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; for NCCL's errors the last line, which has the reason.
+    """Return the first line of an error's text, or for an error of NCCL the last line, which has the reason.
 
     At most 200 characters are returned, and the credentials in URLs are hidden.
     """

@@ -1,9 +1,9 @@
 """Collectives on Python objects, and work whose result or error reaches all ranks.
 
 All ranks must call a method whose docstring says "Collective", in the same order. `on_rank` runs a function
-on one rank, `on_all` and `gather_on_all` run one on all ranks. If the function raises an error on one rank,
-all ranks raise that error, as `on_all` says. During these calls the ranks also exchange requests to stop.
-torch is imported inside functions, as in context.py.
+on one rank; `on_all` and `gather_on_all` run a function on all ranks. If the function raises an error on one
+rank, all ranks raise this error or notice that they have lost a peer: see `on_all`. During these calls the
+ranks also exchange requests to stop. torch is imported inside functions, as in context.py.
 """
 
 import pickle
@@ -84,7 +84,7 @@ class Group:
         return box[0]  # type: ignore[return-value]
 
     def send(self, rank: int, pieces: "Iterable[Tensor]") -> "list[Work | None]":
-        """Start to send the tensors `pieces` to `rank`; return what `wait` takes. Not collective.
+        """Start to send the tensors `pieces` to `rank`; return the argument for `wait`. Not collective.
 
         Leave the tensors unchanged until `wait` has returned. Rank `rank` must call `receive` for each of the
         tensors, in the same order, with a tensor of the same size.
@@ -110,7 +110,8 @@ class Group:
         While the work runs, a thread exchanges heartbeats, so that timeouts do not fire, however long the
         work takes. If the work raises one of `shared_errors` on some ranks, then, once the work has ended on
         all ranks, all raise the error of the lowest such rank. Any other error is raised at once, and only on
-        its own rank: the other ranks notice that they have lost a peer, even if their work waits for it.
+        its own rank: the other ranks notice that they have lost this peer, even while their work waits for
+        the peer.
         """
         own: list[T] = []
         self.gather_on_all(lambda: own.append(work()))
@@ -184,7 +185,7 @@ class Group:
 
 
 class BackgroundGroup(Group):
-    """A gloo process group of all ranks, for one background thread on each. Constructing it is collective.
+    """A gloo process group of all ranks, for one background thread per rank. Constructing it is collective.
 
     If the work of a method such as `on_all` raises any error on one rank, all ranks raise that error.
     Requests to stop are not exchanged here: the training thread exchanges them.

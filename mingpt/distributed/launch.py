@@ -108,7 +108,7 @@ class Launch:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether a launcher started this worker. Then there is a process group, even for a single worker."""
+        """Whether a launcher started this worker. If so, even a single worker has a process group."""
         return self.master_addr is not None
 
     def describe_leftovers(self) -> str:

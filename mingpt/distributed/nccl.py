@@ -17,8 +17,8 @@ from torch._C import _distributed_c10d
 from mingpt.base.errors import UserError
 from mingpt.distributed.exit import first_line, is_lost_peer
 
-# torch's own limit for a collective is so many times timeout_s, and only for a process in which nothing else
-# ends the wait. torch counts the time from the call, but before the collective the GPU may have much to do.
+# torch's own limit for a collective is SLACK times timeout_s. It is for a process in which nothing else ends
+# the wait. torch counts the time from the call, but before the collective the GPU may have much to do.
 SLACK = 10
 
 
@@ -48,7 +48,7 @@ class NcclWatch:
         self.waited_s()  # raises here, not in a thread, if this torch does not tell what waits
 
     def connect(self, device: torch.device) -> Exception | None:
-        """Connect the GPUs of all ranks by an all-reduce; return None if that succeeds. Collective.
+        """Connect the GPUs of all ranks with an all-reduce; return None if it succeeds. Collective.
 
         If a lost peer or the network is the cause of NCCL's error, that error is returned, not raised,
         because another rank may raise an error that says more. Raises UserError for any other NCCL error.
@@ -70,7 +70,7 @@ class NcclWatch:
     def waited_s(self) -> float:
         """Return for how many seconds a collective on the GPU, or `connect`, has waited for a peer.
 
-        Returns about 0 if none waits. What the GPU computes before the collective does not count. Only one
+        Returns about 0 if no collective waits. The GPU's work before the collective does not count. Only one
         thread may call this method, and must call it often, because the time counts from the first call that
         finds the collective waiting.
         """

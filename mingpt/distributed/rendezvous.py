@@ -1,10 +1,10 @@
 """The rendezvous of workers in the job's store (a TCPStore), and the exit reasons that they leave there.
 
 A generation is the workers between two restarts. The agent's store outlives a generation, and with several
-agents neither the restart count nor the port tells generations apart. So each worker writes an offer to the
-store, which is a fresh nonce (a random text). Rank 0 answers under a key made of that nonce, with the name of
-the new generation; the keys of the generation begin with this name. The offer of a dead worker may still be
-in the store, but no worker can mistake the answer to that offer for the answer to its own.
+agents neither the restart count nor the port tells generations apart. So each worker writes a fresh nonce (a
+random text) to the store. Rank 0 answers under a key made of that nonce, with the name of the new generation;
+the keys of the generation begin with this name. The nonce of a dead worker may still be in the store, but no
+worker can mistake the answer to that nonce for the answer to its own nonce.
 
 A new generation reads the exit reasons of the previous generation, to report how that generation ended.
 """
@@ -34,8 +34,8 @@ class Rendezvous:
     """A worker's connection to the job's TCPStore.
 
     Constructing it waits until all workers are connected; this is collective. Raises PeersMissing if other
-    workers, such as the store's host, do not arrive within `timeout_s` seconds. Raises UserError if there is
-    no agent, so that rank 0 hosts the store, and rank 0 cannot listen at MASTER_PORT. Raises DistError if the
+    workers, such as the store's host, do not arrive within `timeout_s` seconds. If there is no agent,
+    rank 0 hosts the store, and raises UserError if it cannot listen at MASTER_PORT. Raises DistError if the
     store fails for another reason.
     """
 
@@ -45,7 +45,7 @@ class Rendezvous:
         self.launch, self.timeout_s = launch, timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._store = self._connect(is_host=launch.rank == 0 and not launch.agent_hosts_store)
-        self._exit_store = self._connect(is_host=False)  # for use while the main thread waits in the first
+        self._exit_store = self._connect(is_host=False)  # for use while the main thread waits in `_store`
         self.generation = self._offer_nonce() if launch.rank else self._answer_nonces()
         self.process_group_store = PrefixStore(self.generation, self._store)
         ended = json.loads(self._store.get(complete_key(self.generation)))
@@ -80,7 +80,7 @@ class Rendezvous:
         return store
 
     def _offer_nonce(self) -> str:
-        """Offer a nonce to rank 0; return the generation's name once all ranks know the name.
+        """Write a nonce for rank 0; return the generation's name once all ranks know the name.
 
         All ranks but 0 call this.
         """
@@ -94,7 +94,7 @@ class Rendezvous:
         return name
 
     def _answer_nonces(self) -> str:
-        """Answer the other ranks' offers until all ranks have confirmed the generation's name.
+        """Answer the other ranks' nonces until all ranks have confirmed the generation's name.
 
         Returns the name. Only rank 0 calls this.
         """
@@ -107,7 +107,7 @@ class Rendezvous:
                 offered = read_key(store, f"hello/{rank}")
                 if offered is None:
                     continue
-                # The first offer may come from a dead worker; then another offer follows.
+                # The first nonce may be that of a dead worker; then another nonce follows.
                 if answered.get(rank) != offered:
                     answered[rank] = offered
                     store.set(f"answer/{offered.decode()}", name)
@@ -126,13 +126,13 @@ class Rendezvous:
     def _waited_for(self, name: str) -> list[int]:
         """Return the ranks that are late: those that have not confirmed `name`, the generation's name.
 
-        Returns [0] if rank 0 has not answered the offer of such a rank, or if there is no such rank.
+        Returns [0] if rank 0 has not answered the nonce of such a rank, or if there is no such rank.
         """
         store, missing = self._store, self._missing(name)
         for rank in missing:
             offered = read_key(store, f"hello/{rank}")
             if offered is not None:
-                # The offer may be that of a dead worker, which has an answer, too.
+                # The nonce may be that of a dead worker, and has an answer then.
                 is_answered = store.check([f"answer/{offered.decode()}"])
                 if not is_answered:
                     return [0]

@@ -40,11 +40,11 @@ class Address(NamedTuple):
 
 
 class Peers:
-    """The sockets to all other ranks of a job on one node, `{rank: socket}`, for use by one thread.
+    """This rank's connections to all other ranks of a job on one node, for use by one thread.
 
-    All ranks call the same method, except that while one rank calls `send_file`, the others call
-    `receive_file`. Methods that wait raise DistNetworkError if a peer is gone, or silent for `timeout_s`
-    seconds.
+    `sockets` is {rank: socket}. All ranks call the same method, except that while one rank calls `send_file`,
+    the others call `receive_file`. Methods that wait raise DistNetworkError if a peer is gone, or silent for
+    `timeout_s` seconds.
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout_s: float) -> None:
@@ -90,7 +90,7 @@ class Peers:
             self.ask(rank, socket.send_fds, peer, [b"\0"], [file])
 
     def receive_file(self, rank: int) -> int:
-        """Return the descriptor of a file that a peer sends by `send_file`."""
+        """Return the descriptor of a file that the peer `rank` sends with `send_file`."""
         peer, flags = self.sockets[rank], socket.MSG_CMSG_CLOEXEC
         return int(self.ask(rank, lambda: socket.recv_fds(peer, 1, 1, flags)[1])[0])
 

@@ -62,8 +62,8 @@ class StopSignal:
 
     The thread works even while the main thread is stuck. The thread also ends this process if torchrun's
     agent is gone, if another worker of the agent was lost, or if a collective on GPUs has waited for
-    trainer.timeout_s or has lost a peer. The thread does so, too, if a signal other than SIGUSR1 was
-    received, and since then no collective has ended for trainer.timeout_s.
+    trainer.timeout_s seconds or has lost a peer. After a signal other than SIGUSR1, the thread ends this
+    process if no collective ends for trainer.timeout_s seconds.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
@@ -101,7 +101,7 @@ class StopSignal:
     def watch_stop_file(self, path: Path, note_stop: Callable[[], None] | None = None) -> None:
         """Treat a file at `path` as a request to stop.
 
-        `exit_before_training` calls `note_stop`, unless that is None, on rank 0.
+        `note_stop`, unless it is None, is called by `exit_before_training` on rank 0.
         """
         self.stop_file, self.note_stop = path, note_stop
 
@@ -124,7 +124,10 @@ class StopSignal:
             log.warning(f"{self.stop_file} cannot be removed ({error.strerror}) and will stop the next run")
 
     def exit_before_training(self, reason: str) -> NoReturn:
-        """Exit without saving, because all ranks have agreed to stop before the first step."""
+        """Exit without saving, because all ranks have agreed on the request `reason` before the first step.
+
+        Rank 0 first removes the file STOP, calls `note_stop`, and prints a line.
+        """
         if self.launch.rank == 0:
             self.remove_stop_file()
             if self.note_stop is not None:

@@ -41,11 +41,11 @@ class Reduction:
 
 
 class Transport:
-    """Collectives on tensors by a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
+    """Collectives on tensors in a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
 
     All ranks must call all methods in the same order, and each rank from one thread at a time. With one rank
     no process group is needed; `group` None means torch's default group. A vector is a 1-D tensor. A method
-    that takes `pieces`, at least one, concatenates them to a vector.
+    that takes `pieces`, at least one tensor, concatenates them into a vector.
     """
 
     fsdp_all_gather: "SharedAllGather | None" = None  # the all-gather that FSDP2 calls; None: FSDP2's own
@@ -66,7 +66,7 @@ class Transport:
         return other
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copy rank `source`'s `tensor` into the other ranks' `tensor`; all of these must be contiguous."""
+        """Copy `tensor` of rank `source` into `tensor` of the other ranks. The tensors must be contiguous."""
         for work in self.begin_broadcast(tensor, source):
             wait_for(work)
 
@@ -170,7 +170,7 @@ class Transport:
         yield received.view(self.world_size, -1).unbind()
 
     def reduce_scatter(self, chunk: Tensor, vector: Tensor, op: Any) -> None:
-        """Reduce the `vector` of all ranks by `op`; write this rank's chunk of the result to `chunk`.
+        """Reduce the ranks' vectors with the ReduceOp `op`; write this rank's chunk of the result to `chunk`.
 
         The backend chooses the order of the additions.
         """
@@ -180,7 +180,8 @@ class Transport:
 def chunks_by_rank(vectors: list[list[Tensor]], reduction: Reduction) -> list[Tensor]:
     """Return the chunks of this rank's vectors, sorted by the rank that receives them, then by vector.
 
-    An empty tensor comes first, so that the list is not empty if there are no vectors.
+    Each vector is given as a list of pieces, and is split into chunks of `reduction.sizes` elements. An empty
+    tensor comes first, so that the returned list is not empty if there are no vectors.
     """
     chunks = [torch.cat(pieces).split(reduction.sizes) for pieces in vectors]
     empty = reduction.like.new_empty(0)

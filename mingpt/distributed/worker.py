@@ -22,10 +22,11 @@ class Worker:
 
     The exit code is 0 if the block finished or was told to stop, 2 after a UserError, and 1 after any other
     Exception. Under an agent (such as torchrun's), it is 128 + signal if the block was told to stop by a
-    signal other than SIGUSR1. The block sets `stopped_by` to the request that stopped it, if any.
+    signal other than SIGUSR1. If a request to stop ends the block early, the block sets `stopped_by` to the
+    name of this request, such as "SIGTERM".
 
-    Constructing a Worker begins to listen for signals. It exits with 2 if the launcher's environment
-    variables are wrong or the working directory is gone.
+    The constructor begins to listen for signals. It exits with code 2 if the launcher's environment variables
+    are wrong or the working directory is gone.
     """
 
     def __init__(self) -> None:

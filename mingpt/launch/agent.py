@@ -44,10 +44,10 @@ BACKEND = "mingpt-one-node"
 def choose_workers(config: Config, launch: Launch) -> int:
     """Return the number of workers that the setting trainer.workers asks for.
 
-    auto means one worker per GPU, or without GPUs one worker for every `launch.threads` CPU cores. In both
-    cases it means at most MAX_WORKERS, and at most as many as a step has micro-batches. If trainer.device is
-    mps or snapshot.path begins with memory://, auto means one worker. Raises UserError if trainer.workers is
-    a number larger than the number of micro-batches in a step.
+    auto means one worker per GPU or, without GPUs, the number of CPU cores divided by a worker's number of
+    threads. In both cases it means at most MAX_WORKERS, and at most as many workers as a step has
+    micro-batches. If trainer.device is mps or snapshot.path begins with memory://, auto means one worker.
+    Raises UserError if trainer.workers is a number larger than the number of micro-batches in a step.
     """
     trainer = config.trainer
     if trainer.workers != "auto":
@@ -105,7 +105,7 @@ def watch_stop_file(worker: Worker, config: Config) -> None:
 
 
 class StopRequest:
-    """The first signal that told this job to stop. torch's agent obeys it at its next rendezvous call.
+    """The first signal that told this job to stop. torch's agent obeys it at the next call of the rendezvous.
 
     Until then the signal handler raises nothing, for two reasons. torch's rendezvous may swallow a
     SignalException. And if a SignalException is raised while workers are being started, these keep running.
@@ -119,7 +119,7 @@ class StopRequest:
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal, as Python's signal handler: remember the first signal.
 
-        If `obey` has raised already, raise again, so that the workers exit at once.
+        If `obey` has already raised SignalException, raise it again, so that the workers exit at once.
         """
         self.first = self.first or signal.Signals(number)
         if self.is_obeyed:
@@ -128,7 +128,8 @@ class StopRequest:
     def obey(self, before_start: bool = False) -> None:
         """If the job was told to stop, raise SignalException, which ends the agent and its workers.
 
-        With `before_start`, first write the status file, because no worker runs that could write it.
+        With `before_start`, first write the status file (the job's exit code and a line to print) if there is
+        none, because no worker is running yet to write it.
         """
         from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -139,9 +140,9 @@ class StopRequest:
             raise SignalException(f"got {self.first.name}", sigval=self.first)
 
     def read_status(self) -> str:
-        """Return the content of the status file, "" if there is none.
+        """Return the content of the status file, or "" if there is no such file.
 
-        A worker that ends the job writes this file.
+        A worker that ends the job, or `obey`, writes the file.
         """
         return self.status_file.read_text() if self.status_file.exists() else ""
 
@@ -249,7 +250,7 @@ def avoid_names() -> None:
 
 
 def register_rendezvous(store: "TCPStore", stop: StopRequest) -> None:
-    """Register a rendezvous for a single agent with torch, under the name BACKEND.
+    """Register with torch, under the name BACKEND, a rendezvous for a single agent.
 
     The workers use the TCPStore `store`. The rendezvous needs no host name, and obeys `stop`.
     """
@@ -280,7 +281,7 @@ def register_rendezvous(store: "TCPStore", stop: StopRequest) -> None:
 
 
 def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":
-    """Return the LaunchConfig of `torchrun --standalone`, with rendezvous BACKEND and logs in `folder`."""
+    """Return torchrun's LaunchConfig for one node, with the rendezvous BACKEND and with logs in `folder`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 

@@ -1,4 +1,4 @@
-"""Decide whether a model is compiled; compile its loss with torch.compile, and try the result before use.
+"""Decide whether a model is compiled; compile the computation of its loss, and try this before use.
 
 With trainer.compile=auto a new run is compiled if this should save at least twice the time of the first
 compilation. The choice depends only on the configuration, the vocabulary and the kind of device, so that it
@@ -6,9 +6,10 @@ is the same for any number of workers and on every machine of a kind. Therefore 
 estimated from the planned FLOPs and the rates in COSTS. If a rate is wrong, a run may take longer than it
 needs to. A resumed run stays compiled, or not compiled, as it was when its snapshot was computed.
 
-If compiling fails, training goes on without it. On a GPU, the kernels of a small model end sooner than Python
-can launch the next ones. If the caller allows CUDA graphs, the forward and backward passes of such a model
-are also captured as CUDA graphs. These are used if their replays give the same bits as the first call.
+The compiler is torch.compile. If torch.compile fails, the model is trained without it. On a GPU, the kernels
+of a small model end sooner than Python can launch the next ones. If the caller allows CUDA graphs, the
+forward and backward passes of such a model are also captured as CUDA graphs. These are used if their replays
+give the same bits as the first call.
 """
 
 import importlib
@@ -26,8 +27,8 @@ from mingpt.base.files import reason_of
 from mingpt.config import Config
 from mingpt.model.gpt import GPT, Block, LossModule
 
-PAID_BACK = 2  # auto compiles if this saves twice the time it takes: a run may stop early or compile again
-MAX_GRAPH_FLOPS = 4e12  # per micro-batch, about 10 ms of a GPU: a larger one gains nothing by CUDA graphs
+PAID_BACK = 2  # auto compiles if that saves twice its time, because a run may stop early or compile again
+MAX_GRAPH_FLOPS = 4e12  # per micro-batch, about 10 ms of a GPU: a larger micro-batch gains nothing
 REPLAYS = 4  # calls per input: the first runs the kernels, the second captures them, the others replay
 
 Forward = Callable[[Tensor, Tensor], Tensor]
@@ -40,7 +41,7 @@ class Costs:
     """The estimated rates and compile times of a kind of device."""
 
     flops_per_s: float  # of all workers together, without the compiler
-    saved_share: float  # 1 - time of a compiled step / time of one that is not
+    saved_share: float  # 1 - time of a compiled step / time of a step that is not compiled
     start_s: float  # time of the first compilation (nothing is cached), except for the blocks
     block_s: float  # additional time of the first compilation for each block
 
@@ -48,8 +49,8 @@ class Costs:
 # cpu: measured on a core of an Intel Xeon with AMX, in bfloat16, with torch 2.13. The core reached
 # 0.12 TFLOP/s with the default run and with nanoGPT's CPU size, and 0.3 with 10.65 M parameters. The compiler
 # saved 0.50, 0.39 and 0.25 of a micro-batch's time, and took 22 s for 2 blocks and 25 s for 4. `flops_per_s`
-# is that of nearly two such cores at the best of these rates, and `saved_share` a little less than the
-# smallest of these shares. The program that measured them was compile_cost.py of commit 496a4e0.
+# is nearly the rate of two such cores at the best of these rates, and `saved_share` is a little less than
+# the smallest of these shares. The program that measured them was compile_cost.py of commit 496a4e0.
 # cuda: estimates, not measured.
 COSTS = {
     "cpu": Costs(flops_per_s=5e11, saved_share=0.2, start_s=20.0, block_s=2.0),
@@ -115,13 +116,12 @@ def import_compiler() -> None:
 def compile_model(
     loss: LossModule, example: Tensor, autocast: Autocast, graphs: bool = False
 ) -> tuple[Forward | None, bool]:
-    """Compile the loss for tokens and targets of the shape of `example`, (B, T), and try the compiled loss.
+    """Compile the module `loss` for tokens and targets of the shape of `example`, (B, T), and try the result.
 
-    Returns the compiled loss, or None if compiling fails, and whether the compiled loss uses CUDA graphs.
-    `graphs` allows CUDA graphs, for a small model on a GPU. With CUDA graphs each call overwrites the loss
-    and the gradients of the previous call. Call the compiled loss in the thread that compiled it. A failure
-    is logged. The trial seeds torch with 0 and sets all gradients to None. `autocast()` is the context of a
-    forward pass.
+    Returns the compiled module (None if compiling fails) and whether it uses CUDA graphs. `graphs` allows
+    CUDA graphs, for a small model on a GPU. With CUDA graphs each call overwrites the loss and the gradients
+    of the previous call. Call the compiled module in the thread that compiled it. A failure is logged. The
+    trial seeds torch with 0 and sets all gradients to None. `autocast()` is the context of a forward pass.
     """
     small = loss.model.flops_per_token() * example.numel() < MAX_GRAPH_FLOPS
     modes = [("default", "torch.compile")]
@@ -146,7 +146,7 @@ def compile_model(
 
 
 def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dtype) -> bool:
-    """Compile a new block like the model's for (B, T, C) activations `x`; return whether compiling succeeds.
+    """Compile a new block, like those of `model`, for (B, T, C) activations `x`; return whether it succeeds.
 
     This fills the compiler's cache. `dtype` is the type of the block's weights; only the shape and device of
     `x` matter. A failure is logged. `autocast()` is the context of a forward pass.
@@ -179,7 +179,8 @@ def compile_blocks(model: GPT) -> None:
 def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:
     """Return whether later calls of `forward` give the same bits as the first call with the same input.
 
-    `forward` is `loss`, compiled. Two inputs of the shape of `example` take turns.
+    `forward` is `loss`, compiled. Two inputs of the shape of `example` take turns. `autocast()` is the
+    context of a forward pass.
     """
     generator = torch.Generator().manual_seed(0)
     inputs = [
@@ -200,7 +201,8 @@ def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast:
 def random_weights(loss: LossModule) -> Iterator[None]:
     """Make the weights random within a `with` block, and restore them at its end.
 
-    Some initial weights are zero. With these, gradients may be zero, and always equal.
+    Some initial weights are zero. With such weights gradients may be zero, and would then be equal in all
+    calls, even if the compiled module did not repeat its results.
     """
     with torch.no_grad():
         saved = [(weight, weight.clone()) for weight in loss.parameters()]
@@ -218,7 +220,8 @@ def gradients(forward: Forward, loss: LossModule, tokens: Tensor, autocast: Auto
     """Return copies of the loss and of the gradients of all parameters.
 
     The inputs are `tokens`, (B, T); the targets are the same tokens in another order. First torch is seeded
-    with 0, and at the end the `grad` of all parameters is set to None.
+    with 0, and at the end the `grad` of all parameters is set to None. `autocast()` is the context of the
+    forward pass.
     """
     torch.manual_seed(0)  # so that dropout is the same in each call
     try:

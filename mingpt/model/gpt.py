@@ -97,7 +97,7 @@ class Block(nn.Module):
         self.recompute = False
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
-        """Map (B, T, C) features to (B, T, C).
+        """Map (B, T, C) features to (B, T, C); `positions` and `cache` are for the attention.
 
         If the attribute `recompute` is true, activations are not kept: the backward pass computes them again.
         """
@@ -175,7 +175,7 @@ class GPT(nn.Module):
         return 6.0 * sum(sizes) + 12.0 * self.config.n_layer * self.config.n_embd * self.block_size
 
     def draw_weight(self, name: str, shape: Shape, seed: int) -> Tensor:
-        """Return a parameter's initial value, a float32 tensor on the CPU.
+        """Return the initial value of parameter `name`, drawn with `seed`: a float32 tensor on the CPU.
 
         Matrices are normally distributed with `initial_std`, biases are zeros and weights of norms are ones.
         The value depends only on the arguments and the configuration, not on the device, the number of
@@ -213,9 +213,9 @@ class GPT(nn.Module):
         """Map (B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
 
         Without targets the loss is None. With targets, logits have no gradient, and are None if `head_loss`
-        computes them in chunks. With caches, one per block, the tokens follow the cached positions: any
-        number of tokens if the caches are empty, else one token. Raises ValueError if there are more than
-        block_size positions.
+        computes them in chunks. With caches, one per block, the tokens follow the cached positions. If the
+        caches are empty, there may be any number of tokens, else only one. Raises ValueError if there are
+        more than block_size positions.
         """
         start = caches[0].length if caches else 0
         end = start + tokens.size(1)
@@ -268,11 +268,11 @@ class LossModule(nn.Module):
 def choose(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator, top_p: float = 1.0
 ) -> int:
-    """Draw a token from (V,) logits; temperature 0 takes the most likely token.
+    """Draw a token from (V,) logits with `generator`; temperature 0 takes the most likely token.
 
-    Only the `top_k` most likely tokens can be drawn (all tokens if `top_k` is None or 0), and among these
-    only the fewest most likely ones whose probabilities sum to at least `top_p` (Holtzman et al. 2020,
-    section 3.1).
+    Only the `top_k` most likely tokens can be drawn (all tokens if `top_k` is None or 0). Among these, only
+    as many of the most likely tokens can be drawn as are needed for probabilities that sum to at least
+    `top_p` (Holtzman et al. 2020, section 3.1).
     """
     if temperature < torch.finfo(torch.float32).tiny:  # float32 may treat it as 0
         return int(logits.argmax())
@@ -302,9 +302,10 @@ def generate_batch(
     """Generate a sample per seed, each of which continues `prompt`; yield the samples' next tokens.
 
     The iterator yields up to `count` lists, with a token per sample. A sample ends with the token `end`, if
-    that is not None; in the lists, None stands for this token and for every token after it. The iterator
-    ends early once all samples have ended. Until the iterator ends or is closed, the model is in eval mode.
+    that is not None; in the lists, None stands for this token and for every token after it. The iterator ends
+    early once all samples have ended. Until the iterator ends or is closed, the model is in eval mode.
     `prompt` must have at least one token. Only tokens below `vocab_size` are drawn, if that is not None.
+    `temperature`, `top_k` and `top_p` are arguments of `choose`.
 
     The same seeds give the same tokens on the same device. Each sample has its own random generator, so other
     samples change only the rounding of its logits. When the context (prompt and new tokens) becomes longer

@@ -20,7 +20,7 @@ BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old files o
 
 
 class Convertible(ABC):
-    """An architecture that transformers has, too. Its class inherits from GPT and from this class."""
+    """An architecture that transformers also has. Its class inherits from GPT and from this class."""
 
     hf_model_type: str  # model_type in config.json
     hf_dropouts: tuple[str, ...]  # fields of config.json for dropout; all get the probability model.dropout

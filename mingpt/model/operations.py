@@ -111,7 +111,7 @@ class TorchOps:
     def rms_norm(self, x: Tensor) -> Tensor:
         """Divide x by its root mean square along the last dimension.
 
-        The result has x's dtype. Under autocast, it has float32 on a GPU, and autocast's dtype with CPUOps.
+        The result has x's dtype. Under autocast it is float32 on a GPU, and autocast's dtype with CPUOps.
         """
         return rms_norm(x)
 
@@ -149,7 +149,10 @@ class TorchOps:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, start: int
     ) -> Tensor:
-        """Attend from (B, H, T, D) queries to (B, H, start + T, D) keys and values; return (B, H, T, D)."""
+        """Attend from (B, H, T, D) queries to (B, H, start + T, D) keys and values; return (B, H, T, D).
+
+        `mask` is the mask of Positions, `start` the number of cached positions.
+        """
         # After a cached start there is one token, which attends to all positions.
         return F.scaled_dot_product_attention(query, key, value, is_causal=not start, dropout_p=dropout)
 
@@ -263,7 +266,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def inverse_rms(x: Tensor) -> Tensor:
-    """Return 1 / sqrt(mean(x^2) + EPSILON) over the last dimension, kept as size 1; in float32 or wider."""
+    """Return 1 / sqrt(mean(x^2) + EPSILON) over the last dimension, kept with size 1; in float32 or wider."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square_()
     return square.div_(x.size(-1)).add_(EPSILON).rsqrt_()
@@ -431,7 +434,7 @@ def padding(weight: Tensor) -> int:
 
 
 def head_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the logits, (..., V), of features, (..., C), by a head with weight (V, C)."""
+    """Return the logits, (..., V), of features, (..., C), for a head whose weight is `weight`, (V, C)."""
     missing = padding(weight)
     if not missing:
         return F.linear(x, weight)

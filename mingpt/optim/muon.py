@@ -38,14 +38,14 @@ class Collectives(Protocol):
     rank: int
 
     def all_to_all(self, pieces: list[Tensor], send: list[int], receive: list[int]) -> Tensor:
-        """Send consecutive elements of this rank's vector to all ranks, `send[rank]` elements to each.
+        """Send consecutive elements of the vector `pieces` to all ranks, `send[rank]` elements to each rank.
 
         Returns the elements that this rank receives, in the order of the ranks that send them.
         `receive[rank]` is the number of elements that `rank` sends to this rank.
         """
 
     def all_gather_parts(self, pieces: list[Tensor], sizes: list[int]) -> Iterator[Tensor]:
-        """Yield each rank's vector, of `sizes[rank]` elements. All ranks must iterate to the end."""
+        """Yield each rank's vector `pieces`, of `sizes[rank]` elements. All ranks must iterate to the end."""
 
 
 class Muon:
@@ -92,7 +92,10 @@ class Muon:
     def step_on_matrices(
         self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
     ) -> None:
-        """Compute this worker's updates, receive the other workers' updates, and apply all. Collective."""
+        """Compute this worker's updates, receive the other workers' updates, and apply all. Collective.
+
+        `buffers` has the momentum of each matrix.
+        """
         updates = self.orthogonal({name: self.nesterov(gradients[name], buffers[name]) for name in self.mine})
         sizes = [[self.weights[name].numel() for name in names] for names in self.names_by_rank]
         arriving = self.transport.all_gather_parts(
@@ -104,7 +107,8 @@ class Muon:
     def step_on_rows(self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Send this worker's rows of the momentum to the workers that compute the updates.
 
-        Then receive this worker's rows of the updates, and apply them. Collective.
+        Then receive this worker's rows of the updates, and apply them. `buffers` has this worker's rows of
+        each momentum matrix. Collective.
         """
         names = [name for part in self.names_by_rank for name in part]
         sizes = [self.weights[name].numel() for name in names]
@@ -151,7 +155,7 @@ class Muon:
         return updates
 
     def apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
-        """Subtract flat `updates` from the weights `names`, scaled by `lr` and the shapes of the matrices."""
+        """Subtract the flat `updates` of the weights `names`; `lr` and a matrix's shape scale its update."""
         for name, update in zip(names, updates, strict=True):
             weight = self.weights[name]
             weight.add_(update.view_as(weight), alpha=-lr * 0.2 * math.sqrt(max(self.shapes[name])))
@@ -160,9 +164,9 @@ class Muon:
 def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) -> list[list[list[str]]]:
     """Return each worker's batches of matrices; a batch is a list of names.
 
-    The matrices of a batch have one shape or its transpose. The batches are assigned in turn, the most
-    expensive first, each to the worker whose batches so far are the cheapest together. The result is the same
-    on all workers.
+    `device_type` determines the largest batch. The matrices of a batch have one shape or its transpose. The
+    batches are assigned in turn, the most expensive first, each to the worker whose batches so far are the
+    cheapest together. The result is the same on all workers.
     """
     by_shape: dict[Shape, list[str]] = {}
     for name, shape in shapes.items():

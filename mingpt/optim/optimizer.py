@@ -88,7 +88,10 @@ def missing(tensor: Tensor) -> int:
 
 
 def padded(tensor: Tensor) -> Tensor:
-    """Return the tensor itself if it needs no padding, else a flat copy with zeros at the end."""
+    """Return a tensor, padded with zeros to a multiple of CPU_MULTIPLE elements if it is on the CPU.
+
+    The result is a flat copy; or the tensor itself, if it needs no padding or is on a GPU.
+    """
     if not missing(tensor):
         return tensor
     longer = tensor.new_zeros(tensor.numel() + missing(tensor))
@@ -97,7 +100,7 @@ def padded(tensor: Tensor) -> Tensor:
 
 
 def unpadded(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a view of a padded tensor without the padding, in the shape of `like`."""
+    """Return a view of a tensor from `padded`, without the padding, in the shape of `like`."""
     return tensor.view(-1)[: like.numel()].view_as(like) if missing(like) else tensor
 
 

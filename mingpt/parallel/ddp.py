@@ -67,7 +67,7 @@ class WholeWeights(Strategy):
         return self.own_rows(self.held_weights())
 
     def own_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return those rows of whole tensors that this rank updates; all rows if updates are not sharded."""
+        """Return those rows of `tensors` that this rank updates; all rows if updates are not sharded."""
         if not self.updates_are_sharded:
             return tensors
         return {name: tensor[self.my_rows(name)] for name, tensor in tensors.items()}

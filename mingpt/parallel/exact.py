@@ -16,9 +16,9 @@ What is sent for each bucket, in two phases. A chunk is the part of a vector tha
 2. All-gather: each rank sends its chunk to all ranks, which then hold the whole gradient. If updates are
    sharded, a rank's chunk has exactly the rows that the rank updates, and there is no second phase.
 
-As many bytes are sent as in a ring all-reduce, and a few more partial sums by ranks whose micro-batches do
-not form one subtree. DistributedDataParallel with the communication hook of hook.py does the same, but
-imports torch._dynamo. This import takes as long as that of torch, at every start and restart.
+As many bytes are sent as in a ring all-reduce. Ranks whose micro-batches do not form one subtree have several
+partial sums, and send more bytes. DistributedDataParallel with the communication hook of hook.py does the
+same, but imports torch._dynamo. This import takes as long as that of torch, at every start and restart.
 """
 
 import contextlib
@@ -165,7 +165,11 @@ class ExactReduction(WholeWeights):
         events.emit("partial_sums")
 
     def add_gradients(self, bucket: Bucket, number: int, copies: bool = False) -> None:
-        """Move the gradients of micro-batch `number`, or their `copies`, into the bucket's partial sums."""
+        """Move the gradients of micro-batch `number` from `grad` to the bucket's partial sums.
+
+        With `copies`, copies are moved, because the next backward pass overwrites the memory of the
+        gradients.
+        """
         gradients = []
         for name in bucket.names:
             gradient, self.weights[name].grad = self.weights[name].grad, None
@@ -179,7 +183,7 @@ class ExactReduction(WholeWeights):
         """In the last micro-batch of a step, note that the gradient of `weight` is ready.
 
         Then send the buckets whose gradients are all ready. Buckets are sent in the same order on all ranks,
-        so a bucket also waits for those before it.
+        so a bucket also waits for all earlier buckets.
         """
         if self.is_last:
             bucket.missing -= 1
@@ -199,9 +203,10 @@ class ExactReduction(WholeWeights):
         self.sent.append(self.overlap.run(functools.partial(self.exchange, bucket, pieces), pieces))
 
     def split_by_rank(self, bucket: Bucket, gradients: list[Tensor]) -> list[Tensor]:
-        """Return a bucket's gradients as vectors.
+        """Return a bucket's gradients as vectors, a vector for each gradient.
 
-        If updates are sharded, the vectors are each rank's rows of each gradient, in the order of the ranks.
+        If updates are sharded, there is a vector for each rank's rows of each gradient, in the order of the
+        ranks.
         """
         if not self.updates_are_sharded:
             return [gradient.flatten() for gradient in gradients]

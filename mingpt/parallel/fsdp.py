@@ -119,7 +119,7 @@ class FSDPReduction(Strategy):
             self.found["the model" if is_model else f"block {number}"] = digest(gradients)
 
     def reduce_scatter(self, number: int, gradients: Tensor, rows: Tensor, op: Any) -> None:
-        """Reduce the gradients of unit `number` over all ranks by `op`; write this rank's rows to `rows`.
+        """Reduce the gradients of unit `number` over all ranks with `op`; write this rank's rows to `rows`.
 
         Collective.
         """
@@ -140,7 +140,7 @@ class FSDPReduction(Strategy):
 class ExactFSDPReduction(FSDPReduction):
     """FSDP2 with gradients summed along the tree of tree.py, `trainer.reduction=exact`.
 
-    FSDP2 itself adds no gradients: in the last turn of a step it gets their finished sum.
+    FSDP2 itself adds no gradients: in the last turn of a step FSDP2 gets the finished sum.
     """
 
     def __init__(self, setup: StrategySetup) -> None:
@@ -188,7 +188,7 @@ class ExactFSDPReduction(FSDPReduction):
     def reduce_scatter(self, number: int, gradients: Tensor, rows: Tensor, op: Any) -> None:
         """Add all ranks' gradients of unit `number` to the partial sums. Collective.
 
-        In the last turn of a step, write the sum for this rank's rows to `rows`.
+        In the last turn of a step, write the sum for this rank's rows to `rows`. `op` is ignored.
         """
         is_counted = self.found is None
         if is_counted and self.is_last_turn:

@@ -3,9 +3,9 @@
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(ExactHook(ddp, MICRO_BATCHES), ExactHook.reduce)
 
-The rest of the loop is as usual: all micro-batches of a worker but the last are under `ddp.no_sync()`. There,
-without the hook, DDP would add gradients up in `grad`, and the bits would depend on which micro-batches a
-worker has. The hook moves each gradient from `grad` to a tree of partial sums, as ExactReduction (exact.py)
+The rest of the loop is as usual: all micro-batches of a worker but the last are under `ddp.no_sync()`.
+Without the hook, DDP would add their gradients up in `grad`, and the bits would depend on which micro-batches
+a worker has. The hook moves each gradient from `grad` to a tree of partial sums, as ExactReduction (exact.py)
 does. When the last backward pass has computed the gradients of a bucket, the hook exchanges the bucket's
 partial sums as ExactReduction does. The bits are those of ExactReduction.
 """

@@ -1,8 +1,9 @@
 """The interface between a training loop and a way of training in parallel; digests and norms of gradients.
 
 The norm of a gradient has the same bits however its rows are split among ranks: a rank computes the norm of
-each row that it holds, then every rank combines the norms of all rows in the order of the tensors.
-torch.nn.utils.clip_grad_norm_ computes the norm of each shard, so its bits depend on the number of workers.
+each row that it holds; then every rank combines the norms of all rows, in the order of the tensors.
+torch.nn.utils.clip_grad_norm_ computes the norm of each shard, so the bits of its result depend on the number
+of workers.
 """
 
 import contextlib
@@ -93,7 +94,7 @@ class RowGatherer:
 
 
 def clip(gradients: Mapping[str, Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients, whose norm is `norm`, in place to a norm of at most `max_norm`; 0 means no limit."""
+    """Scale gradients, whose norm is `norm`, in place to a norm of at most `max_norm`, unless that is 0."""
     if not max_norm:
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -112,7 +113,7 @@ class StrategySetup:
     context: DistributedContext
     blocks: Sequence[nn.Module] = ()  # parts of the model; sharded weights are gathered a block at a time
     dummy: Sequence[Tensor] = ()  # inputs of a forward pass that is not counted; ExactReduction needs none
-    shard_optimizer: bool = False  # whether, if each rank holds all weights, it updates only its rows
+    shard_optimizer: bool = False  # whether a rank that holds all weights updates only its rows
     reshard: bool = True  # whether sharded weights are freed after a block's forward pass
     param_dtype: torch.dtype | None = None  # of sharded weights once gathered; None: the dtype that they have
     timeout_s: float = 60.0  # of a collective, in seconds
@@ -150,7 +151,7 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Strategy(ABC):
-    """A way of training in parallel. The constructor allocates the model's weights, which the caller fills.
+    """A way of training in parallel. The constructor allocates the model's weights; the caller sets them.
 
     Then the caller calls `prepare` once. One step is
 
@@ -204,7 +205,7 @@ class Strategy(ABC):
         return RowMap(shapes, self.world_size, tuple(kind for kind in held if held[kind]))
 
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
-        """Set the module to train, which may be compiled. From then on, call it by the attribute `forward`.
+        """Set the module to train, which may be compiled. Afterwards, call the module as `strategy.forward`.
 
         `grads_are_static` says that each backward pass overwrites the gradients of the previous one, as with
         CUDA graphs.
@@ -250,9 +251,10 @@ class Strategy(ABC):
     def unreduced(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Return a context for a backward pass whose gradients do not count.
 
-        Enter it before the first micro-batch of a step. The value of the context is a dictionary, which is
-        filled when the context ends: with the `digest` of each gradient as it would enter the reduction, by
-        the name of the parameter, or of the block if blocks are reduced as a whole.
+        Enter the context before the first micro-batch of a step. The value of the context is a dictionary,
+        which is filled when the context ends. It then has the `digest` of each gradient, as the gradient
+        would enter the reduction. Its keys are the names of the parameters, or of the blocks if blocks are
+        reduced as a whole.
         """
 
     def digests(self, *inputs: Tensor) -> dict[str, Tensor]:
@@ -275,7 +277,7 @@ class Strategy(ABC):
         """Give all ranks the new weights, and free the gradients. Call this after the pieces were updated."""
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients to a norm of at most `max_norm`; return the norm before that, a scalar.
+        """Scale the gradients to a norm of at most `max_norm`; return the norm before scaling, a scalar.
 
         A `max_norm` of 0 is no limit. First the gradients are divided by the loss scale, so the norm is that
         of the unscaled loss. The bits of the norm do not depend on the number of workers. Collective.
@@ -293,7 +295,7 @@ class Strategy(ABC):
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank. If forward passes are not collective, return `flag`.
 
-        By this method ranks leave a loop of collective forward passes in the same iteration. Collective if
+        With this method, ranks leave a loop of collective forward passes in the same iteration. Collective if
         forward passes are.
         """
         return flag
@@ -304,7 +306,7 @@ class Strategy(ABC):
         return slice(rows.start, rows.stop)
 
     def dummy_backward(self) -> None:
-        """Run a forward and backward pass with zero gradients: the passes of other ranks need this rank."""
+        """Run a forward and backward pass with zero gradients, because other ranks' passes need this rank."""
         with self.setup.autocasts():
             outputs = self.forward(*self.setup.dummy)
         outputs.sum().mul(0.0).backward()  # type: ignore[no-untyped-call]

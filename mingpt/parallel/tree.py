@@ -1,5 +1,7 @@
 """The binary tree along which gradients are added, whichever ranks add them.
 
+The leaves are the gradients of a step's micro-batches.
+
 Node (level, index) is the sum of leaves index * 2**level to (index + 1) * 2**level - 1, computed as its left
 half plus its right half. If the right half would lie past the last leaf, the node is its left half.
 Floating-point addition is not associative, so the order of additions determines the bits of a sum. This order

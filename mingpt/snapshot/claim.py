@@ -82,7 +82,7 @@ class Found(NamedTuple):
     renewed: int  # modification time of the file, in nanoseconds since 1970
 
 
-UNKNOWN = Holder((), "unknown", "unknown", since=0.0)  # if a claim's file is damaged, or being written now
+UNKNOWN = Holder((), "unknown", "unknown", since=0.0)  # if a claim's file is damaged or is being written
 NONE = Found(0, UNKNOWN, 0)  # what `read_newest` returns if there is no claim
 
 
@@ -181,9 +181,9 @@ class Claim:
     def refuse_or_tell(self, found: Found, is_first: bool) -> None:
         """Raise UserError if another job uses the folder; else print, once per wait, that this job waits.
 
-        `found` is the claim with the highest number, and `is_first` is true in the first call of a wait.
-        Another job uses the folder if one of its agents is seen alive or, in later calls, because it has made
-        or renewed its claim during the wait.
+        `found` is the claim with the highest number, and `is_first` is true in the first call of a wait. In
+        the first call, another job uses the folder if one of its agents is seen alive. Later calls are made
+        only after the claim has changed, which shows that the job that holds the claim is alive.
         """
         holder = found.holder
         if holder.job != self.holder.job and (holder.is_alive() or not is_first):

@@ -84,7 +84,7 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
 
 
 def tensor_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
-    """Return the unsharded shape of each parameter and of each tensor of the optimizer's state, by name.
+    """Return the full shape of each parameter and of each tensor of the optimizer's state, by name.
 
     Each name begins with "model." or "optimizer.".
     """
@@ -155,10 +155,11 @@ def describe_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> Tokenize
 
 
 def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin: str) -> dict[str, Tensor]:
-    """Return views of the weights `tensors`, without the learned positions for which `shapes` has no rows.
+    """Return views of `tensors`, the weights of a model by name, that have the shapes in `shapes`.
 
-    `shapes` has the shapes of the parameters of a model, by name. Raises UserError, whose message calls the
-    weights `origin`, if they are those of a different model.
+    `shapes` has the shapes of the parameters of the model that is to take the weights, by name. Only learned
+    positions can be left out: those past the number of positions of this model. Raises UserError, whose
+    message calls the weights `origin`, if the weights do not fit this model.
     """
     there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     check_shapes(there, shapes, origin)
@@ -168,10 +169,11 @@ def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin:
 def check_shapes(
     there: Mapping[str, tuple[Shape, torch.dtype]], here: Mapping[str, Shape], origin: str
 ) -> None:
-    """Raise UserError if weights of the shapes and types `there` do not fit a model of the shapes `here`.
+    """Raise UserError if saved weights do not fit a model.
 
-    The weights may have any floating-point type, and more learned positions than the model. The error's
-    message calls the weights `origin`.
+    `there` has the shape and type of each of the weights, and `here` the shape of each parameter of the
+    model, by name. The weights may have any floating-point type, and more learned positions than the model.
+    The error's message calls the weights `origin`.
     """
     wrong = []
     for name, shape in here.items():

@@ -4,8 +4,8 @@ In a folder a file is written under a temporary name, fsynced and renamed. For a
 a temporary file in TMPDIR, which fsspec's driver then uploads: an object appears when its upload is complete.
 
 S3 keeps, and charges for, the parts of an unfinished upload until the upload is aborted. s3fs aborts an
-upload that fails, but a killed process aborts nothing: a lifecycle rule of the bucket
-(AbortIncompleteMultipartUpload) removes such parts.
+upload that fails, but a killed process aborts nothing: give the bucket a lifecycle rule
+(AbortIncompleteMultipartUpload) that removes such parts.
 """
 
 import contextlib
@@ -157,7 +157,7 @@ class FileStore:
             raise OSError(f"{path} has {written} bytes of {size} after writing")
 
     def remove_file(self, name: str) -> None:
-        """Remove the file `name` if it exists; in a local folder, only `fsync_folder` makes that durable."""
+        """Remove the file `name` if it exists. On a disk the removal is durable only after `fsync_folder`."""
         with contextlib.suppress(FileNotFoundError):
             self.files.rm_file(self.path(name))
 

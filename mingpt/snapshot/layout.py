@@ -1,4 +1,4 @@
-"""The names of a snapshot's files, the place of each tensor in its file, and the buffer for writing them.
+"""The names of a snapshot's files, the place of each tensor in its file, and a buffer for the tensors.
 
 The snapshot of step 1200 has the manifest `step_00001200.json`, the weights in `step_00001200.safetensors`,
 the optimizer's state in `step_00001200.optimizer.safetensors`, and the tokenizer, if there is one, in
@@ -6,8 +6,8 @@ the optimizer's state in `step_00001200.optimizer.safetensors`, and the tokenize
 a tensor in its file depends on the names, types and shapes of the tensors in this file, never on the number
 of workers.
 
-Training waits only while the tensors are copied into a `StagingBuffer`, which was allocated before. The
-buffer is then hashed and written in the background.
+Training waits only while the tensors are copied into a `StagingBuffer`, which is allocated once, in advance.
+The copy is then hashed and written in the background.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def unfinished_name(step: int) -> str:
 
 
 def step_of(name: str, kind: str | None = None) -> int | None:
-    """Return the step in `name`, if that is the name of a snapshot's file and of the given kind; else None.
+    """Return the step in `name` if this is the name of a snapshot's file of the given kind; else None.
 
     `kind` is "json" (the manifest), "safetensors" (any file that a manifest lists), or None (any file of a
     snapshot).
@@ -113,7 +113,7 @@ class FileLayout:
 
     name: str
     header: bytes  # the first bytes of the file: the length of the JSON, and the JSON
-    begins: dict[str, int]  # tensor -> offset from the file's start, in bytes; sorted, tensors have no gaps
+    begins: dict[str, int]  # tensor -> its offset from the file's start, in bytes; sorted, without gaps
     size: int  # bytes, header included
 
 
@@ -181,7 +181,7 @@ class StagingBuffer:
         """Have CUDA lock (pin) the buffer's pages until the buffer is freed.
 
         A copy from the GPU to pages that are not locked blocks the host. torch's pinned memory is not used,
-        because torch would round its size up to a power of two. If locking fails, that is only logged.
+        because torch would round the buffer's size up to a power of two. A failure to lock is only logged.
         """
         runtime, address = torch.cuda.cudart(), self.buffer.data_ptr()
         try:
@@ -198,7 +198,7 @@ class StagingBuffer:
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy into the buffer those of `tensors` for which the buffer has a place.
 
-        On return the tensors may change, because this waits until copies from GPUs have ended.
+        On return the caller may change the tensors, because copies from GPUs have also ended.
         """
         devices = {tensors[name].device for name in self.slots if tensors[name].is_cuda}
         for name, slot in self.slots.items():
@@ -207,7 +207,7 @@ class StagingBuffer:
             torch.cuda.synchronize(device)
 
     def pieces(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """Yield the buffer's bytes of the tensors `names`, as uint8 views of at most PIECE_BYTES each."""
+        """Yield the bytes of the tensors `names`: uint8 views of the buffer, of at most PIECE_BYTES each."""
         for name in names:
             yield from (piece for piece in self.parts[name].split(PIECE_BYTES) if len(piece))
 

@@ -99,9 +99,9 @@ def possible_places(where: str) -> list[str]:
 def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
     """Yield (step, table row) for each snapshot in `store`; log why a snapshot is not valid.
 
-    Also yields rows for snapshots that a run has set aside: it has renamed their files because they are
-    damaged, or suspect (a worker may have computed wrongly). Raises UnreadableSnapshot if the folder cannot
-    be read.
+    Also yields rows for snapshots that were set aside: a run has renamed the files of such a snapshot,
+    because the snapshot is damaged, or suspect (a worker may have computed wrongly). Raises
+    UnreadableSnapshot if the folder cannot be read.
     """
     for match in filter(None, map(MANIFEST.fullmatch, store.list_names())):
         prefix, set_aside, step = match[1], match[2], int(match[3])

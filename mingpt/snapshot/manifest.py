@@ -20,7 +20,7 @@ from mingpt.config import Config, check
 from mingpt.snapshot.layout import are_files_of
 
 SCHEMA = 3
-OLDER_SCHEMA = 2  # manifests of this schema version are read, too
+OLDER_SCHEMA = 2  # manifests of this earlier schema version can also be read
 MAX_BYTES = 4 << 20  # of a manifest, of which three copies exist while it is checked
 CONFIG = pydantic.TypeAdapter(Config)
 
@@ -99,7 +99,7 @@ class ShardFields(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     rank: Count
     workers: int = pydantic.Field(ge=1, lt=2**31)
-    weights: bool  # whether the model's weights are sharded, too, not only the optimizer's state
+    weights: bool  # whether not only the optimizer's state but also the model's weights are sharded
     generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # a random id, the same on all ranks
 
     @pydantic.model_validator(mode="after")
@@ -135,15 +135,15 @@ class Manifest(Part):
     run: RunId | None = None  # id of the run that wrote the snapshot; None: not recorded
     step: Count
     windows: Count  # the number of training windows (token sequences) that all workers together have read
-    # Each manifest of a run has these four; a training loop of your own leaves them out.
+    # A run sets the next four fields in each manifest; a training loop of your own leaves them out.
     config: dict[str, Any] = {}
     tokenizer: TokenizerFields = TokenizerFields(kind="none", vocab_size=1)
     data: DataFields = DataFields(path="", sha256=64 * "0")
     software: SoftwareFields = SoftwareFields.model_construct(torch="", device="", threads=1, dtype="float32")
     audit: Sha256 = 64 * "0"  # a hash over all tokens that were trained on
     metrics: dict[str, dict[str, Number]] = {}  # kind, such as "val" -> the last record of that kind
-    # The last step after which the run was evaluated; the last step at which the workers were compared and
-    # agreed. None: there was no such step, or it is not recorded.
+    # The last step after which the run was evaluated, and the last step at which the workers were compared
+    # and agreed. None: there was no such step, or the step is not recorded.
     evaluated_step: Count | None = None
     replayed_step: Count | None = None
     discarded_after: list[Count] = []  # see is_discarded
@@ -257,7 +257,7 @@ def from_older(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_files(manifest: Manifest) -> None:
-    """Raise CorruptSnapshot if the files that a manifest lists cannot be those of a snapshot of its step.
+    """Raise CorruptSnapshot if `manifest.files` cannot be the files of a snapshot of `manifest.step`.
 
     Also raises CorruptSnapshot if `bytes` and `sha256` are not those of all `files` together. No file is
     read. Raises UserError if a tensor file is split into several files, as in earlier versions.

@@ -7,7 +7,7 @@ between two restarts).
 
 If each rank holds the whole state, the first worker of each node writes it. A sharded state is written in
 parts, one per rank; each part is a snapshot whose manifest has the field `shard`. A worker of the next node
-also writes a copy of the part, to a folder of its own, so that the loss of a node also costs only a few
+writes a copy of each part, to a separate folder, so that the loss of a whole node also costs only a few
 steps. Training waits only while each rank copies its tensors to a buffer.
 
 A save counts when all its parts are written. Until then the previous save is kept, so that at any time one
@@ -40,8 +40,8 @@ from mingpt.snapshot.manifest import Manifest, ShardFields
 from mingpt.snapshot.saver import Keep, LateFields, SnapshotSaver, Transfer
 from mingpt.snapshot.store import SnapshotStore
 
-# The name of an empty file in a run's folder. It says that the snapshots there are left to the agent (see
-# `leave_to_agent`); the next generation removes the file before it saves.
+# The name of an empty file in a run's folder, which means that the agent is to remove the snapshots in this
+# folder if no generation follows (see `leave_to_agent`). If a generation follows, it first removes the file.
 LEFT_TO_AGENT = "left-to-agent"
 LEFTOVER_S = 24 * 3600.0
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def is_leftover(root: Path) -> bool:
 
 
 def plan_copies(node_of: Sequence[int]) -> list[int | None]:
-    """Return, for each rank, the rank that keeps a copy of its part of a sharded state.
+    """Return, in the order of the ranks, which rank keeps a copy of each rank's part of a sharded state.
 
     `node_of` has the node of each rank. The parts of a node's ranks are given in turn to the ranks of the
     next node; the last node is followed by the first. With a single node there are no copies: the result has
@@ -167,11 +167,11 @@ class MemorySaver:
         return SnapshotSaver(SnapshotStore(str(folder)), tokenizer)
 
     def allocate(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the staging buffer for a state like `tensors`, and create the folders.
+        """Allocate the staging buffer, and create the folders.
 
-        If a node's memory has no room for two saves, copies included, saving to memory is disabled: on all
-        ranks if the state is sharded, else only on that node. A second call does nothing. Collective if the
-        state is sharded.
+        The buffer is for tensors with the names, types and shapes of `tensors`. If a node's memory has no
+        room for two saves, copies included, saving to memory is disabled: on all ranks if the state is
+        sharded, else only on that node. A second call does nothing. Collective if the state is sharded.
         """
         if self.own.staging or self.disabled:
             return
@@ -241,11 +241,12 @@ class MemorySaver:
         return not problem
 
     def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields, is_first: bool) -> None:
-        """Write this rank's part, send a copy to another rank, and write the copies that this rank keeps.
+        """Write this rank's part, send it to the rank that copies it, and write copies of other ranks' parts.
 
-        `save` runs this in a background thread; `is_first` means that this is the generation's first save.
-        Before any later save, the folders of earlier generations are removed, because the generation's first
-        save is complete by then. If another rank is gone, stops and sets `problem`.
+        `save` runs this in a background thread. `transfer` has the bytes of this rank's part, `late_fields`
+        returns further fields of the manifest, and `is_first` is true in the generation's first save. Before
+        any later save, the folders of earlier generations are removed, because the generation's first save is
+        complete by then. If another rank is gone, stops and sets `problem`.
         """
         try:
             manifest = manifest.model_copy(update=late_fields())
@@ -266,10 +267,11 @@ class MemorySaver:
             self.note_problem(error)  # all ranks learn of this, unless the main thread loses the same peer
 
     def write_part(self, saver: SnapshotSaver, rank: int, manifest: Manifest, transfer: Transfer) -> None:
-        """Remove all but the newest snapshot of the part of rank `rank`, then write the next one by `saver`.
+        """Write the part of rank `rank` with `saver`, after removing older snapshots from the saver's folder.
 
-        `transfer` has or receives the part's bytes. Raises only the error of a lost peer. Any other error is
-        kept in `problem`, and `is_free` later tells all ranks that save together about it.
+        The newest snapshot in the folder is kept. `transfer` has or receives the part's bytes. Raises only
+        the error of a lost peer. Any other error is kept in `problem`, and `is_free` later reports it to
+        every rank that takes part in the save.
         """
         if self.rows.sharded:
             shard = ShardFields(
@@ -289,7 +291,7 @@ class MemorySaver:
             transfer.exchange()  # the rank that sends waits for this
 
     def part_specs(self, rank: int) -> dict[str, TensorSpec]:
-        """Return the type and shape of the rows of each sharded tensor that `rank` holds, by tensor name."""
+        """Return the type and shape of the rows that `rank` holds of each sharded tensor, by tensor name."""
         assert self.own.staging, "allocate comes first"
         return {
             name: TensorSpec(slot.dtype, (len(self.rows.of(name, rank)), *slot.shape[1:]))
@@ -298,7 +300,7 @@ class MemorySaver:
         }
 
     def plan_copy(self, rank: int, step: int) -> Transfer:
-        """Return the Transfer that sends the part of `rank` at `step` to the rank that keeps its copy."""
+        """Return the Transfer that sends the part of `rank` at `step` to the rank that keeps a copy of it."""
         specs, keeper = self.part_specs(rank), self.keepers[rank]
         assert self.group and self.own.staging and keeper is not None
         return Transfer(
@@ -323,9 +325,9 @@ class MemorySaver:
         self.remove()
 
     def leave_to_agent(self) -> None:
-        """Leave the run's snapshots in memory, marked for removal by the agent if no generation follows.
+        """Leave the run's snapshots in memory, and mark them for the agent.
 
-        The agent of launch/elastic removes them when it exits.
+        If no generation follows, the agent of launch/elastic removes the snapshots when the agent exits.
         """
         if self.snapshots.root.is_dir():
             (self.snapshots.root / LEFT_TO_AGENT).touch()

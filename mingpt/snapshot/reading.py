@@ -2,7 +2,7 @@
 
 A file has 8 bytes with the header's length, the header as JSON, then the tensors. `TensorFile` reads the
 header, and later single tensors. Before memory for a tensor is allocated, `TensorFile` checks that the header
-is exactly the one that `lay_out` writes for tensors of these types and shapes, and that it describes all
+is exactly the one that `lay_out` writes for the types and shapes in the header, and that it describes all
 bytes of the file. No pickle is read, and nothing is executed. A missing file or wrong content raises
 CorruptSnapshot, and a failure to read raises UnreadableSnapshot.
 https://huggingface.co/docs/safetensors
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...]) -> T:
     """Return the result of `work`. If `work` fails, call it again after each pause of `retries_s` (seconds).
 
-    `work` reads a file or folder, which messages call `what`. If this is missing, or is not a file where one
-    is expected, CorruptSnapshot is raised without another attempt. If the last attempt fails,
-    UnreadableSnapshot is raised. If `work` itself raises CorruptSnapshot or UnreadableSnapshot, that error is
-    raised without another attempt.
+    `work` reads a file or folder, which messages call `what`. If the file or folder is missing, or if
+    there is something else in the place of a file, CorruptSnapshot is raised without another attempt. If the
+    last attempt fails, UnreadableSnapshot is raised. If `work` itself raises CorruptSnapshot or
+    UnreadableSnapshot, that error is raised without another attempt.
     """
 
     def on_failure(error: Exception) -> None:
@@ -117,8 +117,8 @@ def size_of(files: Any, path: str) -> int:
 def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
     """Fill `buffer` with a file's bytes from offset `begin` on.
 
-    Raises OSError if the file ends before `buffer` is full; OSError or an error of fsspec's driver if the
-    file cannot be read.
+    Raises OSError if the file ends before `buffer` is full. Raises OSError or an error of fsspec's driver if
+    the file cannot be read.
     """
     if isinstance(files, LocalFileSystem):
         with open(path, "rb") as file:
@@ -215,7 +215,7 @@ def wrong(name: str, reason: str) -> CorruptSnapshot:
 def check_finite(name: str, numbers: Tensor) -> None:
     """Raise CorruptSnapshot if `numbers` holds NaN or an infinite number.
 
-    `numbers` is the tensor `name`, which the message names, or some elements of it.
+    `numbers` has all or some elements of the tensor `name`. The error's message has this name.
     """
     if numbers.is_floating_point() and numbers.numel():
         low, high = numbers.aminmax()  # NaN if any element is

@@ -7,8 +7,8 @@ tensor, and all ranks save together: the main rank receives the other ranks' row
 other, and writes them with its own, so that the files do not depend on the sharding. The ranks' background
 threads exchange the rows over a process group of their own.
 
-The same saver writes to a disk, to a URL and to a node's memory. When it saves to memory, no rank receives
-the rows of all ranks: each rank saves only its part, as a snapshot of its own (memory.py).
+A `SnapshotSaver` writes to a disk, to a URL or to a node's memory. In a save to memory, no rank receives the
+rows of all ranks: each rank saves only its own rows, as a separate snapshot (memory.py).
 """
 
 import functools
@@ -34,7 +34,7 @@ from mingpt.snapshot.store import SnapshotStore
 LateFields = Callable[[], dict[str, Any]]
 # Takes a tensor's name; returns (rank, size in bytes) for each rank's rows that go into the file, in order.
 Sources = Callable[[str], Sequence[tuple[int, int]]]
-NO_LOSS = math.inf, -1  # stands for (validation loss, step) if there is no such snapshot
+NO_LOSS = math.inf, -1  # stands for (validation loss, step) if no snapshot has a validation loss
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -88,16 +88,17 @@ class Transfer:
             self.group.wait(self.sent)
 
     def exchange(self) -> None:
-        """Finish the exchange of all files: begin to send this rank's rows; on the writer, receive the rest.
+        """Exchange the rows that `write_files` has not exchanged.
 
-        The writer receives rows here only if writing a file has failed, and drops them.
+        A rank that is not the writer begins to send its rows. The writer receives rows here only if writing a
+        file has failed, and drops these rows.
         """
         for _, chunks in self.files:
             for _ in chunks:
                 pass
 
     def chunks(self, layout: FileLayout) -> Iterator[memoryview]:
-        """On the writer, yield a file's bytes; on another rank, yield nothing and begin to send its rows.
+        """On the writer, yield a file's bytes. Other ranks yield nothing, and begin to send their rows.
 
         All ranks must iterate to the end.
         """
@@ -147,7 +148,7 @@ class SnapshotSaver:
         self.best = NO_LOSS  # (the lowest validation loss of a snapshot that is kept, that snapshot's step)
 
     def allocate(self, tensors: Mapping[str, Tensor]) -> StagingBuffer:
-        """Return the staging buffer for a state like `tensors`; the first call allocates it."""
+        """Return the staging buffer for tensors like `tensors`. The first call allocates the buffer."""
         if self.staging is None:
             self.staging = StagingBuffer(tensors)
         return self.staging

@@ -37,7 +37,8 @@ from mingpt.snapshot.reading import Check, Entries
 from mingpt.snapshot.store import Snapshot, SnapshotStore, unfinished_steps
 
 log = logging.getLogger(__name__)
-# Two, because a kill during a save in parts may leave the newest step in only some of the SnapshotStores.
+# How many snapshots of a SnapshotStore in memory are offered. A kill during a save in parts may leave the
+# newest step in only some of the SnapshotStores, so the step before it is also offered.
 OFFERS_IN_MEMORY = 2
 # Fields of the manifest that are the same in all parts of one save.
 AGREEING = {"step", "windows", "tokenizer", "audit", "after", "shard"}
@@ -50,16 +51,16 @@ class Offer(NamedTuple):
     step: int
     is_on_disk: bool
     key: str  # the same for all parts of one save
-    part: int  # the rank, of `workers`, whose rows it holds; 0 for a whole state
+    part: int  # the rank whose rows this part has; 0 for a whole state
     workers: int  # the number of parts; 1 for a whole state
-    has_whole: bool  # whether it also holds the tensors that are not sharded
-    after: int  # if it is in memory: the newest step on disk when it was saved; else 0
+    has_whole: bool  # whether this part also has the tensors that are not sharded
+    after: int  # of a snapshot in memory: the newest step on disk when it was saved; else 0
     reader: int
     store: int
 
 
 class Fault(NamedTuple):
-    """The reason why the snapshot of `step` is not used; if `step` is -1, why its whole store is not used."""
+    """Why the snapshot of `step` is not used; if `step` is -1, why a whole SnapshotStore is not used."""
 
     step: int
     reason: str
@@ -98,7 +99,8 @@ class Reader:
         """Open the newest snapshots of each store; return offers of those that have no known fault.
 
         At most one snapshot on disk, and OFFERS_IN_MEMORY snapshots of each store in memory, are offered.
-        Raises UserError if a snapshot that is opened has an unknown schema version, or if `check` raises it.
+        Raises UserError if a snapshot that is opened has an unknown schema version, and the UserErrors of
+        `check`.
         """
         offers, completed_step = list[Offer](), 0
         for number, store in enumerate(self.stores):
@@ -176,12 +178,13 @@ def key_of(manifest: Manifest) -> str:
 
 
 def choose(offers: Iterable[Offer], saved_after: int | None) -> tuple[list[Offer], Offer] | None:
-    """Choose the newest save of which all parts are offered; return its parts. None if there is no such save.
+    """Return the parts of the newest save of which all parts are offered; None if there is no such save.
 
-    Returns (offers of the parts, sorted by the rank whose rows they hold; the offer from which the tensors
-    that are not sharded are read). `offers` must be sorted by their readers. A save in memory does not count
-    if, when it was made, the newest step on disk was already past `saved_after`; if `saved_after` is None,
-    all saves count. If a step was saved both on disk and in memory, the save on disk is chosen.
+    The result is (offers of the parts, sorted by the rank whose rows they hold; the offer from which the
+    tensors that are not sharded are read). `offers` must be sorted by `reader`. A save in memory does
+    not count if the newest step on disk was already past `saved_after` when the save was made; if
+    `saved_after` is None, all saves count. If a step was saved both on disk and in memory, the save on disk
+    is chosen.
     """
     saves: dict[tuple[int, bool, str], list[Offer]] = {}
     for offer in offers:
@@ -210,7 +213,7 @@ class Source(NamedTuple):
 class StoredState:
     """A saved state that all ranks read together. Its tensors are float32.
 
-    `shapes` has the unsharded shape of each tensor, by name. `sources` says which rank reads which rows of a
+    `shapes` has the full shape of each tensor, by name. `sources` says which rank reads which rows of a
     tensor: the Sources of a tensor together have all of its rows.
     """
 
@@ -295,9 +298,10 @@ class Found:
         return {one.step: one.reason for one in faults if one.is_corrupt and one.step not in unreadable}
 
     def unreadable(self) -> list[Fault]:
-        """Return the faults of what a rank cannot read on disk, each fault once, newest first.
+        """Return the faults of the snapshots on disk that any rank could not read, each once, newest first.
 
-        This is a single snapshot, or the whole folder. What cannot be read may be valid.
+        If a rank could not read the whole folder, the fault has step -1. Snapshots that could not be read may
+        be valid.
         """
         faults = {fault for view in self.views for fault in view.faults if not fault.is_corrupt}
         return sorted(faults, reverse=True)
@@ -314,10 +318,11 @@ def find_latest(
     """Find, for all ranks, the newest valid snapshot on disk or in memory that passes `check`. Collective.
 
     The first worker of each node reads `disk` and `memory`. If this is a restart, all snapshots in memory
-    count, because those on disk may be lost with a node. In a job's first generation (before any restart), a
-    snapshot in memory counts only if some disk still has a snapshot, valid or not, at least as new as the
-    newest one when the snapshot in memory was saved (its field `after`): a user who deletes snapshots on disk
-    wants to go back to an earlier step. For `check`, `rows_of` and UserErrors see `Reader`.
+    count, because those on disk may be lost with a node. The field `after` of a snapshot in memory is the
+    newest step that was on disk when the snapshot was saved. In a job's first generation (before any
+    restart), the snapshot counts only if some disk still has a snapshot, valid or not, of that step or a
+    later one, because a user who deletes snapshots on disk wants to go back to an earlier step. For `check`,
+    `rows_of` and UserErrors see `Reader`.
     """
     stores = [disk, *memory] if context.launch.local_rank == 0 else []
     reader = Reader(stores, check, rows_of, context.rank)

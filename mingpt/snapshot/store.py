@@ -59,12 +59,13 @@ log = logging.getLogger(__name__)
 
 
 def verify_file(file: StoredFile, sha256: str, step: int) -> None:
-    """Read a file once and check all its bytes. Raises CorruptSnapshot, or UnreadableSnapshot.
+    """Read a file once and check all its bytes. Raises CorruptSnapshot if a check fails.
 
     The file must have this SHA-256 (hex), all numbers must be finite, and the optimizer must have counted at
-    most `step` updates (fewer if the run has changed its optimizer or skipped updates). The file is read in
-    pieces of at most 16 MiB: a thread hashes a piece while the numbers of this piece are checked and the next
-    piece is read. Two pieces are in memory at a time.
+    most `step` updates (fewer if the run has changed its optimizer or skipped updates). Raises
+    UnreadableSnapshot if the file cannot be read. The file is read in pieces of at most 16 MiB: a thread
+    hashes a piece while the numbers of this piece are checked and the next piece is read. Two pieces are in
+    memory at a time.
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
@@ -102,7 +103,7 @@ def check_piece(name: str, spec: TensorSpec, begin: int, piece: torch.Tensor, st
 
 
 class Snapshot:
-    """Reads single tensors from the files of a snapshot, without verifying their checksums.
+    """Reads single tensors from the files of a snapshot, without verifying the files' checksums.
 
     The constructor raises CorruptSnapshot if a tensor is in two files; the methods that read raise
     UnreadableSnapshot or CorruptSnapshot.
@@ -160,7 +161,7 @@ class SnapshotStore(FileStore):
         return steps_in(self.names(), kind)
 
     def has_manifest(self, step: int) -> bool:
-        """Return whether `step` has a manifest. Asks for that file, because a listing may be out of date."""
+        """Return whether `step` has a manifest. Asks for this file, because a listing may be out of date."""
         return bool(self.files.exists(self.path(file_name(step, "json"))))
 
     def losses_of(self, steps: Sequence[int]) -> list[tuple[float, int]]:
@@ -299,9 +300,9 @@ class SnapshotStore(FileStore):
     def read_manifest(self, step: int, prefix: str = "") -> Manifest:
         """Return the checked manifest of a step.
 
-        If `quarantine` has renamed the snapshot's files, `prefix` is what it put before their names. Raises
-        CorruptSnapshot if the manifest is missing or wrong, UnreadableSnapshot if it cannot be read, and
-        UserError if its schema version is unknown.
+        If `quarantine` has renamed the snapshot's files, `prefix` is the text that it put before the names.
+        Raises CorruptSnapshot if the manifest is missing or wrong, UnreadableSnapshot if the manifest cannot
+        be read, and UserError if the schema version is unknown.
         """
         file = self.file(f"{prefix}{file_name(step, 'json')}", "its manifest")
         size = file.size()
@@ -316,7 +317,7 @@ class SnapshotStore(FileStore):
         """Return the snapshot of `step` after checks of its manifest, file sizes and headers, and by `check`.
 
         No tensor is read. Raises the errors of `check` and of `read_manifest`. Raises CorruptSnapshot or
-        UnreadableSnapshot if a different file of the snapshot is wrong or cannot be read.
+        UnreadableSnapshot if any other file of the snapshot is wrong or cannot be read.
         """
         manifest, files = self.read_manifest(step), []
         for record in manifest.files:
@@ -333,7 +334,8 @@ class SnapshotStore(FileStore):
         each.
         """
         files, digests, step = [], [], snapshot.manifest.step
-        # Without a configuration a user's own loop wrote it, which may update more than once in a step.
+        # A snapshot without a configuration is that of a user's own loop, in which a step may have several
+        # updates.
         most_updates = step if "config" in snapshot.manifest.model_fields_set else sys.maxsize
         for file, record in zip(snapshot.files, snapshot.manifest.files, strict=True):
             if not weights_only or record.name != file_name(step, KINDS[1]):
@@ -353,7 +355,10 @@ class SnapshotStore(FileStore):
         return snapshot
 
     def quarantine(self, step: int, reason: str, kind: str = "damaged") -> None:
-        """Rename a snapshot's files to <kind>-<number>-<name>, so that no run uses them; log the reason."""
+        """Rename the files of the snapshot of `step`, so that no run uses them; log the reason.
+
+        The new names are <kind>-<number>-<old name>, with the first number from 1 that is free.
+        """
         names, number = self.names(), 1
         while any(name.startswith(f"{kind}-{number}-step_{step:08d}") for name in names):
             number += 1

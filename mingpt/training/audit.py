@@ -1,10 +1,10 @@
 """The audit: a hash chain over the tokens that a run has trained on.
 
 Each worker hashes the tokens of every micro-batch that it computes. Whenever a snapshot is due, the hashes of
-all ranks since the last snapshot are gathered and chained, step by step in the order of the micro-batches,
-into one hash, which is written to the snapshot's manifest. Until a snapshot is due, each micro-batch takes
-some 200 bytes of memory. `recompute` computes, only from the configuration and the data, the chain that a run
-must have.
+all ranks since the last snapshot are gathered. They are chained into one hash, step by step in the order of
+the micro-batches, and this hash is written to the snapshot's manifest. Until a snapshot is due, each
+micro-batch takes some 200 bytes of memory. `recompute` computes, only from the configuration and the data,
+the chain that a run must have.
 """
 
 import functools
@@ -62,7 +62,7 @@ class Audit:
         Returns a function that waits for the other ranks and returns the chain, in hex. Any thread may call
         this function.
         """
-        self.chain = self.pending()  # the last chain, which is complete by now
+        self.chain = self.pending()  # the previous chain, which is complete by now
         before, steps = self.chain, len(self.steps)
         digests = b"".join(
             step.get(number, ANOTHER_RANKS) for step in self.steps for number in range(self.micro_batches)

@@ -103,8 +103,8 @@ class Evaluator:
         """Return the text of `trainer.sample_tokens` tokens that the model writes after the default prompt.
 
         The text is the same on all devices of one kind. A request to stop ends the text early. Returns "" if
-        there is no tokenizer. Also returns "" if `is_wanted` is false and weights are not sharded. If weights
-        are sharded, all ranks must call this method, and all of them return the text.
+        there is no tokenizer. If weights are sharded, all ranks must call this method, and all of them return
+        the text. Otherwise `is_wanted` says whether this rank needs the text; if not, the result is "".
         """
         tokenizer = self.corpus.tokenizer
         if tokenizer is None or not (is_wanted or self.strategy.weights_are_sharded):

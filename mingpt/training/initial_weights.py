@@ -1,7 +1,7 @@
 """Weights to start a run with: those of another run, or of a model in Hugging Face's format.
 
 In a folder in Hugging Face's format, the package transformers reads only the configuration. This module reads
-the weights, from safetensors and never from a pickle. A model is accepted only if an architecture in
+the weights, from safetensors files and never from a pickle. A model is accepted only if an architecture in
 mingpt/model/ can compute it (model/hf.py); no tensor may be missing, unknown or of a different shape.
 """
 
@@ -178,12 +178,12 @@ def match_weights(
     draw: Callable[[str, tuple[int, ...]], Tensor],
     tokenizer: Tokenizer | None,
 ) -> dict[str, Tensor]:
-    """Return the weights of `initial`, by name, made to fit a new run whose parameters have these shapes.
+    """Return the weights of `initial`, by name, made to fit a new run with parameters of the shapes `shapes`.
 
     `config` has the new run's model settings, and `tokenizer` is its tokenizer. The rows of embeddings follow
     the tokens: a token that the tokenizer of `initial` also has gets the row of that token in `initial`; any
     other token gets its row of `draw(name, shape)`, which is random (see `match_rows`). Learned positions
-    past those in `shapes` are left out. Raises UserError if anything else differs.
+    past those in `shapes` are left out. Raises UserError if the models differ otherwise.
     """
     origin = f"snapshot.init_from={initial.where}"
     there, here = vars(initial.model), vars(config)
@@ -203,7 +203,7 @@ def match_weights(
 def match_rows(
     name: str, here: Tensor, there: Tensor, tokenizer: Tokenizer | None, other: Tokenizer | None
 ) -> Tensor:
-    """Return an embedding, (V, C), for the tokens of `tokenizer`, made of the rows of two embeddings.
+    """Return an embedding, (V, C), for the tokens of `tokenizer`, made of rows of `here` and `there`.
 
     `other` is the tokenizer of `there`. A token of `tokenizer` that `other` also has gets the row of that
     token in `there`; any other token keeps its row of `here`. Returns `there` itself if `there` and `here`

@@ -1,4 +1,4 @@
-"""Replay: checks that all workers compute alike, by comparing copies and by computing micro-batches again.
+"""Replay: a check that all workers compute alike. They compare copies of the state, and gradients.
 
 Workers with processors of one kind compute the same bits. So if two results differ, one of them is wrong: a
 core, a memory or a GPU has failed without an error. If the processors are of different kinds, nothing is

@@ -29,11 +29,12 @@ log = logging.getLogger(__name__)
 def make_check(config: Config, data: Data, job_start: int | None, discarded_after: list[int]) -> Check:
     """Return a check that raises CorruptSnapshot or UnreadableSnapshot for a snapshot that must not be used.
 
-    The check raises CorruptSnapshot if a snapshot has wrong tensors (`check_shard`), is past its own
-    max_steps, or may hold wrong results of a worker (`is_discarded`). It raises UnreadableSnapshot if a
-    snapshot is past `job_start`, the step from which this job began, and its settings or data are not those
-    of this job: a node that joins may bring such files, and they must not be renamed. If `job_start` is None
-    (in a job's first generation, or if the step is not known), settings and data are not compared.
+    The check raises CorruptSnapshot if a snapshot has wrong tensors (`check_shard`), is past the max_steps of
+    its own settings, or may hold wrong results of a worker (`is_discarded`, which needs `discarded_after`).
+    It raises UnreadableSnapshot if a snapshot is past `job_start`, the step from which this job began, and
+    its settings or data are not those of this job: a node that joins may bring such files, and they must not
+    be renamed. If `job_start` is None (in a job's first generation, or if the step is not known), settings
+    and data are not compared.
     """
 
     def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
@@ -68,14 +69,17 @@ def changed_settings(manifest: Manifest, config: Config) -> list[str]:
 def check_snapshot(
     snapshot: StoredState | None, config: Config, url: str, data: Data, is_restart: bool, run_id: str | None
 ) -> list[str]:
-    """Raise UserError if a generation may not start from this snapshot or, if it is None, without a snapshot.
+    """Raise UserError if a generation may not start from `snapshot`; None means: start without a snapshot.
 
-    A restart requires only that the data are those of the snapshot. A job's first generation (before any
-    restart) also requires that snapshot.resume allows the start; that the snapshot is of run `run_id`, which
-    the run folders record (None: they are new); and that the settings which affect the result are those of
-    the snapshot, except with snapshot.resume=changed. Returns the settings that differ, as "key: old -> new".
-    With trainer.eval_only, only settings that can change an evaluation count. Messages call the snapshot's
-    place `url`.
+    A restart (`is_restart`) requires only that the data are those of the snapshot. A job's first generation
+    (before any restart) has three more requirements:
+
+    - snapshot.resume allows the start.
+    - The snapshot is of run `run_id`, which the run folders record (None: they are new).
+    - The settings that affect the result are those of the snapshot, except with snapshot.resume=changed.
+
+    Returns "key: old -> new" for each setting that differs. With trainer.eval_only, only settings that can
+    change an evaluation count. Messages call the snapshot's place `url`.
     """
     resume = config.snapshot.resume
     if snapshot is None:
@@ -154,9 +158,9 @@ def check_nothing_is_lost(found: Found, config: Config, is_restart: bool, record
     """Raise UserError if the run has, or may have, written a snapshot past step 0.
 
     Call this if no valid snapshot past step 0 was found. If a snapshot or a folder cannot be read, UserError
-    is always raised. Otherwise no error is raised if the job begins anew (snapshot.resume=never, in its first
-    generation) or only evaluates (trainer.eval_only). `recorded_step` is the step of the newest snapshot that
-    any run.json records; 0 for none.
+    is always raised. Otherwise no error is raised if the job begins anew (snapshot.resume=never, without
+    `is_restart`) or only evaluates (trainer.eval_only). `recorded_step` is the step of the newest snapshot
+    that any run.json records; 0 for none.
     """
     errors = [str(fault) for fault in found.unreadable()]
     if errors:
@@ -185,7 +189,10 @@ def shorten(reasons: list[str]) -> str:
 
 
 def report_skipped(found: Found, url: str, config: Config) -> None:
-    """Log each snapshot that has a fault and is not renamed, and each folder that cannot be read."""
+    """Log each snapshot in `found` that has a fault and is not renamed, and each unreadable folder.
+
+    The lines call the place of the snapshots `url`.
+    """
     skipped = set(found.unreadable())
     if config.trainer.eval_only:  # a run that trains renames corrupt snapshots, and logs that
         skipped.update(*(view.faults for view in found.views))
@@ -203,10 +210,10 @@ def prepare_store(
 ) -> None:
     """Rename corrupt snapshots on disk, and remove useless snapshots from memory. Collective.
 
-    Also prepares the folder on disk for saving. In a folder on disk, only the rank that writes its snapshots
-    renames and prepares. The useless snapshots in memory are those that other runs left there more than a day
-    ago, and those of this run, except the newest up to the step from which the generation starts. Raises the
-    errors of `refuse_where_it_fails` if a folder cannot be written to.
+    Also prepares the folder on disk for saving. In a folder on disk, only the rank that writes the folder's
+    snapshots renames and prepares. The useless snapshots in memory are those that other runs left there more
+    than a day ago, and those of this run, except the newest up to the step from which the generation starts.
+    Raises the errors of `refuse_where_it_fails` if a folder cannot be written to.
     """
 
     def prepare() -> None:

@@ -267,7 +267,10 @@ def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, mod
 
 
 def compare_environment(then: dict[str, Any], environment: Environment) -> None:
-    """Log one line if `environment` differs from `then`, the snapshot's, because the bits may differ, too."""
+    """Log one line if `environment` differs from `then`, the environment in which the snapshot was written.
+
+    The run's bits may then differ from those of an undisturbed run.
+    """
     now = asdict(environment)
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]
     if changed:

@@ -76,7 +76,7 @@ def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | No
 
 
 def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], what: str) -> bytes:
-    """Return, on all ranks, what `read` returns on the first node on which it succeeds. Collective.
+    """Return, on all ranks, what `read` returns on the first node on which `read` succeeds. Collective.
 
     If `read` raises UserError on all nodes, all ranks raise the error of the first node. `what` names in the
     log what is read.
@@ -102,7 +102,7 @@ def load_corpus(
     is_restart: bool,
     initial: InitialWeights | None,
 ) -> Corpus:
-    """Tokenize `data` for a run that goes on from `snapshot`; if it is None, for a fresh run. Collective.
+    """Tokenize `data` for a run that goes on from `snapshot`; None means a fresh run. Collective.
 
     `initial` has the weights of snapshot.init_from on rank 0 of a fresh run, and is None on other ranks. With
     `is_restart`, data.tokenizer is not compared with the snapshot's tokenizer. All ranks raise UserError if
@@ -165,7 +165,7 @@ def choose_tokenizer(
 
     For data.tokenizer=auto, this is the tokenizer.json beside the data. Without such a file, it is the
     tokenizer of the weights to start with, if there are such weights (`has_initial`, the same on all ranks;
-    `initial` on rank 0). Without these, it is a tokenizer of characters for a text, and None for token
+    `initial` on rank 0). Without such weights, it is a tokenizer of characters for a text, and None for token
     shards. Raises UserError if the tokenizer cannot be used.
     """
     name = config.tokenizer

@@ -2,7 +2,7 @@
 
 If nodes share no disk, the first worker of each node writes the records and snapshots of the run to the
 node's own folder. When a generation (the workers between two restarts) begins, the nodes agree on the run's
-id, and the run's records are copied to all of them, so that any node may die, and a node that joins gets the
+id, and the run's records are copied to all nodes. So any node may die, and a node that joins gets the
 records.
 """
 
@@ -242,7 +242,7 @@ class NodeRecords(NamedTuple):
     token: str  # a random id; only that of rank 0 is used
     job_start: int | None  # the step from which the newest job in run.json began; None: not recorded
     durable_step: int  # the step of the newest snapshot on disk; 0 for none
-    suspects: list[dict[str, Any]]  # an entry for each time that workers' results differed from others'
+    suspects: list[dict[str, Any]]  # an entry for each replay that found different results
     is_reported: bool  # whether the end of the run is on record; also true if nothing is recorded
 
 
@@ -264,7 +264,7 @@ class KnownRun:
 
 
 def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> KnownRun:
-    """Return what the run.json files of all nodes say about the run. Collective.
+    """Return what the run.json files in the run folders of all nodes say about the run. Collective.
 
     `job` is the random id of the present job. Raises the errors of `choose_run`.
     """
@@ -285,7 +285,7 @@ def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> 
 
 
 def read_node_records(path: Path, job: str) -> NodeRecords:
-    """Return what this node's run.json says about a run; `job` is the random id of the present job."""
+    """Return what run.json in the folder `path` says about a run; `job` is the present job's random id."""
     history = load_history(path) or {"generations": []}
     generations = history["generations"]
     return NodeRecords(
@@ -327,10 +327,10 @@ def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRe
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
     """Copy metrics.jsonl and run.json from one node's run folder to those of all other nodes. Collective.
 
-    The files are copied from the folder whose run.json has the most entries in `suspects` (one for each time
-    that workers computed results that differ from those of other workers). Among folders with equally many,
-    the folder with the most records up to `step` is taken, and among those the one with the most generations.
-    If a folder cannot be written to, that is only logged.
+    The files are copied from the folder whose run.json has the most entries in `suspects` (one for each
+    replay that found different results). Among folders with equally many, the folder with the most records up
+    to `step` is taken, and among those the one with the most generations. If a folder cannot be written to,
+    that is only logged.
     """
     extents = context.gather_on_all(lambda: measure_history(folder.path, step) if folder.is_kept else None)
     ranked = [(*entry, -rank) for rank, entry in enumerate(extents) if entry is not None]
@@ -352,8 +352,8 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
     """Return three numbers by which `share_history` compares folders; the first number that differs decides.
 
-    These are (times that workers' results differed from others', records up to `step`, generations).
-    Returns None if there is no valid run.json, or if metrics.jsonl cannot be read.
+    These are (replays that found different results, records up to `step`, generations). Returns None if there
+    is no valid run.json, or if metrics.jsonl cannot be read.
     """
     history = load_history(path)
     if history is None:

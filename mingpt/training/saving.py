@@ -31,12 +31,12 @@ MAX_FILES = 10_000  # if there are more token shards, a manifest lists none, bec
 
 
 class Saving:
-    """Saves the snapshots of this generation (the workers between two restarts). Constructing is collective.
+    """Saves the snapshots of this generation (the workers between two restarts).
 
-    One rank writes to each folder of snapshots on disk (`RunFolder.keeps_snapshots`), and the first worker of
-    each node writes to the node's memory. If the state is sharded, all ranks take part in both kinds of
-    saves. A snapshot counts as durable once the main rank, which is the lowest of the ranks that write to
-    disk, has written it to disk.
+    The constructor is collective. One rank writes to each folder of snapshots on disk
+    (`RunFolder.keeps_snapshots`), and the first worker of each node writes to the node's memory. If the state
+    is sharded, all ranks take part in both kinds of saves. A snapshot counts as durable once the main rank,
+    which is the lowest of the ranks that write to disk, has written it to disk.
     """
 
     def __init__(self, run: Run, audit: Audit, run_logger: RunLogger | None) -> None:
@@ -65,7 +65,7 @@ class Saving:
         in_memory = content if context.launch.local_rank == 0 else None
         self.memory = MemorySaver(start.memory, context, state.rows, start.known.token, in_memory)
         self.last_save_step = start.durable_step  # step of the last save to disk that was begun
-        # Step of the last save to disk that this rank has begun; at first, of the snapshot it found, or -1.
+        # Step of the last save to disk that this rank began; at first, of the snapshot that it found, or -1.
         self.own_step = start.found.views[context.rank].step
         if self.is_sharded:  # all ranks save together, so the main rank's step is that of all
             self.own_step = start.found.views[self.main_rank].step
@@ -93,14 +93,14 @@ class Saving:
 
     @property
     def newest_written(self) -> int:
-        """On the main rank, the step of the last snapshot that this generation has written to disk; else 0.
+        """The step of the last snapshot that this generation has written to disk, on the main rank.
 
-        Also 0 on the main rank if there is no such snapshot.
+        It is 0 on other ranks, and if there is no such snapshot.
         """
         return self.saver.newest_written if self.is_main else 0
 
     def allocate(self) -> None:
-        """Allocate the staging buffers, so that no save has to do so. Collective.
+        """Allocate the staging buffers in advance, so that no save has to allocate them. Collective.
 
         Call this before the first step.
         """
@@ -148,12 +148,13 @@ class Saving:
     def save_to_disk(self, is_last: bool = False) -> None:
         """Copy the present state, and write the copy to disk in the background. Collective.
 
-        On return the state may change. `is_last` means that this generation saves no later step: each rank
-        that writes to disk then saves this step, even if its own saves are less frequent. First waits for the
-        previous save, if `is_last`, or if the previous snapshot is not known to be durable. The new snapshot
-        becomes valid only after a save to memory that began earlier has ended. Raises ClaimLost on a rank
-        whose previous write found that the claim (the right to write there) is lost. Any other failed write
-        is only logged, but `finish` raises an error if the last write of the generation has failed.
+        When this method has returned, the state may change. `is_last` means that this generation saves no
+        later step: each rank that writes to disk then saves this step, even if its own saves are less
+        frequent. First waits for the previous save, if `is_last`, or if the previous snapshot is not known to
+        be durable. The new snapshot becomes valid only after a save to memory that began earlier has ended.
+        Raises ClaimLost on a rank whose previous write found that the claim (the right to write there) is
+        lost. Any other failed write is only logged, but `finish` raises an error if the last write of the
+        generation has failed.
         """
         memory_thread = self.memory.thread
         events.emit("save_start", kind="disk", step=self.state.step)
@@ -221,7 +222,7 @@ class Saving:
     def manifest(self, **fields: Any) -> Manifest:
         """Return a manifest of the present step, with the further fields `fields`.
 
-        `audit`, and what depends on the files, are added later.
+        The field `audit`, and the fields that depend on the snapshot's files, are added later.
         """
         state, files = self.state, dict(self.corpus.files)
         return Manifest(
@@ -325,8 +326,8 @@ class Saving:
 
         Call this on all ranks. If only one node's disk has the last snapshot and another generation may
         follow, nothing is removed yet: the next generation removes the snapshots in memory or, if none
-        follows, the agent when it exits. `stopped_by` is the request that stopped this generation. No
-        generation follows if `stopped_by` is None, because the run is complete, or if it is one of JOB_ENDS.
+        follows, the agent when it exits. `stopped_by` is the request that stopped this generation; None means
+        that the run is complete. No generation follows if `stopped_by` is None or one of JOB_ENDS.
         """
         if self.is_on_one_disk and stopped_by not in (None, *JOB_ENDS):
             self.memory.leave_to_agent()

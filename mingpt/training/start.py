@@ -1,9 +1,9 @@
 """The start of a generation (the workers between two restarts), in the same order on all ranks.
 
-`find_start` opens the run folder, claims the folder (a claim is one job's right to write there), opens the
-data, finds the newest snapshot that any rank sees, checks the snapshot against the configuration, opens
-snapshot.init_from if there is no snapshot, and tokenizes the data. The result is a StartPoint, from which
-run.py builds the state.
+`find_start` opens the run folder, claims it (a claim is one job's right to write there), and opens the data.
+Then it finds the newest snapshot that any rank sees, and checks the snapshot against the configuration. If
+there is no snapshot, it opens snapshot.init_from. Finally it tokenizes the data. The result is a StartPoint,
+from which run.py builds the state.
 """
 
 import logging
@@ -213,13 +213,13 @@ def open_store(config: Config, context: DistributedContext, claim: Claim) -> Sna
 def go_on_as_before(
     config: Config, context: DistributedContext, manifest: Manifest, is_restart: bool, url: str
 ) -> None:
-    """Use the number of CPU threads in `manifest` and, if it is float16, its dtype, as bits depend on both.
+    """Use the number of CPU threads, and perhaps the dtype, of `manifest`, because the bits depend on both.
 
-    `manifest` is that of the snapshot from which the run goes on. float16 is taken over only if trainer.dtype
-    is auto. Raises UserError if the run would continue on a different kind of device or in a different dtype.
-    snapshot.resume=changed allows that in a job's first generation, but not in a restart. It is always
-    allowed with trainer.eval_only, or if the run has reached max_steps. Messages call the place of the
-    snapshots `url`.
+    `manifest` is that of the snapshot from which the run goes on. The dtype is used only if it is float16 and
+    trainer.dtype is auto. Raises UserError if the run would continue on a different kind of device or in a
+    different dtype. snapshot.resume=changed allows that in a job's first generation, but not in a restart
+    (`is_restart`). It is always allowed with trainer.eval_only, or if the run has reached max_steps. Messages
+    call the place of the snapshots `url`.
     """
     then = manifest.software
     context.use_threads(then.threads)

@@ -16,7 +16,7 @@ from mingpt.snapshot import StoredState
 from mingpt.snapshot.contents import check_shapes
 
 GROWTH_STEPS = 2000  # steps in a row without overflow after which the loss scale doubles
-# A gradient of zeros never overflows: without a limit its scale would leave float32.
+# A gradient of zeros never overflows: without a limit the loss scale would become too large for float32.
 MAX_LOSS_SCALE = 2.0**100
 
 
@@ -91,9 +91,9 @@ class TrainState:
 def load_state(state: TrainState, stored: StoredState, context: DistributedContext) -> None:
     """Copy the weights of `stored` into `state`, and the optimizer's state if it fits. Collective.
 
-    The optimizer's state fits if its tensors have the same names; otherwise that of `state` stays as it is.
-    Learned positions past block_size are left out. Raises UserError if the weights are those of a different
-    model. The counters `step`, `windows_seen` and `skipped` are not set.
+    The optimizer's state fits if its tensors have the same names; otherwise `state` keeps its own. Learned
+    positions past block_size are left out. Raises UserError if the weights are those of a different model.
+    The counters `step`, `windows_seen` and `skipped` are not set.
     """
     parts, held = state.tensors(), state.rows
     names = [name for name in stored.shapes if name.startswith("model.")]

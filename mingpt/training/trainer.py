@@ -2,10 +2,10 @@
 
 This holds on hardware of one kind, with one version of torch and one number of threads per worker. A step has
 `batch_size / micro_batch_size` micro-batches, which the workers share. The data of a micro-batch depend on
-the seed and on the number of windows (training sequences) before it, and its dropout on (seed, step,
-micro-batch). The gradients are summed in one fixed order. The state between two steps, which a snapshot
-holds, is the model, the optimizer, the step, the number of windows seen, the counts of skipped updates and
-the loss scale of float16.
+the seed and on the number of windows (training sequences) before it; its dropout depends on (seed, step,
+micro-batch). The gradients are summed in one fixed order. A snapshot holds the state between two steps: that
+of the model, of the optimizer and of the loss scale of float16, and the numbers of steps, of windows read and
+of skipped updates.
 """
 
 import contextlib
@@ -151,7 +151,8 @@ class Trainer:
     def after_step(self, grad_norm: float) -> None:
         """Record, evaluate and save what is due after a step, in this order. Collective.
 
-        After a request to stop, no evaluation is made: one that is due is left to the next generation.
+        After a request to stop, no evaluation is made: an evaluation that is due is left to the next
+        generation.
         """
         config, step = self.config, self.state.step
         is_last = step == config.trainer.max_steps
@@ -320,9 +321,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def failure_handled(self) -> Iterator[None]:
-        """Return a context that waits for a save that is being written if its block raises an error.
+        """Return a context that, if its block raises an error, waits for a save that is being written.
 
-        The error is then raised again. A UserError ends the job: all workers wait for their saves, and remove
+        Then the error is raised again. A UserError ends the job: all workers wait for their saves, and remove
         the snapshots in memory. After any other error only a single worker waits, because with several
         workers a peer may be gone.
         """
@@ -355,9 +356,10 @@ class Batches:
         self.error: str | None = None
 
     def next(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets on the device, (B, T) int64 each; seed the micro-batch's dropout.
+        """Return the next inputs and targets on the device, (B, T) int64 each; seed torch for the dropout.
 
-        Call this for each of this rank's micro-batches, in order. Once `error` is set, both tensors are zero.
+        Call this for each of this rank's micro-batches, in order. `step` and `micro_batch` are the numbers
+        that determine the dropout. Once `error` is set, both tensors are zero.
         """
         began = time.perf_counter()
         inputs, targets, *on_device = self.fetch()

@@ -63,7 +63,7 @@ def test_a_disk_that_hangs_is_refused(setting: str, monkeypatch: pytest.MonkeyPa
 def test_what_is_in_the_way_of_a_run_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
-    for name, kind in (("file", "no"), ("link", "a link to nowhere, which is no")):
+    for name, kind in (("file", "not a"), ("link", "a link to nowhere, which is not a")):
         for path in (tmp_path / name, tmp_path / name / "run"):
             with pytest.raises(UserError, match=f"written to: {tmp_path}/{name} is {kind} folder"):
                 make_run_dir(path)

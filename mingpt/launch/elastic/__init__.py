@@ -7,7 +7,7 @@ their workers, an agent that joins in mid-run kills the job.
 
 Here agents find each other in a shared folder, or at several hosts, of which one must be alive. Agents
 exchange JSON, every network call has a time limit, and any node may die. `launch/elastic.sh` starts torchrun
-with this rendezvous. Only handler.py imports torch; command.py does so only for `--nproc gpu`.
+with this rendezvous. Only handler.py imports torch and, for `--nproc gpu`, command.py.
 """
 
 from collections.abc import Callable

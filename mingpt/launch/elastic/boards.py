@@ -38,7 +38,7 @@ BIND_S = 3.0  # between attempts to listen on a port that is taken
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
     """Send a message to the Server at (host, port); return the answer.
 
-    `timeout_s` limits each wait, in seconds. Raises OSError if no answer comes in time, or if it is not JSON.
+    `timeout_s` limits each wait, in seconds. Raises OSError if no answer in JSON comes in time.
     """
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
@@ -51,10 +51,11 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """A TCP server that answers each request, in a new thread, by the operation that its `op` names.
+    """A TCP server that answers each request, in a new thread, with the operation that the request names.
 
-    Requests are answered while `serve_forever` runs. For `port` 0 the system chooses a free port; the
-    attribute `port` has its number. Constructing a Server raises OSError if the port is taken.
+    The request's field `op` is the name of one of `operations`. Requests are answered while `serve_forever`
+    runs. For `port` 0 the system chooses a free port; the attribute `port` has the number of the port.
+    Constructing a Server raises OSError if the port is taken.
     """
 
     allow_reuse_address = True

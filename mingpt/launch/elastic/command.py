@@ -39,8 +39,8 @@ def check_nproc(text: str) -> str:
 def check_local_addr(text: str) -> tuple[str, str]:
     """Return (the IP address of `text`, the name of the network interface that has this address).
 
-    `text` is a host name or an address. Raises UserError if it does not resolve, or if no interface of this
-    host has the address.
+    `text` is a host name or an address. Raises UserError if `text` does not resolve, or if no interface of
+    this host has the address.
     """
     interfaces = {str(address.ip): name for name, address in ipv4_addresses()}  # only interfaces that are up
     table = Path("/proc/net/if_inet6")

@@ -16,7 +16,8 @@ from pydantic import StrictInt
 WAITING, RUNNING, FINISHED, LEFT = "waiting", "running", "finished", "left"
 FIRST_CALL_S, LAST_CALL_S = 5.0, 1.5  # how long the first round, and later ones, wait for other agents
 JOIN_HOLD_S = 1.0  # for how long a waiting node, or a larger group, must be seen before a round ends for it
-# For how long a member must be seen in an older round: it may be seen there briefly after it has left.
+# For how long a member must be seen in an older round before the present round ends: a member may be seen in
+# the older round briefly after it has left that round.
 LAG_HOLD_S = 4.0
 
 
@@ -90,7 +91,7 @@ def is_linked(one: Entry, other: Entry) -> bool:
 
 
 def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
-    """Return agents that all reach each other, at most `max_nodes`, in the order of their ranks.
+    """Return the entries of at most `max_nodes` agents that all reach each other, in the order of ranks.
 
     While some agents do not reach each other, the agent that is linked with the fewest others is left out;
     among several such agents, the one with the largest `key`. If more than `max_nodes` agents remain, members

@@ -6,8 +6,8 @@ starts if all of them accept. The members' ranks are in the order of their addre
 token in MINGPT_JOB and the number of the round in MINGPT_ROUND.
 
 Workers share a torch TCPStore, which the leader hosts. The agents themselves share no store, because it would
-be lost with its host. They need none: every agent knows all ranks, and no agent waits for the others at the
-job's end.
+be lost with its host. Agents need no store: every agent knows all ranks, and no agent waits for the others at
+the job's end.
 """
 
 import atexit
@@ -85,7 +85,8 @@ class RoundStore(HashStore):
     `known`, {key: value}, is in the store from the start: the workers' ranks, which torchrun's agents would
     otherwise exchange. `wait`, by which torchrun's agents wait for each other at the job's end, returns at
     once, because that wait is not needed: a worker exits with 0 only when all workers have ended the job. If
-    the workers of an agent fail although the job has ended, the other agents tell that agent.
+    the workers of an agent fail although the job has ended, the other agents tell that agent that the
+    job is finished.
     """
 
     def __init__(self, known: Mapping[str, str]) -> None:
@@ -317,9 +318,9 @@ def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
 
 
 def flush_stderr() -> None:
-    """Flush stderr at this process's exit, before Python does it.
+    """Flush stderr at this process's exit, before Python flushes it.
 
-    If nobody reads stderr any more, replace it by /dev/null, because Python would exit with 120.
+    If nobody reads stderr any more, replace it with /dev/null: otherwise Python would exit with 120.
     """
     try:
         sys.stderr.flush()

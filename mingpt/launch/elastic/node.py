@@ -34,7 +34,7 @@ SAY_AFTER_S, SAY_EVERY_S = 1.0, 30.0
 
 @dataclass(frozen=True)
 class View:
-    """What an agent sees of the others at a moment.
+    """What an agent sees of the other agents at a moment.
 
     If no board (a place where agents post entries) has answered lately, `is_fresh` is false and `alive` has
     only `me`: such a view must not be used for decisions on rounds.
@@ -43,7 +43,7 @@ class View:
     me: Entry
     alive: tuple[Entry, ...]  # of agents that wait or run, including `me`
     gone: frozenset[str]  # ids of agents that have ended, or are silent on boards and network
-    finished: bool  # an agent of this job, or one seen running, has posted FINISHED; no earlier job counts
+    finished: bool  # an agent of this job, or an agent seen running, has posted FINISHED
     is_fresh: bool
     troubles: tuple[str, ...]  # boards and agents that do not answer, or why they cannot be used
 
@@ -133,7 +133,7 @@ class Node:
         }
 
     def _ping(self, peer: Peer) -> None:
-        """Ping the agent `peer` again and again, and note whether it answers, until it is forgotten."""
+        """Ping the agent `peer` again and again, and note whether it answers, until `peer` is forgotten."""
         while self._peers.get(peer.entry.id) is peer:
             entry, answered_at, has_ended = peer.entry, peer.answered_at, False
             began = time.monotonic()
@@ -233,7 +233,7 @@ class Node:
             return True
 
     def release(self, round: Round) -> None:
-        """Take back the promise that this agent, the leader of `round`, gave itself to take part in it."""
+        """Take back the promise to take part in `round` that this agent, the round's leader, gave itself."""
         with self._changed:
             if self._promise[1] == round.id:
                 self._promise = ("", "", 0.0)
@@ -276,9 +276,9 @@ class Meeting:
     def group_to_propose(self, view: View, now: float) -> list[Entry] | None:
         """Return the group to which this agent should propose a round now, in the order of ranks, else None.
 
-        The agent should propose one if the group is complete, this agent leads the group, no round goes on,
-        and no members of a round that others have left are still awaited. Call this with each new view,
-        because the Meeting notes for how long the group has been unchanged.
+        The agent should propose a round if the group is complete, this agent leads the group, no round goes
+        on, and this agent no longer waits for the members of a round that others have left. Call this with
+        each new view, because the Meeting notes for how long the group has been unchanged.
         """
         if not view.is_fresh:
             self._group = ()
