@@ -126,7 +126,8 @@ class Rendezvous:
     def _waited_for(self, name: str) -> list[int]:
         """Return the ranks that are late: those that have not confirmed `name`, the generation's name.
 
-        Returns [0] if rank 0 has not answered the nonce of such a rank, or if there is no such rank.
+        But rank 0 itself is late, [0], if one of those ranks still waits for rank 0's answer to its nonce, or
+        if all ranks have confirmed.
         """
         store, missing = self._store, self._missing(name)
         for rank in missing:

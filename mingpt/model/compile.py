@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Costs:
-    """The estimated rates and compile times of a kind of device."""
+    """The speed, the saving and the compile times that `choose_compile` assumes for a kind of device."""
 
-    flops_per_s: float  # of all workers together, without the compiler
+    flops_per_s: float  # assumed for a whole job, whatever its number of workers; without the compiler
     saved_share: float  # 1 - time of a compiled step / time of a step that is not compiled
     start_s: float  # time of the first compilation (nothing is cached), except for the blocks
     block_s: float  # additional time of the first compilation for each block
@@ -177,10 +177,10 @@ def compile_blocks(model: GPT) -> None:
 
 
 def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:
-    """Return whether later calls of `forward` give the same bits as the first call with the same input.
+    """Return whether later calls of `forward` give the bits of the first call with the same input.
 
-    `forward` is `loss`, compiled. Two inputs of the shape of `example` take turns. `autocast()` is the
-    context of a forward pass.
+    The loss and the gradients are compared. `forward` is `loss`, compiled. It is called in turn with two
+    random inputs of the shape of `example`. `autocast()` is the context of a forward pass.
     """
     generator = torch.Generator().manual_seed(0)
     inputs = [

@@ -155,7 +155,7 @@ class Muon:
         return updates
 
     def apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
-        """Subtract the flat `updates` of the weights `names`; `lr` and a matrix's shape scale its update."""
+        """Subtract from each weight in `names` its flat update, scaled by `lr` and a factor for its shape."""
         for name, update in zip(names, updates, strict=True):
             weight = self.weights[name]
             weight.add_(update.view_as(weight), alpha=-lr * 0.2 * math.sqrt(max(self.shapes[name])))

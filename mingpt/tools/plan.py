@@ -6,7 +6,7 @@ Nothing is trained. The bytes of weights, optimizer, gradients and snapshots are
 follow equation 2 of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
 The total is right to within a third. With --gpu_memory, which trainer.device=cuda requires, each worker has a
 GPU; without it, all workers share this machine's memory. With data.vocab_size=N the data are not read. The
-exit code is 0, also if no strategy fits, and 2 for a mistake.
+exit code is 0, even if no strategy fits; it is 2 if the settings or the options are wrong.
 """
 
 import math

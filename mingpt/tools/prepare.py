@@ -87,7 +87,7 @@ def read(file: Any) -> Iterator[str]:
     """Yield the documents of `file`, an OpenFile of fsspec.
 
     Raises UserError if the file cannot be read, or if a document is not UTF-8 text. The message names the
-    file, and of a .jsonl or .parquet file also the document's line or row.
+    file and, if a document of a .jsonl or .parquet file is at fault, its line or row.
     """
     path = file.path if isinstance(file.fs, LocalFileSystem) else file.full_name
     kind = KINDS.get(suffix_of(path))

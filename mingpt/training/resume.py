@@ -189,9 +189,10 @@ def shorten(reasons: list[str]) -> str:
 
 
 def report_skipped(found: Found, url: str, config: Config) -> None:
-    """Log each snapshot in `found` that has a fault and is not renamed, and each unreadable folder.
+    """Log each snapshot on disk that a rank could not read, and each folder that a rank could not list.
 
-    The lines call the place of the snapshots `url`.
+    With trainer.eval_only also log each corrupt snapshot; a run that trains renames corrupt snapshots, and
+    logs that elsewhere. `url` is where the snapshots are, for the log lines.
     """
     skipped = set(found.unreadable())
     if config.trainer.eval_only:  # a run that trains renames corrupt snapshots, and logs that

@@ -350,10 +350,10 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
-    """Return three numbers by which `share_history` compares folders; the first number that differs decides.
+    """Return three numbers by which `share_history` ranks folders: the larger wins, at the first that differs.
 
-    These are (replays that found different results, records up to `step`, generations). Returns None if there
-    is no valid run.json, or if metrics.jsonl cannot be read.
+    These are (entries in `suspects`, records up to `step`, generations). Returns None if there is no valid
+    run.json, or if metrics.jsonl cannot be read.
     """
     history = load_history(path)
     if history is None:

@@ -95,7 +95,7 @@ class RoundStore(HashStore):
             self.set(key, value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Do nothing: torchrun's agent of rank 0 writes the workers' ranks, which this store has already."""
+        """Do nothing: an agent calls this to write the workers' ranks, which are in the store already."""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return at once. torchrun's agent calls this when its workers have finished."""
