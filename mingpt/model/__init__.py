@@ -1,8 +1,8 @@
 """A GPT, from tokens to logits and loss. Devices of one kind compute the same bits.
 
 `gpt.py` has what the architectures share; each value of model.arch has a file for what is different. The
-package exports the model, the module that is trained (`LossModule`), generation and compilation. It uses no
-data and no collectives.
+package exports the model, the module that is trained (`LossModule`), generation and compilation. It
+imports neither mingpt.data nor anything that communicates among ranks.
 """
 
 from mingpt.model.compile import (
