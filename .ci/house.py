@@ -52,7 +52,7 @@ MAX_FILES = 103 + MARGIN["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_403 + MARGIN["statements"], nodes=85_320 + MARGIN["nodes"]),
+    PROGRAM: Size(statements=11_405 + MARGIN["statements"], nodes=85_335 + MARGIN["nodes"]),
     ("tests",): Size(statements=11_862),
     ("benchmarks",): Size(lines=5_035),
 }

@@ -29,7 +29,7 @@ Forward = Callable[..., Tensor]  # a module; the trainer's maps tokens and targe
 
 
 @functools.cache
-def digest_weights(device: torch.device) -> Tensor:
+def digest_factors(device: torch.device) -> Tensor:
     """Return the numbers by which `digest` multiplies elements: DIGEST_PIECE odd pseudo-random int64 numbers.
 
     These numbers are always the same.
@@ -53,7 +53,7 @@ def digest(tensor: Tensor) -> Tensor:
     for piece in pieces:  # DIGEST_PIECE bounds the memory for 64-bit integers
         part = total[: len(piece)]
         torch.add(piece, part, alpha=DIGEST_FACTOR, out=part)
-    return total.mul_(digest_weights(tensor.device)[: len(total)]).sum()
+    return total.mul_(digest_factors(tensor.device)[: len(total)]).sum()
 
 
 def row_norms(gradient: Tensor) -> Tensor:

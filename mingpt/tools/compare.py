@@ -37,7 +37,7 @@ from mingpt.snapshot.lookup import possible_places
 
 TIMINGS = ("_s", "mfu")  # endings of the names of metrics that measure time, which are not compared
 # Settings and versions that change only the rounding; with trainer.reduction=fast, those in PARALLELISM, too.
-NUMERICS = (
+ROUNDING_SETTINGS = (
     "trainer.dtype",
     "trainer.compile",
     "trainer.reduction",
@@ -172,18 +172,21 @@ def share(pair: Pair) -> float:
     return abs(pair[0] - pair[1]) / max(map(abs, pair))
 
 
-def classify(step: int, pair: Pair, steps: Sequence[int]) -> str:
+def classify(first: Mapping[str, tuple[int, Pair]], steps: Sequence[int]) -> str:
     """Return why two runs differ: ROUNDING, OTHER (another computation), or, if it is not clear, both names.
 
-    `pair` has the gradient norms of both runs at `step`, the first step at which these norms differ; `steps`
-    has all steps at which both runs recorded gradient norms. Rounding begins in the last digits and grows
-    with each step; different samples or dropout masks change the norm at once.
+    `first` has, for each metric that differs, the first step at which it differs, and the values of both
+    runs; `steps` has all steps at which both runs recorded the gradient norm. Rounding begins in the last
+    digits of the norm and grows with each step; different samples or dropout masks change the norm at once.
     """
-    unseen = step - max((equal for equal in steps if equal < step), default=0)
-    if unseen <= MAX_UNSEEN:
-        if share(pair) < ROUNDING_SHARE * unseen:
+    if "lr" in first:
+        return OTHER
+    if "grad_norm" in first:
+        step, norms = first["grad_norm"]
+        unseen = step - max((equal for equal in steps if equal < step), default=0)
+        if unseen <= MAX_UNSEEN and share(norms) < ROUNDING_SHARE * unseen:
             return ROUNDING
-        if share(pair) > OTHER_SHARE:
+        if unseen <= MAX_UNSEEN and share(norms) > OTHER_SHARE:
             return OTHER
     return f"{ROUNDING} or {OTHER}"
 
@@ -196,7 +199,7 @@ def explain(able: Sequence[str], facts: Sequence[Facts], kind: str) -> str:
     """
     is_fast = "fast" in [known.get("trainer.reduction") for known in facts]
     has_dropout = any(float(known.get("model.dropout", 0)) for known in facts)
-    prefixes = NUMERICS + PARALLELISM if is_fast else NUMERICS
+    prefixes = ROUNDING_SETTINGS + PARALLELISM if is_fast else ROUNDING_SETTINGS
     rounding = [key for key in able if key.startswith(prefixes) and not (has_dropout and key in MASKS)]
     causes = [key for key in able if affects_result(key) and key not in rounding]
     if causes:
@@ -283,8 +286,7 @@ def compare(one: Run, other: Run) -> Comparison:
         moments = [(step, STAGES.get(name, EVALUATION)) for name, (step, _) in first.items()]
         moment = min(moments, default=(saved or 0, EVALUATION))
         able = [key for key in differing if can_act(key, facts, moment)]
-        steps = [step for step, name in pairs if name == "grad_norm"]
-        kind = OTHER if "lr" in first else classify(*first.get("grad_norm", (0, (1.0, 1.0))), steps)
+        kind = classify(first, [step for step, name in pairs if name == "grad_norm"])
         finding = explain(able, facts, kind)
     return Comparison(lines, differences, not_compared, finding)
 

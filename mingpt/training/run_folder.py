@@ -350,7 +350,7 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
-    """Return three numbers by which `share_history` ranks folders; at the first that differs, more is better.
+    """Return three numbers by which `share_history` compares folders; the largest tuple wins.
 
     These are (entries in `suspects`, records up to `step`, generations). Returns None if there is no valid
     run.json, or if metrics.jsonl cannot be read.

@@ -115,7 +115,7 @@ def test_the_digest_changes_with_any_bit_of_any_element(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strategy, "DIGEST_PIECE", 5)  # the last piece is shorter than those before
-    monkeypatch.setattr(strategy, "digest_weights", strategy.digest_weights.__wrapped__)
+    monkeypatch.setattr(strategy, "digest_factors", strategy.digest_factors.__wrapped__)
     content = torch.arange(24 * dtype.itemsize).to(torch.uint8)
     found = [digest(content.view(dtype).view(2, 12))]
     for byte, bit in itertools.product(range(len(content)), range(8)):
