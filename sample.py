@@ -150,7 +150,7 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 def find_device(wanted: str) -> "torch.device":
-    """Return the device that `wanted`, the option --device, names. Raises UserError if that is unusable."""
+    """Return the device that --device names (`wanted`). Raises UserError if the device is unusable."""
     import torch
 
     if wanted == "auto":
@@ -181,7 +181,7 @@ def answer_prompts(model: "GPT", tokenizer: "Tokenizer", arguments: argparse.Nam
 def write_samples(
     model: "GPT", tokenizer: "Tokenizer | None", text: str, prompt: list[int], arguments: argparse.Namespace
 ) -> None:
-    """Write the samples to stdout, each after `text`, the prompt, whose tokens are `prompt`.
+    """Write the samples to stdout, each after the prompt `text`; `prompt` has the prompt's tokens.
 
     Without a tokenizer, write the numbers of the tokens, separated by commas.
     """
@@ -224,9 +224,10 @@ def samples(
 
 
 def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
-    """Return the text and the tokens of --prompt or --prompt_file; of the default prompt, if both are absent.
+    """Return the prompt's text and its tokens, from --prompt or --prompt_file.
 
-    The default prompt is the tokenizer's. Raises UserError if the text is empty or cannot be read or encoded.
+    Without these options, the prompt is the tokenizer's default. Raises UserError if the text is empty or
+    cannot be read or encoded.
     """
     text = arguments.prompt
     if arguments.prompt_file is not None:
@@ -242,7 +243,7 @@ def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[
 
 
 def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
-    """Return a prompt and its tokens: the prompt `text` or, if that is None, the tokenizer's default prompt.
+    """Return the prompt `text` and its tokens. None stands for the tokenizer's default prompt.
 
     Raises UserError if the text is empty or cannot be encoded.
     """
@@ -258,7 +259,7 @@ def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[i
 def read_prompt_tokens(arguments: argparse.Namespace, vocab_size: int) -> list[int]:
     """Return the tokens of --prompt_tokens.
 
-    Raises UserError if the option is not given, names no token or names one that is not below `vocab_size`.
+    Raises UserError if the option is absent, or is anything but numbers below `vocab_size`.
     """
     text = arguments.prompt_tokens
     if text is None:

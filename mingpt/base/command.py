@@ -1,8 +1,8 @@
 """The parts that all commands share: a parser, standard streams, messages and an exit code.
 
-A user's mistake is reported in one sentence that begins with "error:", with exit code 2. The credentials of
-URLs are hidden in this sentence, in log lines and in what `write_lines` writes, but not in the traceback that
-Python prints of any other error.
+A user's mistake is reported in one sentence that begins with "error:"; the exit code is 2. Credentials in
+URLs are hidden in this sentence, in log lines and in the output of `write_lines`. They are not hidden in the
+traceback of any other error.
 
 A worker imports this file before it listens for signals, so this file imports little.
 """
@@ -96,7 +96,7 @@ def write_stdout(text: str) -> None:
 
 
 def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run `command(arguments)` and return its exit code, or 2 if it raises UserError.
+    """Run `command(arguments)`; return its exit code, or 2 after a UserError.
 
     Log lines, and the message of a UserError, are written to stderr. Any other exception is raised.
     """

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 class UserError(ValueError):
     """A mistake that only the user can correct; the message is one sentence.
 
-    The process exits with code 2, and a job ends without restarts. In a job all ranks raise it; but only the
-    ranks of a refused node raise the subclass NodeRefused.
+    The process exits with code 2. In a job all ranks raise UserError, and the job ends without restarts. The
+    subclass NodeRefused differs in this.
     """
 
 
@@ -30,8 +30,7 @@ class StopRequested(Exception):
     """All ranks agreed to stop, because of the request `reason`, such as "SIGTERM".
 
     Ranks raise this exception only before the first step after a start or restart, when there is nothing to
-    save. For a later stop `distributed.Worker` makes a StopRequested without raising it, and exits as the
-    request asks.
+    save. A later stop raises nothing: `Trainer.run` returns the request.
     """
 
     def __init__(self, reason: str) -> None:

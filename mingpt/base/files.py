@@ -49,8 +49,9 @@ def atomic_file(
     """Open a file for writing, under the name `partial`, and rename it to `path` when the block ends.
 
     The file is unbuffered: use `write_all`. `partial` is by default `<name>.partial` beside `path`. An error
-    before or during the rename removes the partial file, and an earlier file at `path` stays. `sync` says
-    what is made durable by fsync: nothing, the file before the rename, or the file and then its folder after
+    before or during the rename removes the partial file, and an earlier file at `path` stays.
+
+    `sync="file"` calls fsync on the file before the rename; `sync="folder"` also calls it on the folder after
     the rename. If the folder's fsync fails, OSError is raised although the new file is at `path`.
 
     `before_rename` is called right before the rename, for example to check that no other job has taken over
@@ -93,8 +94,7 @@ def write_atomic(
 def write_all(write: Callable[[memoryview], int | None], content: bytes | memoryview) -> None:
     """Write all of `content`, by calling `write` until nothing remains.
 
-    A call of `write` may write only a part of what it gets. It returns the number of bytes that it has
-    written; None counts as 0.
+    `write` may write only a part of what it gets; it returns the number of bytes written, or None for 0.
     """
     remaining = memoryview(content)
     while remaining:
@@ -154,12 +154,10 @@ def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable
 
 
 def reason_of(error: BaseException) -> str:
-    """Return in one line what an error says: its `strerror`, if any, else its type and its message.
+    """Return one line that describes an error: its `strerror`, if any, else its type and its message.
 
-    Only the first line of the message is returned, up to 300 characters.
-
-    If the error means that a limit of the shell was reached, the `ulimit` command that shows the limit is
-    added.
+    Only the first line of the message is used, up to 300 characters. If a limit of the shell was reached, the
+    result also names the `ulimit` command that shows the limit.
     """
     lines = str(error).splitlines() or [""]
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {lines[0][:300]}"
@@ -187,7 +185,7 @@ def decode_text(content: bytes, offset: int = 0) -> str:
 class BadJson(ValueError):
     """Content that is not JSON, or not JSON of the expected form.
 
-    `place` has the keys and indices that lead to the wrong value; it is empty for the whole content.
+    `place` has the keys and indices that lead to the wrong value; () means that the whole content is wrong.
     """
 
     def __init__(self, reason: str, place: tuple[str | int, ...] = ()) -> None:
@@ -197,7 +195,7 @@ class BadJson(ValueError):
 
 
 def read_json(path: Path, form: Any = Any) -> Any:
-    """Return the content of a JSON file, checked against `form` by `check_json`, as `json.loads` returns it.
+    """Parse a JSON file, check the value with `check_json`, and return the value, not converted to `form`.
 
     Raises OSError if the file cannot be read, and BadJson if the file is longer than MAX_JSON_BYTES, is not
     JSON or does not fit `form`.

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def split_rows(rows: int, workers: int) -> list[range]:
-    """Return each rank's rows: chunks of ceil(rows / workers) rows; the last ones may be shorter or empty.
+    """Return each rank's rows: chunks of ceil(rows / workers) rows; the last chunks may be shorter or empty.
 
     FSDP2 shards dimension 0 of a parameter in the same way, by torch.chunk.
     """
@@ -20,7 +20,7 @@ def split_rows(rows: int, workers: int) -> list[range]:
 
 @dataclass(frozen=True)
 class RowMap:
-    """A map from a tensor's name to the rows of it that each of `workers` ranks holds.
+    """A map from a tensor's name to the rows that each of `workers` ranks holds.
 
     `shapes` has the shapes of the unsharded tensors, by name. Tensors whose names begin with one of the
     prefixes `sharded` are split along dimension 0 by `split_rows`. Each rank holds all rows of the other
@@ -42,7 +42,7 @@ class RowMap:
         return rows[rank] if rows else range(self.shapes[name][0] if self.shapes[name] else 1)
 
     def numel(self, name: str) -> list[int]:
-        """Return the number of elements of a tensor that each rank holds, by rank."""
+        """Return, for each rank, how many elements of a tensor it holds."""
         columns = math.prod(self.shapes[name][1:])
         return [len(self.of(name, rank)) * columns for rank in range(self.workers)]
 

@@ -97,7 +97,7 @@ def loopback_address() -> str:
 def ipv4_addresses() -> list[tuple[str, ipaddress.IPv4Interface]]:
     """Return (interface's name, IPv4 address and network) for each IPv4 address of this host.
 
-    The first address of an interface comes before its others. Raises OSError.
+    An interface's primary addresses come before its secondary addresses. Raises OSError.
     """
     buffer = bytearray(IFREQ_BYTES * MAX_ADDRESSES)
     place = ctypes.addressof(ctypes.c_char.from_buffer(buffer))

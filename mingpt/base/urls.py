@@ -15,7 +15,7 @@ HIDDEN = "***"
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 PASSWORD = re.compile(r"(://[^/?#@:]*:)[^/?#]*@")
 TOKEN = re.compile(r"(https?://)[^/?#@:]*@")  # other schemes have a name there: abfs://container@account
-QUERY = re.compile(r"\?[^?]*=.*")  # a signed query, as of S3; a ? without = belongs to a pattern of names
+QUERY = re.compile(r"\?[^?]*=.*")  # a signed query, as in S3's URLs; a ? without = is part of a pattern
 
 
 def redact(text: str) -> str:
@@ -29,7 +29,7 @@ def redact(text: str) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """Return a string, or nested dictionaries, after `redact` was applied to each string that is a value.
+    """Apply `redact` to a string, or to each string value in nested dictionaries; return the result.
 
     Any other value, such as a list, is returned unchanged.
     """

@@ -1,8 +1,8 @@
 """Turn a command line and a YAML file into a checked Config, and report a mistake in one sentence.
 
-A command line is `[CONFIG.yaml] [section.key=value ...]`: the file is applied first, wherever its name stands
-on the line, then the settings on the line; settings.py has the defaults. `--section.key value` is accepted,
-too, instead of `section.key=value`. If no file is named, DEFAULT_FILE beside train.py is read.
+A command line is `[CONFIG.yaml] [section.key=value ...]`, in any order. Settings on the line replace those in
+the file. `--section.key value` is accepted, too, instead of `section.key=value`. If no file is named,
+DEFAULT_FILE beside train.py is read.
 """
 
 import dataclasses
@@ -27,11 +27,10 @@ TAGS = (None, "tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,20
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """Return the configuration that command-line arguments, without the program's name, ask for.
+    """Return the configuration for the command-line arguments `argv`, which lack the program's name.
 
-    The form of the arguments is `[CONFIG.yaml] [section.key=value ...]`. With --help, this function prints
-    the help text, with --print_config the configuration; then it raises SystemExit(0). If anything is wrong,
-    raises UserError, whose message is one sentence.
+    With --help, prints the help text and raises SystemExit(0). With --print_config, prints the configuration
+    and raises SystemExit(0). Raises UserError for a mistake.
     """
     if "--help" in argv or "-h" in argv:
         write_stdout(help_text())
@@ -161,10 +160,10 @@ def build(flat: dict[str, Any]) -> Config:
 
 
 def convert(text: Any, setting: Setting) -> Any:
-    """Convert the text of a setting: null to None, if allowed, and the text of a path by `typed_path`.
+    """Convert null to None if the setting may be null, and a path by `typed_path`.
 
-    Any other text is returned unchanged; pydantic converts it to a number or a boolean. Raises UserError for
-    a text that cannot be a path.
+    Any other text is returned unchanged, and pydantic converts it later. Raises UserError for a text that
+    cannot be a path.
     """
     if setting.is_optional and text in ("null", "~"):  # both are null in YAML
         return None

@@ -297,7 +297,7 @@ class Config:
 
 
 def check(config: Config) -> None:
-    """Raise UserError if settings contradict each other, or a path that must be local is a URL or /."""
+    """Raise UserError if settings contradict each other, or a URL or / is given for a local folder."""
     model, trainer = config.model, config.trainer
     for key, path in (("run_dir", config.run_dir), ("snapshot.memory_path", config.snapshot.memory_path)):
         if "://" in path or not path.strip("/"):
@@ -395,10 +395,10 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {dotted key: value} for the settings of a nested configuration that can change the result.
+    """Return {dotted key: value} for each setting that can change the result of a run.
 
-    For a setting that the configuration lacks, the value is the default. Keys that are not settings are left
-    out.
+    `config` is a nested configuration. If a setting is absent there, its value is the default. Keys that are
+    not settings are left out.
     """
     given = flatten(dict(config))
     known = settings().items()

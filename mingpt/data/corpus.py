@@ -68,11 +68,11 @@ class TextData:
         return TOKENIZERS["char" if name == "auto" else name].train(self.text)
 
     def take_tokenizer(self, tokenizer: Tokenizer | None, where: str) -> Tokenizer | None:
-        """Return the tokenizer that encodes the text if the run starts with weights that use `tokenizer`.
+        """Return `tokenizer`, which is the tokenizer of the weights that the run starts with.
 
-        This is `tokenizer` itself. But if `tokenizer` is a CharTokenizer, None is returned, and the caller
-        makes a tokenizer from this text. Raises UserError if `tokenizer` is None, because then no embedding
-        row of the weights can be taken over; the message names the weights by `where`.
+        Returns None for a CharTokenizer; the caller then makes a tokenizer from this text. Raises UserError
+        if `tokenizer` is None, because no embedding row of the weights could be used. The message names the
+        weights by `where`.
         """
         if tokenizer is None:
             raise UserError(
@@ -85,11 +85,11 @@ class TextData:
         """Do nothing: any tokenizer may be used for a text."""
 
     def encode(self, tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray, int, int | None]:
-        """Return the training tokens, the validation tokens, the vocabulary's size, and a number of bytes.
+        """Return (training tokens, validation tokens, size of the vocabulary, number of validation bytes).
 
-        The number of bytes is that of the validation text in UTF-8, without the text of its first token,
-        which is never a target; it is None if the tokenizer loses some of the text. `tokenizer` must not be
-        None. Raises UserError if the tokenizer cannot encode the text.
+        The number counts the UTF-8 bytes of the validation text after its first token, which is never a
+        target. The number is None if the tokenizer loses some of that text. `tokenizer` must not be None.
+        Raises UserError if the tokenizer cannot encode the text.
         """
         assert tokenizer is not None, "a text needs a tokenizer"
         n_train = int(len(self.text) * (1 - self.val_fraction))
@@ -135,11 +135,11 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
     """Return the Corpus of `data`. A text is encoded with `tokenizer`; shards are tokens already.
 
     The last `data.val_fraction` of a text is for validation. `rows` is the number of embedding rows of a
-    model that is trained further; None for a new model. The `vocab_size` of the corpus is `rows`; if `rows`
-    is None, it is the setting data.vocab_size or, if that is null, the vocabulary's size.
+    model that is trained further; None for a new model. The corpus's `vocab_size` is `rows`, if known, else
+    data.vocab_size, if set, else the vocabulary's size.
 
-    Raises UserError if the training or validation part is shorter than a window, if the tokenizer cannot
-    encode the text, or if `rows` is None and the tokenizer has more tokens than data.vocab_size.
+    Raises UserError if the training or validation part is shorter than a window, or if the tokenizer cannot
+    encode the text. Also raises UserError if a new model's data.vocab_size is less than the tokenizer's size.
     """
     train, val, size, val_bytes = data.encode(tokenizer)
     vocab_size = rows or config.vocab_size or size
@@ -168,8 +168,8 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
 def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
     """Return the lowest possible loss, in nats per character, that a .json file beside the text gives.
 
-    Returns None if there is no such file, if the file has no such number, or if the number is for another
-    val_fraction or for another text than that whose hash is `fingerprint`.
+    Returns None if there is no such file, or if the file has no such number. Also returns None if the number
+    is for a different val_fraction, or for a text with a different hash than `fingerprint`.
     """
     beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
     try:

@@ -1,8 +1,8 @@
 """Find and run any Hugging Face tokenizer.json with the package `tokenizers`, which is imported on first use.
 
 `inspect_spec` finds out from the file whether the bytes of each token can be counted, and whether a text can
-be split into pieces without a change of its tokens. If a tokenizer.json has an unknown form, functions that
-take its parsed content, or a part of that content, raise KeyError, TypeError or AttributeError.
+be split into pieces without changing its tokens. Functions that take parsed content of a tokenizer.json raise
+KeyError, TypeError or AttributeError if the content has an unknown form.
 """
 
 import codecs
@@ -53,8 +53,8 @@ def byte_alphabet() -> set[str]:
 def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     """Return the members of `part`, the pre-tokenizer or the decoder of a tokenizer.json.
 
-    For a part of type Sequence this is the list under the key `name`; for any other part, [part]; for None,
-    an empty list.
+    The members of a Sequence are in the list `part[name]`. Any other part is its own only member. None has no
+    members.
     """
     if part is None:
         return []
@@ -62,9 +62,9 @@ def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 
 def inspect_spec(spec: dict[str, Any], is_bpe: bool) -> tuple[bool, bool, bool]:
-    """Return three booleans about a tokenizer: true if a claim holds for every text, false if it may not.
+    """Return three booleans, each true only if a statement about the tokenizer holds for every text.
 
-    The claims, in the order of the booleans:
+    The statements, in the order of the booleans:
 
     - Decoding joins the bytes of the tokens.
     - The tokens stand for exactly the bytes of the text.
@@ -100,7 +100,7 @@ def inspect_spec(spec: dict[str, Any], is_bpe: bool) -> tuple[bool, bool, bool]:
 
 
 def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Return whether an added token is not special, and might stand for bytes other than its `content`.
+    """Return whether an added token might stand for bytes other than its `content`; False if it is special.
 
     `token` and `model` are entries of a tokenizer.json.
     """
@@ -112,10 +112,9 @@ def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
 def split_text(text: str, size: int) -> Iterator[str]:
     """Split `text`, and yield the pieces in order.
 
-    All pieces but the last have at least `size` characters, and may have far more. A piece has `size`
-    characters, and then all characters before the next line break. But if none of the next `size` characters
-    is a line break, the piece ends before the next line break or space. A line break or space that follows
-    whitespace does not count.
+    All pieces but the last have at least `size` characters. After `size` characters, a piece ends before the
+    first line break among the next `size` characters. If there is none, the piece ends before the next line
+    break or space, however far away. A line break or space that follows whitespace does not count.
     """
     start = 0
     while start < len(text):
@@ -205,9 +204,9 @@ class JsonTokenizer(Tokenizer):
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
         """Yield the text in pieces, as tokens arrive.
 
-        A piece that ends in U+FFFD is not yielded before more tokens or the end arrive, because the bytes of
-        its last character may be incomplete. The tokens of a piece are decoded together with those of the
-        previous piece, because a decoder may treat the first token specially.
+        Text that ends in U+FFFD is held back until more tokens arrive or the tokens end, because its last
+        character may be incomplete. The tokens of a piece are decoded together with the previous piece's
+        tokens, because a decoder may treat the first token specially.
         """
         before: list[int] = []
         pending: list[int] = []
@@ -247,7 +246,7 @@ class JsonTokenizer(Tokenizer):
     def loses(self, text: str) -> bool:
         """Return whether encoding and then decoding changes the first LOSS_CHARACTERS characters of a text.
 
-        Changes of whitespace at the beginning or at the end of these characters do not count.
+        Changes of whitespace at the beginning or at the end do not count.
         """
         if self.token_bytes() is not None:
             return False
@@ -272,7 +271,7 @@ class JsonTokenizer(Tokenizer):
 
 
 def import_tokenizers(what: str) -> Any:
-    """Import the package `tokenizers`. If that fails, raises UserError, whose message begins with `what`."""
+    """Return the package `tokenizers`. Raises UserError, which begins with `what`, if the import fails."""
     try:
         return importlib.import_module("tokenizers")
     except ImportError as error:
@@ -282,7 +281,7 @@ def import_tokenizers(what: str) -> Any:
 
 
 def byte_level_bpe(model: Any) -> Any:
-    """Return a `tokenizers.Tokenizer` for the BPE `model`. It splits text as GPT-2's does."""
+    """Return a `tokenizers.Tokenizer` that splits text as GPT-2 does, and encodes it with the BPE `model`."""
     library = import_tokenizers("a BPE")
     package = library.Tokenizer(model)
     package.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -291,7 +290,7 @@ def byte_level_bpe(model: Any) -> Any:
 
 
 def load_with_package(content: bytes) -> "PackageTokenizer":
-    """Return a `tokenizers.Tokenizer` for a tokenizer.json, set to encode as `JsonTokenizer` says.
+    """Return a `tokenizers.Tokenizer` for a tokenizer.json, with the settings that `JsonTokenizer` describes.
 
     Raises ValueError for other content, UserError if the package `tokenizers` is missing.
     """
@@ -323,8 +322,8 @@ def check_unicode(text: str) -> None:
 def parse_tokenizer_json(content: bytes) -> Tokenizer:
     """Return the tokenizer in a tokenizer.json: a CharTokenizer if that class wrote it, else a JsonTokenizer.
 
-    Raises ValueError for content that cannot be used, and UserError if the package `tokenizers`, which a
-    JsonTokenizer needs, is missing.
+    Raises ValueError for content that cannot be used. Raises UserError if a JsonTokenizer is needed and the
+    package `tokenizers` is missing.
     """
     content = content.removeprefix(codecs.BOM_UTF8)
     with contextlib.suppress(ValueError):
@@ -333,16 +332,15 @@ def parse_tokenizer_json(content: bytes) -> Tokenizer:
 
 
 def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenizer:
-    """Return the tokenizer that `name` stands for, read by `read_named_tokenizer`.
+    """Return the tokenizer that `name` stands for; `read_named_tokenizer` explains both arguments.
 
-    Raises UserError if the tokenizer cannot be read or used; the message has `setting`, the name of the
-    setting, in it.
+    Raises UserError if the tokenizer cannot be read or used.
     """
     return parse_named_tokenizer(read_named_tokenizer(name, setting), name, setting)
 
 
 def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
-    """Return the tokenizer in `content`, the tokenizer.json that `name` stands for in the setting `setting`.
+    """Return the tokenizer in `content`, a tokenizer.json.
 
     Raises UserError if the content cannot be used; the message begins with `setting` and `name`. Also raises
     UserError if the package `tokenizers` is needed and missing.
@@ -359,8 +357,8 @@ def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
     """Return the content of a tokenizer.json. `name` is gpt2, or a path or URL of the file or its folder.
 
     Instead of a tokenizer.json, a local folder may hold vocab.json and merges.txt, or encoder.json and
-    vocab.bpe, in the form of GPT-2's: then a tokenizer.json made from these two files is returned. Raises
-    UserError for files that cannot be read or used; the message begins with `setting`.
+    vocab.bpe, in GPT-2's form. The result is then made from these two files. Raises UserError for files that
+    cannot be read or used; the message begins with `setting`, the setting's name.
     """
     if name == "gpt2":
         return download_gpt2(setting)
@@ -399,7 +397,7 @@ def download_gpt2(setting: str) -> bytes:
 
 
 def read_vocabulary(paths: Sequence[str], source: str) -> bytes:
-    """Return a tokenizer.json made from files like GPT-2's: `paths` name the vocabulary and the merges.
+    """Return a tokenizer.json made from two files in GPT-2's form: `paths` are (vocabulary, merges).
 
     Raises UserError if the files cannot be used; the message begins with `source`.
     """

@@ -184,9 +184,9 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
 def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]]:
     """Return a file's number of tokens, the byte offset of the first token, and the tokens' type.
 
-    `header` is the file's first HEADER_BYTES, `size` its length in bytes, which is not compared with the
-    header. A file whose name is in HEADERLESS, and which does not begin with a known magic number, has no
-    header, only uint16 tokens. Raises UserError, which names the file, for any other unknown header.
+    `header` has the file's first HEADER_BYTES bytes. `size` is the file's length in bytes, and is not
+    compared with the header. If a file named in HEADERLESS does not begin with a known magic number, it has
+    only uint16 tokens. For any other unknown header, raises UserError, which names the file.
     """
     magic, version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (0, 4, 8))
     known = [magic for magic, _ in FORMATS]
@@ -242,10 +242,10 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def open_unchanged(file: ShardFile) -> Iterator[BinaryIO]:
-    """Open a checked file for a `with` block; turn an OSError into an error whose message is one sentence.
+    """Open a checked file for a `with` block.
 
     An OSError raised by opening the file, or within the block, becomes a UserError if the file is gone or may
-    not be read. Otherwise it becomes an ExpectedError, because the failure may be temporary. Also raises
+    not be read. Any other OSError becomes an ExpectedError, because the failure may be temporary. Also raises
     UserError if the size of the file has changed since the check.
     """
     try:
@@ -280,9 +280,9 @@ class TokenShards:
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
         """Return the `length` tokens from each of `starts` on, (len(starts), length) int64.
 
-        A window may extend over several files. Raises IndexError for a window outside of the array, UserError
-        if a file is gone, may not be read or has changed its size since the check, and ExpectedError if
-        reading fails for another reason.
+        A window may extend over several files. Raises IndexError for a window that is not all in the array.
+        Raises UserError if a file is gone, may not be read or has changed its size since the check, and
+        ExpectedError if reading fails for another reason.
         """
         first = np.asarray(starts, dtype=np.int64) + self._first
         last = first + length
@@ -354,10 +354,10 @@ class ShardData:
         return tokenizer
 
     def check_tokenizer(self, tokenizer: Tokenizer | None, name: str) -> None:
-        """Raise UserError if meta.json says that the shards were made with another tokenizer.
+        """Raise UserError if meta.json says that the shards were made with a different tokenizer.
 
-        `tokenizer` is the tokenizer that `name`, which is data.tokenizer, stands for. Nothing is checked if
-        `tokenizer` is None, or if no meta.json says with which tokenizer the shards were made.
+        `name` is data.tokenizer, for the message. Nothing is checked if `tokenizer` is None or has no
+        tokenizer.json, or if no meta.json says with which tokenizer the shards were made.
         """
         content = tokenizer.to_tokenizer_json() if tokenizer else None
         made_with = self.meta["tokenizer"]["sha256"] if self.meta else None
@@ -368,11 +368,10 @@ class ShardData:
             )
 
     def encode(self, tokenizer: Tokenizer | None) -> tuple[TokenShards, TokenShards, int, int | None]:
-        """Return the training part, the validation part, the vocabulary's size, and a number of bytes.
+        """Return (training part, validation part, size of the vocabulary, number of validation bytes).
 
-        The vocabulary's size is the size of `tokenizer`. If `tokenizer` is None, it is the size in meta.json
-        or, without a meta.json, the size of GPT-2's vocabulary. The number of bytes is that of the validation
-        text in UTF-8, without the text of its first token; None if it is not known.
+        If `tokenizer` is None, the size is the one in meta.json or, without a meta.json, GPT-2's. The number
+        counts the UTF-8 bytes of the validation text after its first token; None if it is not known.
         """
         size, val_bytes = GPT2_VOCABULARY, None
         if self.meta:
@@ -384,9 +383,11 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
     """Return the token shards of `path`, a folder, a pattern or one .bin file: checked, sorted and split.
 
     Files with the word val, valid or validation in their names are for validation. If no file has such a
-    name, the last `val_fraction` of all tokens is for validation. Raises UserError for a URL, for files that
-    are missing, unreadable or not complete token shards, for an unusable meta.json, or if `path` is a folder
-    that does not have exactly the files that meta.json lists.
+    name, the last `val_fraction` of all tokens is for validation.
+
+    Raises UserError for a URL, for files that are missing, unreadable or not complete token shards, and for
+    an unusable meta.json. Also raises UserError if all files are for validation, or if a folder does not have
+    exactly the files that its meta.json lists.
     """
     local = local_path(path)
     if local is None:

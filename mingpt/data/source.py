@@ -73,7 +73,7 @@ def has_checksum(content: bytes, sha256: str | None) -> bool:
 
 
 def download(path: str, setting: str) -> bytes:
-    """Return the bytes at a path or URL, without the cache.
+    """Return the bytes at a path or URL; the cache is not used.
 
     Raises AbsentFile if there is no such file, UserError for any other failure; the message begins with
     `setting`.
@@ -103,15 +103,15 @@ def readable(path: str, begin: str = "") -> Iterator[None]:
 
 
 def relative_to(path: str) -> str:
-    """Return a remark for an error message on where relative paths start; "" if `path` is not relative."""
+    """Return, for an error message, where relative paths start; "" if `path` is not relative."""
     return "" if "://" in path or os.path.isabs(path) else f" (relative paths start at {Path.cwd()})"
 
 
 def failed_request(error: Exception) -> BaseException | None:
-    """Return the exception of a failed HTTP request (no connection, a timeout or a refusal) behind `error`.
+    """Return the cause of `error` if it is a failed HTTP request: no connection, a timeout or a refusal.
 
-    fsspec's HTTP driver raises FileNotFoundError for such a failure, too. Returns None if no request failed,
-    or if the status of the answer was 404 or 410, which means that the file is absent.
+    fsspec's HTTP driver raises FileNotFoundError for these failures, too. Returns None for any other cause,
+    and for the HTTP statuses 404 and 410, which mean that the file is absent.
     """
     cause = error.__cause__
     is_of_driver = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
@@ -119,7 +119,7 @@ def failed_request(error: Exception) -> BaseException | None:
 
 
 def hint_to_prepare(path: str) -> str:
-    """Return a hint, for an error message, to run `prepare`, if only `prepare` can read the file; else ""."""
+    """Return, for an error message, a hint to run `prepare`; "" unless only `prepare` can read the file."""
     is_for_prepare = suffix_of(path) in KINDS or name_of(path).endswith(COMPRESSED)
     return ": make token shards of it with `python -m mingpt prepare`" if is_for_prepare else ""
 

@@ -65,7 +65,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens below len(self), without special tokens; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of `tokens`, without special tokens; bytes that are not UTF-8 become U+FFFD."""
 
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
         """Yield the text in pieces of whole characters as tokens arrive.
@@ -78,7 +78,7 @@ class Tokenizer(ABC):
     def token_bytes(self) -> np.ndarray | None:
         """Return the number of UTF-8 bytes of each token, (len(self),) int64; 0 for special tokens.
 
-        Returns None if, in some texts, a token might stand for another number of bytes.
+        Returns None if a token might stand for different numbers of bytes in different texts.
         """
         return None
 
@@ -95,9 +95,9 @@ class Tokenizer(ABC):
         return None
 
     def default_prompt(self) -> list[int]:
-        """Return the tokens that a sample without a prompt begins with: `end_of_text`, else a line break.
+        """Return the tokens that a sample without a prompt begins with.
 
-        If there is no `end_of_text`, and a line break has no token, the result is [0].
+        The result is [end_of_text], else the tokens of a line break, else [0].
         """
         end = self.end_of_text
         return [end] if end is not None else self.encode("\n").tolist() or [0]
@@ -109,8 +109,8 @@ class Tokenizer(ABC):
     def tokens_by_meaning(self) -> dict[Any, int]:
         """Return {meaning: token}, where a meaning is any key that identifies a token across tokenizers.
 
-        A run that starts with the weights of a model with another tokenizer takes over the embedding rows of
-        tokens that have the same meaning in both. By default no two different tokenizers share a meaning.
+        A run that starts with the weights of another model takes over the embedding rows of tokens whose
+        meaning is in both tokenizers. By default, different tokenizers share no meaning.
         """
         return {(self.fingerprint(), token): token for token in range(len(self))}
 

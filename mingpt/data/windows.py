@@ -30,8 +30,7 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     """All windows of a token array or of token shards, by the position of their first token.
 
     `dataset[start]` is (inputs, targets), each (block_size,) int64; `__getitems__` gathers a batch at once.
-    The tokens of shards are checked when they are read: a token that is not below `vocab_size`, if that is
-    given, raises UserError.
+    With `vocab_size`, reading a token of shards that is not below `vocab_size` raises UserError.
     """
 
     def __init__(
@@ -60,8 +59,7 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
         """Return the `length` tokens from each of `starts` on, (len(starts), length) int64.
 
         Raises IndexError if a window extends past the end of the tokens. With shards, also raises UserError
-        for a token outside of the vocabulary or a file that is gone or has changed, and ExpectedError if
-        reading fails for another reason.
+        for a token outside of the vocabulary, and the errors of `TokenShards.read`.
         """
         if isinstance(self.tokens, Tensor):
             return self.tokens[torch.as_tensor(starts).unsqueeze(1) + torch.arange(length)].long()
@@ -101,17 +99,16 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     def split(
         self, on_cpu: tuple[Tensor, Tensor], batch_size: int, device: torch.device | str
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Split `on_cpu`, (inputs, targets) of many windows, into batches; yield these as `batches` does."""
+        """Split `on_cpu`, (inputs, targets) of many windows, and yield batches in the form of `batches`."""
         on_device = to_device(on_cpu, device)
         yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
 
     def eval_batches(self, batch_size: int, max_windows: int | None = None) -> list[tuple[np.ndarray, int]]:
-        """Return the arguments of `read` for each batch of up to `batch_size` windows: (starts, length).
+        """Return the arguments of `read`, (starts, length), for each batch of an evaluation.
 
-        These are the windows of an evaluation. They lie end to end: every token but the first is a target
-        exactly once, and a last window of fewer than `block_size` targets is a batch of its own. If
-        `max_windows` is given, and less than the number of these windows, the batches have only `max_windows`
-        whole windows, evenly spaced.
+        A batch has up to `batch_size` windows. The windows lie end to end: every token but the first is a
+        target exactly once. A last window of fewer than `block_size` targets is a batch of its own. If there
+        are more than `max_windows` windows, only `max_windows` whole windows are used, evenly spaced.
         """
         whole, rest = divmod(len(self.tokens) - 1, self.block_size)
         count = whole if max_windows is None else min(max_windows, whole)
@@ -149,9 +146,9 @@ def mix(*numbers: int) -> int:
 def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
     """Return the images of `indices`, (N,) uint64, in the permutation of range(size) that `key` selects.
 
-    Memory does not grow with `size`: the permutation is a balanced Feistel network over the next power of
-    four, repeated until the result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains"). numpy and torch promise no stable permutations across versions, so this program has its own.
+    Memory does not grow with `size`. A balanced Feistel network permutes the numbers below a power of four,
+    and is applied repeatedly until the result is below `size` (Black and Rogaway 2002, "Ciphers with
+    arbitrary finite domains"). Unlike numpy's and torch's, this permutation is the same in all versions.
     """
     half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -170,7 +167,7 @@ def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def micro_batch_shares(count: int, workers: int) -> list[range]:
-    """Return each rank's share of `count` micro-batches: consecutive numbers.
+    """Return, for each rank, the consecutive numbers of its share of `count` micro-batches.
 
     The lengths of the shares differ by at most one. If there are more workers than micro-batches, some shares
     are empty.
@@ -187,14 +184,13 @@ class ElasticSampler(DistributedSampler[int]):
     iteration does not change it.
 
     `dataset` may be any data set with a length and samples by index. The samples of a WindowDataset overlap,
-    so an epoch of it has only windows that lie end to end, from a random offset on. A step takes the next
-    `batch_size` windows, even across the end of an epoch, in micro-batches of `micro_batch_size`, which
-    `micro_batches_by_rank` assigns to workers. `num_replicas` is the number of workers, `rank` this worker's
-    number; for `takes_turns` see `micro_batches_by_rank`.
+    so an epoch has only windows that lie end to end, from a random offset on. A step takes the next
+    `batch_size` windows, even across the end of an epoch. `micro_batches_by_rank` assigns micro-batches of
+    `micro_batch_size` windows to `num_replicas` workers; this worker is number `rank`.
 
-    Iterating yields the index in `dataset` of each of this worker's windows, from `windows_seen` on, in a
-    random order and without end; it yields nothing for a worker without micro-batches. Raises ValueError if
-    the data set is empty, or if `micro_batch_size` does not divide `batch_size`.
+    Iterating yields the index in `dataset` of each window of this worker, from `windows_seen` on, without
+    end. A worker without micro-batches gets no windows. Raises ValueError if the data set is empty, or if
+    `micro_batch_size` does not divide `batch_size`.
     """
 
     def __init__(
@@ -228,10 +224,10 @@ class ElasticSampler(DistributedSampler[int]):
         self.windows_seen = windows_seen
 
     def micro_batches_by_rank(self) -> list[range]:
-        """Return, by rank, the numbers of the micro-batches of a step that the rank reads.
+        """Return, for each rank, the numbers of the micro-batches that it reads in a step.
 
-        These are the shares of `micro_batch_shares`. With `takes_turns`, rank r of n ranks instead reads
-        micro-batches r, r + n, r + 2 n, ... If there are more ranks than micro-batches, some ranks read none.
+        `micro_batch_shares` computes them. With `takes_turns`, rank r of n ranks instead reads micro-batches
+        r, r + n, r + 2 n, ... If there are more ranks than micro-batches, some ranks read none.
         """
         count, workers = self.batch_size // self.micro_batch_size, self.num_replicas
         if self.takes_turns:
@@ -242,9 +238,9 @@ class ElasticSampler(DistributedSampler[int]):
         return self.micro_batches_by_rank()[self.rank]
 
     def window_starts(self, first: int, count: int) -> np.ndarray:
-        """Return the indices in `dataset` of `count` consecutive windows of the run, (count,) int64.
+        """Return the indices in `dataset` of `count` windows, from window `first` of the run, (count,) int64.
 
-        The first of these is window `first` of the run, counted from 0 over all epochs.
+        Windows are counted from 0 over all epochs.
         """
         starts = []
         while count:

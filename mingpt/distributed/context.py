@@ -57,9 +57,9 @@ class DistributedContext(Group):
 
     `device`, `dtype` and `threads` are the settings trainer.device, trainer.dtype and trainer.threads.
     `timeout_s` limits each collective. Without a launcher such as torchrun this worker is the only one. All
-    ranks raise UserError if any rank lacks the device or if the ranks have different kinds of devices, and
-    StopRequested after a request to stop. Raises the errors of `join_generation`, such as PeersMissing, and
-    those of `connect_gpus`.
+    ranks raise UserError if any rank lacks the device, or if the ranks have different kinds of devices. All
+    ranks raise StopRequested after a request to stop. For further errors see `join_generation` and
+    `connect_gpus`.
 
     While `on_rank`, `on_all` or `gather_on_all` run their work, this process exits if a peer is lost, or if
     all ranks agree to stop before training begins. If the work raises UserError on any rank, all ranks raise
@@ -108,8 +108,8 @@ class DistributedContext(Group):
         """Wait until all workers have arrived; initialize torch's default process group. Collective.
 
         Returns this worker's Rendezvous. `timeout_s` limits each later collective. The wait for the workers
-        has the same limit, or a longer one if this worker's own start was slow or if there is no agent, such
-        as torchrun. Raises NodeRefused as `check_gloo` does, and PeersMissing or another error of Rendezvous.
+        has the same limit, or a longer limit if this worker started slowly or has no agent. Raises the errors
+        of `check_gloo` and of Rendezvous, such as PeersMissing.
         """
         import torch
 
@@ -138,8 +138,8 @@ class DistributedContext(Group):
         """Return (device, dtype, place, address) of this rank; the address is None if the device is a GPU.
 
         `wanted` and `dtype` are the settings trainer.device and trainer.dtype. `address` is where peers
-        connect to share memory with this rank; None: it cannot share memory. Raises UserError if this rank
-        lacks the device.
+        connect to share memory with this rank, or None if this rank cannot share memory. Raises UserError if
+        this rank lacks the device.
         """
         device = find_device(wanted, self.launch)
         place = Place(self.launch.node_rank, self.launch.local_rank, platform.node())
@@ -147,7 +147,7 @@ class DistributedContext(Group):
         return device, resolve_dtype(dtype, device), place, address if shares else None
 
     def connect_gpus(self, timeout_s: float) -> None:
-        """Connect the GPUs of all ranks with NCCL, which StopSignal's thread then watches. Collective.
+        """Connect the GPUs of all ranks; from now on, StopSignal's thread watches NCCL. Collective.
 
         Raises NCCL's DistError if a peer is lost or the network fails. If NCCL fails on any rank for another
         reason, all ranks raise UserError.
@@ -182,7 +182,7 @@ class DistributedContext(Group):
     def use_threads(self, recorded: int) -> None:
         """Set the number of CPU threads to `recorded`, the number with which this run began.
 
-        The results of a run depend on that number. If it changes here, one line is logged.
+        The results of a run depend on this number. If this call changes the number, it logs a line.
         """
         import torch
 
@@ -194,16 +194,12 @@ class DistributedContext(Group):
     def was_started(self) -> bool:
         """Return whether an earlier generation of this job called `mark_started`.
 
-        That call is recorded in the TCPStore of torchrun's agent. If no agent hosts a TCPStore, return
-        whether the launcher's restart count is above 0.
+        If no agent hosts the job's TCPStore, return whether the launcher's restart count is above 0.
         """
         return self.rendezvous is not None and self.rendezvous.is_restart()
 
     def mark_started(self) -> None:
-        """Record in the job's TCPStore that the job has started, so that workers after a restart know that.
-
-        Only rank 0 calls this method; it is not collective.
-        """
+        """Record, for workers after a restart, that the job has started. Only rank 0 calls this."""
         if self.rendezvous is not None:
             self.rendezvous.mark_started()
 
@@ -215,13 +211,13 @@ class DistributedContext(Group):
     def reduce_step_status(
         self, losses: "torch.Tensor", newest_written: int = 0
     ) -> Callable[[], tuple[list[float], int]]:
-        """Start to sum a step's status over the ranks; return a function that waits and returns the sums.
+        """Start to exchange the ranks' losses and requests to stop; return a function that waits. Collective.
 
-        `losses`, (micro-batches of the step,), is zero for micro-batches of other ranks. `newest_written` is
-        the step of the newest snapshot that these workers have put on disk, and zero on all ranks but one.
-        The returned function returns (losses of all micro-batches, that step), and sets `agreed_stop` if any
-        rank has received a request to stop. Collective: all ranks must call this method and the function
-        that it returns. If the losses are on a GPU, the exchange begins only when that function is called.
+        `losses` has an element for each micro-batch of the step: zero if another rank computes the loss.
+        `newest_written` is the step of the newest snapshot that this generation has written to disk; it is
+        zero on all ranks but one. All ranks must also call the returned function, which returns (losses of
+        all micro-batches, the snapshot's step). That function sets `agreed_stop` if any rank has received a
+        request to stop. If the losses are on a GPU, the exchange begins only in that function.
         """
         import torch
 
@@ -247,7 +243,7 @@ class DistributedContext(Group):
         return wait
 
     def fail_beside_work(self, error: Exception) -> None:
-        """Exit because of `error`, a lost peer or an agreed stop, which the busy main thread cannot raise."""
+        """Exit because of `error`; the main thread is busy with work, and cannot raise it."""
         if isinstance(error, StopRequested):
             self.stop_signal.exit_before_training(error.reason)
         self.exit.exit_process(error)
@@ -255,7 +251,7 @@ class DistributedContext(Group):
     def should_stop(self) -> bool:
         """Return whether all ranks agreed to stop, so that the caller may end its work early.
 
-        On other ranks the result may become true only later. Not collective.
+        The result may become true on some ranks later than on others. Not collective.
         """
         if self.world_size == 1:
             self.agree_to_stop([self.stop_signal.reason])

@@ -47,8 +47,8 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
 def idle_gpus(wanted: str, launch: Launch) -> str | None:
     """Return a warning if trainer.device=auto takes the CPU because there are fewer GPUs than workers.
 
-    `wanted` is the setting trainer.device. GPUs and workers are those of this machine. Returns None if there
-    is nothing to warn of.
+    `wanted` is the setting trainer.device. Only this machine's GPUs and workers count. Returns None if there
+    is nothing to warn about.
     """
     import torch
 
@@ -99,9 +99,9 @@ def check_gloo() -> None:
 def has_fast_bfloat16() -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32, judged by its instruction sets.
 
-    Returns True if the CPU has AMX, or if, like AMD's Zen 4, it has AVX512_BF16 but not AVX512_FP16. Intel's
-    cores from Sapphire Rapids on have AVX512_FP16, and need AMX, which some virtual machines hide: without
-    AMX, bfloat16 takes twice the time of float32 on these cores.
+    Returns True for a CPU with AMX. Also returns True for a CPU with AVX512_BF16 but without AVX512_FP16,
+    such as AMD's Zen 4. Intel's cores from Sapphire Rapids on have AVX512_FP16. If a virtual machine hides
+    their AMX, bfloat16 takes twice the time of float32.
     """
     import torch
 
@@ -135,8 +135,8 @@ def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
 
-# The number of changes of this program after which the same configuration gives different bits; docs/LOG.md
-# lists them.
+# A change of this program after which the same configuration gives different bits raises this number by 1;
+# docs/LOG.md lists these changes.
 NUMERICS = 3
 
 
@@ -154,10 +154,7 @@ class Environment:
 
 
 def device_name(device: "torch.device") -> str:
-    """Return a CUDA GPU's name; for other devices, the type and the CPU's instruction sets.
-
-    An example of the latter is "cpu AVX512 AMX".
-    """
+    """Return a CUDA GPU's name; for any other device, a text such as "cpu AVX512 AMX"."""
     import torch
 
     if device.type == "cuda":

@@ -33,9 +33,9 @@ class GenerationEnd:
     def sentence(self, stacks: Path | None = None) -> str:
         """Return why the workers ended, as a sentence such as "worker 1 vanished".
 
-        The sentence names the workers that failed or stored no exit reason. If there are no such workers, it
-        gives the exit reasons that were stored. If workers timed out, and the folder `stacks` has the files
-        to which stuck workers wrote their stacks, the sentence also says at which lines of code they hung.
+        The sentence names the workers that failed or stored no exit reason. If all workers stored other exit
+        reasons, the sentence gives these reasons. `stacks` is the folder to which stuck workers wrote their
+        stacks. After a timeout, the sentence may also say at which lines of code workers hung.
         """
         whys = {rank: reason["why"] for rank, reason in enumerate(self.exit_reasons) if reason}
         silent = [rank for rank, reason in enumerate(self.exit_reasons) if reason is None]
@@ -52,7 +52,7 @@ class GenerationEnd:
         return "; ".join(map(clause, [*sorted(losses, key=len)[-1:], *sorted(others)])) + where
 
     def places(self, stacks: Path, ranks: Iterable[int]) -> str:
-        """Return ": " and the lines of code at which `ranks` hung, as their files in `stacks` say.
+        """Return ": " and the lines of code at which `ranks` hung, from their files in the folder `stacks`.
 
         Returns "" if none of the ranks has a file there.
         """
@@ -64,7 +64,7 @@ class GenerationEnd:
 
 
 def clause(why: str) -> str:
-    """Return `why`, an exit reason that workers share, as a clause such as "the workers lost a peer"."""
+    """Return `why`, the text of an exit reason, as a clause such as "the workers lost a peer"."""
     return f"the workers were {why}" if why.startswith((TOLD, "stopped")) else f"the workers {why}"
 
 
@@ -75,9 +75,9 @@ def list_workers(ranks: Sequence[int]) -> str:
 def stuck_place(stacks: str) -> str:
     """Return where a worker's main thread hung, as "FILE:LINE in FUNCTION".
 
-    `stacks` is the text that faulthandler wrote for the worker. The line is the innermost one outside
-    libraries, or the innermost one of all if all lines are in libraries. If the worker wrote no stacks when
-    it was stuck, returns a clause that says so.
+    `stacks` is the text that faulthandler wrote for the worker. The line is the innermost line outside
+    libraries, or the innermost line if all are in libraries. If the worker wrote no stacks when it was stuck,
+    returns a clause that says so.
     """
     # Only the timer's stacks have the title "Timeout ("; stacks written at SIGUSR2 may be older.
     _, was_stuck, dump = stacks.rpartition("Timeout (")

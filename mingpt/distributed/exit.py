@@ -44,8 +44,8 @@ JOB_ENDS = ("SIGUSR1", "STOP", PAUSE)  # requests to stop that end the job; afte
 class SignalReceived(Exception):
     """A signal that ends this process at once.
 
-    This is a second signal, a first signal before training begins (`is_first`), or a signal that has waited
-    for too long, because this process is stuck.
+    This is a first signal before training begins (then `is_first` is true), a second signal, or a signal that
+    a stuck process has not obeyed in time.
     """
 
     def __init__(self, number: signal.Signals, is_first: bool) -> None:
@@ -59,7 +59,7 @@ class PeerLost(Exception):
 
 @dataclass(frozen=True)
 class ExitPlan:
-    """What a worker does when it exits, in the order of the fields; then the worker exits with `code`."""
+    """What a worker does before it exits with `code`, in the order of the fields, but `ends_agent` last."""
 
     code: int
     ends_agent: bool = False  # send SIGTERM to the agent, last: no exit code ends a job under torchrun
@@ -83,10 +83,9 @@ def how_to_exit(
 ) -> ExitPlan:
     """Return the plan by which a worker exits because of `error`.
 
-    `error` is None if the worker's work is finished. `step` is the last completed step, `has_met` whether the
-    worker has met the others at the rendezvous, `is_orphan` whether torchrun's agent, the worker's parent, is
-    gone. If no collective has ended within the time limit, `timed_out` is the exit reason that says so; else
-    it is "".
+    `error` is None if the worker's work is finished. `step` is the last completed step. `timed_out` is the
+    exit reason of a timeout if no collective has ended within the time limit, else "". `has_met` says whether
+    the workers have met at the rendezvous, and `is_orphan` says whether the agent is gone.
     """
     is_last = not launch.has_restarts_left()
     if is_orphan:  # no generation follows
@@ -135,11 +134,11 @@ def how_to_exit(
 
 
 def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
-    """Return the plan for an exit of all workers together, which obey `request` or have finished.
+    """Return the plan for an exit of all workers together.
 
-    `request` is the request to stop; None: the workers have finished. The exit code is 0, with one exception:
-    for a signal other than SIGUSR1 under torchrun's agent, it is 128 + signal, and the job keeps its claim
-    (right to write) to the run folder, because the agent decides whether workers start again.
+    `request` is the request to stop, or None if the workers have finished. The exit code is 0, and the job
+    gives up its claims. But after a signal other than SIGUSR1 under torchrun's agent, the exit code is
+    128 + signal. The job then keeps its claims, because the agent decides whether workers start again.
     """
     status = "" if launch.rank else "0 "
     if request is None or request in JOB_ENDS or launch.agent_pid is None:
@@ -167,10 +166,10 @@ def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
 def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
     """Return the plan to end the job because of `error`, even if restarts are left.
 
-    Local rank 0 of each node ends the agent there, if there is an agent, and the node's other workers wait
-    until the agent sends them SIGTERM. Rank 0 prints the error. If the workers have not met at the rendezvous
-    (`has_met` is false), or if the error is NodeRefused or ClaimLost, rank 0 may not have seen the error. In
-    these cases local rank 0 of each node also prints the error or, in a job without an agent, every worker.
+    Local rank 0 of each node ends the node's agent; the node's other workers wait for the agent's SIGTERM.
+    Rank 0 prints the error. Before the rendezvous (if `has_met` is false), and for NodeRefused and ClaimLost,
+    rank 0 may not have seen the error, so local rank 0 of each node prints it, too. Without an agent, every
+    worker does what local rank 0 would do.
     """
     is_first = launch.local_rank == 0 or launch.agent_pid is None
     is_printed = launch.rank == 0 or not has_met or isinstance(error, (NodeRefused, ClaimLost))
@@ -189,7 +188,7 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
 
 
 class StackFile:
-    """The file to which a process writes the stacks of its threads when it is stuck, and at each SIGUSR2.
+    """The file to which a process writes its threads' stacks if the process is stuck, and at each SIGUSR2.
 
     A process counts as stuck about `limit_s` seconds after the last call of `note_progress`. A timer of
     faulthandler notices this, even if C code holds the interpreter lock. Constructing a StackFile raises
@@ -264,12 +263,12 @@ class ProcessExit:
     def start_run(
         self, run_dir: Path, last_step: Callable[[], int], note_failure: Callable[[str], None] | None
     ) -> None:
-        """Register what an exit calls during a run, and open this worker's file of stacks, a StackFile.
+        """Register what an exit calls during a run, and open this worker's StackFile in `run_dir`/stacks.
 
         `last_step` returns the last completed step. `note_failure` records in run.json why the job failed; it
-        is None on ranks that do not write to `run_dir`. Each worker has a StackFile in `run_dir`/stacks; if
-        the file cannot be opened, no stacks are written. A rank with a `note_failure` first removes the files
-        of earlier generations that are empty, or that are not among the MAX_STACK_FILES newest.
+        is None on ranks that do not write to `run_dir`. If the StackFile cannot be opened, no stacks are
+        written. A rank with a `note_failure` first removes stack files of earlier generations: those that are
+        empty, and those that are not among the MAX_STACK_FILES newest.
         """
         self.last_step, self.note_failure = last_step, note_failure
         folder, name = run_dir / "stacks", self.rendezvous.generation if self.rendezvous else ""
@@ -399,7 +398,7 @@ def before_first_step(reason: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or for an error of NCCL the last line, which has the reason.
+    """Return the first line of an error's text; for an NCCL error the last line, which has the reason.
 
     At most 200 characters are returned, and the credentials in URLs are hidden.
     """
@@ -411,8 +410,8 @@ def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error means that a worker is gone or silent.
 
     The result is true for PeerLost, for DistError, and for a plain RuntimeError that torch.distributed
-    raised, because gloo's errors have no type of their own. Among NCCL's errors only those with the text
-    NCCL_LOST count: the others have a cause on this machine, such as too little room in /dev/shm.
+    raised, because gloo's errors have no type of their own. But an NCCL error without the text NCCL_LOST has
+    a cause on this machine, such as too little room in /dev/shm: the result is false.
     """
     if isinstance(error, PeerLost) or "torch.distributed" not in sys.modules:
         return isinstance(error, PeerLost)

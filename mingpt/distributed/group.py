@@ -2,8 +2,8 @@
 
 All ranks must call a method whose docstring says "Collective", in the same order. `on_rank` runs a function
 on one rank; `on_all` and `gather_on_all` run a function on all ranks. If the function raises an error on one
-rank, all ranks raise this error or notice that they have lost a peer: see `on_all`. During these calls the
-ranks also exchange requests to stop. torch is imported inside functions, as in context.py.
+rank, all ranks raise this error or notice that they have lost a peer: see `on_all`. torch is imported inside
+functions, as in context.py.
 """
 
 import pickle
@@ -31,7 +31,7 @@ Outcome = tuple[Any, Exception | None]  # (what some work returned, the error th
 def wait_for(work: "Work | None") -> None:
     """Wait for an asynchronous collective.
 
-    Raises DistNetworkError for gloo's errors, which are plain RuntimeErrors, and other errors as they are.
+    Raises DistNetworkError for gloo's errors, which are plain RuntimeErrors. Other errors stay as they are.
     """
     from torch.distributed import DistNetworkError
 
@@ -48,9 +48,11 @@ class Group:
     """Collectives on Python objects among the ranks of a process group, by default torch's default group.
 
     With one rank nothing is exchanged, and no process group is needed. If a rank is gone or silent, the
-    methods raise errors for which `is_lost_peer` is true. With a `stop_signal`, `on_rank`, `on_all` and
-    `gather_on_all` also exchange requests to stop: if any rank has received a request, all ranks set
-    `agreed_stop` in the same call, and before training (before `StopSignal.defer`) raise StopRequested.
+    methods raise errors for which `is_lost_peer` is true.
+
+    With a `stop_signal`, `on_rank`, `on_all` and `gather_on_all` also exchange requests to stop. If any rank
+    has received a request, all ranks set `agreed_stop`. Before training (before `StopSignal.defer` is
+    called), all ranks also raise StopRequested.
     """
 
     shared_errors: type[Exception] = Exception  # if work raises such an error on one rank, all ranks raise it
@@ -100,7 +102,7 @@ class Group:
         wait_for(irecv(piece, rank, group=self.process_group))
 
     def wait(self, sent: "Iterable[Work | None]") -> None:
-        """Wait until the tensors of the `send` that returned `sent` may be changed. Not collective."""
+        """Wait until the tensors of a `send`, which returned `sent`, may be changed. Not collective."""
         for work in sent:
             wait_for(work)
 
@@ -108,10 +110,9 @@ class Group:
         """Run `work` on all ranks; return this rank's own result. Collective.
 
         While the work runs, a thread exchanges heartbeats, so that timeouts do not fire, however long the
-        work takes. If the work raises one of `shared_errors` on some ranks, then, once the work has ended on
-        all ranks, all raise the error of the lowest such rank. Any other error is raised at once, and only on
-        its own rank: the other ranks notice that they have lost this peer, even while their work waits for
-        the peer.
+        work takes. If the work raises one of `shared_errors` on any rank, all ranks raise this error once the
+        work has ended on all ranks. If it fails on several ranks, the error of the lowest of them is raised.
+        Any other error is raised at once, only on its own rank; the other ranks lose a peer.
         """
         own: list[T] = []
         self.gather_on_all(lambda: own.append(work()))
@@ -167,16 +168,16 @@ class Group:
             raise
 
     def fail_beside_work(self, error: Exception) -> None:
-        """Do nothing: `error` is raised once the work has ended.
+        """Handle `error`, which the exchange of heartbeats has raised while the work runs.
 
-        This is called if the exchange of heartbeats fails while the work runs.
+        Here, do nothing: `error` is raised once the work has ended.
         """
 
     def agree_to_stop(self, reasons: Sequence[str | None]) -> None:
         """Set `agreed_stop`, if it is still None, to the first of REASONS that is among `reasons`.
 
-        `reasons` has the requests to stop that the ranks have received (None for a rank without one), and is
-        the same on all ranks. Raises StopRequested if `agreed_stop` is set before training has begun.
+        `reasons` has the requests to stop that the ranks have received (None: no request), and is the same on
+        all ranks. Raises StopRequested if `agreed_stop` is set before training has begun.
         """
         first = next((name for name in REASONS if name in reasons), None)
         self.agreed_stop = self.agreed_stop or first

@@ -26,7 +26,7 @@ MEMORY_FILE = "MINGPT_MEMORY_FILE"
 
 @dataclass(frozen=True)
 class Launch:
-    """What the environment variables of torchrun or another launcher say; defaults are for plain `python`."""
+    """What the launcher's environment variables say; the defaults are for plain `python`."""
 
     rank: int = 0
     world_size: int = 1
@@ -112,9 +112,9 @@ class Launch:
         return self.master_addr is not None
 
     def describe_leftovers(self) -> str:
-        """Return a warning if variables such as RANK are set, but none of a known launcher (LAUNCHERS).
+        """Return a warning if variables such as RANK are set, but no variable in LAUNCHERS is set.
 
-        Returns "" if there is nothing to warn of, and on all ranks but 0.
+        Returns "" if there is nothing to warn about, and on all ranks but 0.
         """
         if self.rank > 0 or self.has_known_launcher or not self.is_distributed:
             return ""

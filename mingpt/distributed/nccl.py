@@ -1,7 +1,7 @@
-"""NCCL's collectives as torch's watchdog sees them: which ones wait, since when, and whether one has failed.
+"""How long NCCL's collectives have waited for a peer, according to torch's watchdog thread.
 
 The main thread waits for collectives in a CUDA synchronisation, which has no time limit and raises no NCCL
-error. The watchdog, a thread of torch, can only end the process by SIGABRT, minutes later.
+error. The watchdog itself can only end the process by SIGABRT, minutes later.
 """
 
 import json
@@ -50,8 +50,8 @@ class NcclWatch:
     def connect(self, device: torch.device) -> Exception | None:
         """Connect the GPUs of all ranks with an all-reduce; return None if it succeeds. Collective.
 
-        If a lost peer or the network is the cause of NCCL's error, that error is returned, not raised,
-        because another rank may raise an error that says more. Raises UserError for any other NCCL error.
+        If a lost peer or the network causes an NCCL error, returns this error, because another rank may raise
+        an error that says more. Raises UserError for any other NCCL error.
         """
         self.connects = True
         try:
@@ -70,9 +70,9 @@ class NcclWatch:
     def waited_s(self) -> float:
         """Return for how many seconds a collective on the GPU, or `connect`, has waited for a peer.
 
-        Returns about 0 if no collective waits. The GPU's work before the collective does not count. Only one
-        thread may call this method, and must call it often, because the time counts from the first call that
-        finds the collective waiting.
+        Returns about 0 if no collective waits. The GPU's work before the collective does not count. Call this
+        often, and from one thread only: the time counts from the first call that finds the collective
+        waiting.
         """
         told = json.loads(_distributed_c10d._dump_nccl_trace_json(False, False))  # type: ignore[attr-defined]
         waiting = ["connect"] * self.connects + [

@@ -1,10 +1,10 @@
 """The rendezvous of workers in the job's store (a TCPStore), and the exit reasons that they leave there.
 
 A generation is the workers between two restarts. The agent's store outlives a generation, and with several
-agents neither the restart count nor the port tells generations apart. So each worker writes a fresh nonce (a
-random text) to the store. Rank 0 answers under a key made of that nonce, with the name of the new generation;
-the keys of the generation begin with this name. The nonce of a dead worker may still be in the store, but no
-worker can mistake the answer to that nonce for the answer to its own nonce.
+agents neither the restart count nor the port tells generations apart. So rank 0 draws a random name for the
+generation, with which the generation's keys begin. Each other rank writes a fresh nonce (a random text) to
+the store, and rank 0 answers with the name, under a key made of the nonce. So the answer to a dead worker's
+nonce misleads no other worker.
 
 A new generation reads the exit reasons of the previous generation, to report how that generation ended.
 """
@@ -34,9 +34,9 @@ class Rendezvous:
     """A worker's connection to the job's TCPStore.
 
     Constructing it waits until all workers are connected; this is collective. Raises PeersMissing if other
-    workers, such as the store's host, do not arrive within `timeout_s` seconds. If there is no agent,
-    rank 0 hosts the store, and raises UserError if it cannot listen at MASTER_PORT. Raises DistError if the
-    store fails for another reason.
+    workers, such as the store's host, do not arrive within `timeout_s` seconds. If there is no agent, rank 0
+    hosts the store, and raises UserError if rank 0 cannot listen at MASTER_PORT. For other failures of the
+    store, raises DistError.
     """
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
@@ -124,10 +124,9 @@ class Rendezvous:
         return [rank for rank in ranks if not self._store.check([member_key(name, rank)])]
 
     def _waited_for(self, name: str) -> list[int]:
-        """Return the ranks that are late: those that have not confirmed `name`, the generation's name.
+        """Return the late ranks: all ranks that have not confirmed `name`, the generation's name.
 
-        But rank 0 itself is late, [0], if one of those ranks still waits for rank 0's answer to its nonce, or
-        if all ranks have confirmed.
+        Returns [0] if one of these ranks has no answer to its nonce, or if all ranks have confirmed.
         """
         store, missing = self._store, self._missing(name)
         for rank in missing:
@@ -142,8 +141,8 @@ class Rendezvous:
     def _wait_for(self, key: str, name: str = "") -> None:
         """Wait until rank 0 has set `key`. Raises PeersMissing at the deadline.
 
-        `name` is the generation's name, or "" if this rank does not know the name yet. With a name the error
-        can list all missing ranks; without one it lists rank 0.
+        `name` is the generation's name, or "" if this rank does not know the name yet. With the name, the
+        error lists all late ranks; without the name, it lists rank 0.
         """
         is_there = self._store.check([key])
         while not is_there:
@@ -172,7 +171,7 @@ class Rendezvous:
         store.set(complete_key(name), json.dumps(ended))
 
     def record_exit_reason(self, rank: int, reason: ExitReason) -> None:
-        """Record in the job's TCPStore why `rank` exits, unless an earlier exit reason is there.
+        """Store `reason` in the job's TCPStore, unless `rank` already has an exit reason there.
 
         Never raises: if the store does not answer in time, nothing is recorded.
         """
@@ -207,10 +206,9 @@ class Rendezvous:
 
 
 def read_generation_end(store: Any) -> tuple[GenerationEnd, int | None] | None:
-    """Return (how the newest generation in `store` ended, the number of its round).
+    """Return how the newest generation in a job's TCPStore ended, and that generation's `Launch.rdzv_round`.
 
-    `store` is a job's TCPStore. The number is that of `Launch.rdzv_round`; None if the launcher did not give
-    one. Returns None, not a pair, if no generation is in the store.
+    Returns None, not a pair, if no generation is in the store.
     """
     last = read_key(store, "generation")
     if last is None:
@@ -234,7 +232,7 @@ def exit_reason_key(generation: str, rank: int) -> str:
 
 
 def read_exit_reason(store: Any, generation: str, rank: int) -> ExitReason | None:
-    """Return the exit reason that `rank` of `generation` has in the TCPStore `store`; None if it has none."""
+    """Return the exit reason that `rank` of `generation` stored in the TCPStore `store`, or None."""
     content = read_key(store, exit_reason_key(generation, rank))
     return None if content is None else json.loads(content)
 

@@ -1,10 +1,10 @@
 """Memory that the workers of one node share for their exchanges on the CPU.
 
-Each rank has segments that its peers map, too: files of `memfd_create`, which have no name, so that nothing
-is left of them after the last worker has exited or was killed. Peers receive the files through Unix sockets.
-A rank signals progress by one byte to each peer, which takes 5 us between two idle cores. (A rank that waited
-in a busy loop would take the core of the worker that it waits for.) The kernel closes a dead worker's
-sockets, so that its peers notice the death at once. An exchange looks like this:
+Ranks have segments, which all peers map. A segment is a file of `memfd_create`, without a name, so nothing is
+left of it once all workers are gone. Peers receive the files through Unix sockets. A rank signals progress by
+one byte to each peer, which takes 5 us between two idle cores. (A rank that waited in a busy loop would take
+the core of the worker that it waits for.) The kernel closes a dead worker's sockets, so that its peers notice
+the death at once. An exchange looks like this:
 
     segments.begin(nbytes)
     ... write to `segments.of(rank, ...)`: to this rank's segment, or to parts that no other rank writes ...
@@ -42,9 +42,9 @@ class Address(NamedTuple):
 class Peers:
     """This rank's connections to all other ranks of a job on one node, for use by one thread.
 
-    `sockets` is {rank: socket}. All ranks call the same method, except that while one rank calls `send_file`,
-    the others call `receive_file`. Methods that wait raise DistNetworkError if a peer is gone, or silent for
-    `timeout_s` seconds.
+    `sockets` is {rank: socket}. All ranks call the same methods in the same order, but while one rank calls
+    `send_file`, the others call `receive_file`. Methods that wait raise DistNetworkError if a peer is gone,
+    or silent for `timeout_s` seconds.
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout_s: float) -> None:
@@ -113,7 +113,7 @@ class Peers:
 
 
 class Segments:
-    """A segment of memory for each rank in `owners`, which all ranks map. Errors are those of `Peers`."""
+    """A segment for each rank in `owners`; all ranks map all segments. Errors are those of `Peers`."""
 
     def __init__(self, peers: Peers, owners: Sequence[int]) -> None:
         self.peers, self.owners = peers, owners
@@ -189,9 +189,9 @@ def meet(
 ) -> dict[int, socket.socket] | None:
     """Connect to all peers; return {rank: socket}, or None if any connection fails or is late. Collective.
 
-    Each rank connects to the lower ranks and accepts connections of the higher ranks. `addresses` are in the
-    order of the ranks, and `timeout_s` limits each wait. Any process can find the name of such a socket, so
-    the kernel is asked whether the process at the other end is the peer.
+    `addresses` are in the order of the ranks, and `timeout_s` limits each wait. Each rank connects to the
+    lower ranks and accepts connections of the higher ranks. Any process can find the sockets' names, so each
+    rank asks the kernel whether the process at the other end is the peer.
     """
     peers: dict[int, socket.socket] = {}
     try:

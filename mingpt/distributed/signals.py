@@ -54,16 +54,15 @@ READ_END = -1  # the pipe's key among the ranks whose pidfds are polled
 class StopSignal:
     """Listens for requests to stop, in a thread of its own, and keeps the request in `reason`.
 
-    Before `defer`, which is called when training begins, a signal other than SIGUSR1 ends this process at
-    once. SIGUSR1 or a file STOP ends the process at once if it is the only worker; several workers first
-    agree to stop. After `defer`, a request is only kept until all ranks have agreed on it. A second signal,
-    more than REPEAT_S seconds after the first signal, ends this process at once; a file STOP or
-    trainer.pause_after does not count as the first signal.
+    Before training begins (before `defer` is called), a signal other than SIGUSR1 ends this process at once.
+    SIGUSR1 or a file STOP does so only if this process is the only worker; several workers first agree to
+    stop. During training, a request is kept until all ranks have agreed on it. A second signal, more than
+    REPEAT_S seconds after the first signal, ends this process at once.
 
-    The thread works even while the main thread is stuck. The thread also ends this process if torchrun's
-    agent is gone, if another worker of the agent was lost, or if a collective on GPUs has waited for
-    trainer.timeout_s seconds or has lost a peer. After a signal other than SIGUSR1, the thread ends this
-    process if no collective ends for trainer.timeout_s seconds.
+    The thread works even while the main thread is stuck. It also ends this process if torchrun's agent is
+    gone, if another worker of the agent was lost, or if a collective on GPUs has lost a peer or timed out
+    (after trainer.timeout_s seconds). If there are several workers, and no collective ends for
+    trainer.timeout_s seconds after a signal other than SIGUSR1, the thread ends this process.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
@@ -195,7 +194,7 @@ class StopSignal:
     def request(self, reason: str) -> None:
         """Keep the request `reason`, SIGUSR1 or STOP, until all ranks agree on it.
 
-        But if this process is the only worker, and `defer` was not called yet, exit now.
+        If this process is the only worker, and training has not begun, exit now instead.
         """
         if not self.deferred and self.launch.world_size == 1:
             self.exit_before_training(reason)

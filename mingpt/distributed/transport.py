@@ -43,9 +43,9 @@ class Reduction:
 class Transport:
     """Collectives on tensors in a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
 
-    All ranks must call all methods in the same order, and each rank from one thread at a time. With one rank
-    no process group is needed; `group` None means torch's default group. A vector is a 1-D tensor. A method
-    that takes `pieces`, at least one tensor, concatenates them into a vector.
+    All ranks must call all methods in the same order, from one thread at a time. `group` None means torch's
+    default group. With one rank, only `scattered` and `reduce_scatter` need a process group. A vector is a
+    1-D tensor. A method that takes `pieces`, at least one tensor, concatenates the pieces into a vector.
     """
 
     fsdp_all_gather: "SharedAllGather | None" = None  # the all-gather that FSDP2 calls; None: FSDP2's own
@@ -56,8 +56,8 @@ class Transport:
     def with_own_group(self, timeout_s: float) -> "Transport":
         """Return a copy of this transport with a new process group, for use by another thread. Collective.
 
-        `timeout_s` limits each collective of the new group. Shared memory, if any, is that of this transport:
-        in this case two threads must not use the two transports at the same time.
+        `timeout_s` limits each collective of the new group. If this transport uses shared memory, the copy
+        uses the same memory, so two threads must not use the two transports at the same time.
         """
         if not dist.is_initialized():  # without a launcher
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -108,9 +108,9 @@ class Transport:
     ) -> Iterator[Tensor]:
         """Yield the vectors of all ranks, in the order of the ranks; `sizes` has their numbers of elements.
 
-        A vector is valid until the next one is yielded. `pieces` are the pieces of this rank's vector. All
-        ranks must iterate to the end. With `at_once`, which is for vectors of about equal sizes, one
-        collective gathers all vectors; otherwise each is broadcast, and yielded when it has arrived.
+        `pieces` are the pieces of this rank's vector. A yielded vector is valid until the next vector is
+        yielded. All ranks must iterate to the end. With `at_once`, for vectors of about equal sizes, one
+        collective gathers all vectors. Otherwise each vector is broadcast, and yielded when it has arrived.
         """
         own = torch.cat(pieces)
         if at_once:
@@ -127,9 +127,9 @@ class Transport:
     def all_to_all(self, pieces: list[Tensor], send: list[int], receive: list[int]) -> Tensor:
         """Send to each rank its share of this rank's vector; return the elements that this rank receives.
 
-        `pieces` are the pieces of the vector, whose first `send[0]` elements go to rank 0, the next `send[1]`
-        elements to rank 1, and so on. `receive[rank]` is the number of elements that `rank` sends to this
-        rank; in the result, the elements from lower ranks come first.
+        The first `send[0]` elements of the vector go to rank 0, the next `send[1]` elements to rank 1, and so
+        on. `receive[rank]` is the number of elements that `rank` sends to this rank. In the result, the
+        elements are in the order of the ranks.
         """
         vector = torch.cat(pieces)
         if self.world_size == 1:
@@ -255,10 +255,10 @@ class SharedMemoryTransport(Transport):
 
 
 class SharedAllGather:
-    """An all-gather for FSDP2, in which all ranks write to the same segment of rank 0's shared memory.
+    """An all-gather for FSDP2, in which all ranks write to the same shared segment, owned by rank 0.
 
-    There are two such segments, which are used alternately. A rank begins a gather only after it has copied
-    the result of the previous gather. So once all ranks are in a gather, no rank reads the other segment.
+    Two segments are used alternately. A rank begins a gather only after it has copied the result of the
+    previous gather. So once all ranks are in a gather, no rank reads the other segment.
     """
 
     def __init__(self, peers: Peers) -> None:

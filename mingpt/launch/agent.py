@@ -44,10 +44,10 @@ BACKEND = "mingpt-one-node"
 def choose_workers(config: Config, launch: Launch) -> int:
     """Return the number of workers that the setting trainer.workers asks for.
 
-    auto means one worker per GPU or, without GPUs, the number of CPU cores divided by a worker's number of
-    threads. In both cases it means at most MAX_WORKERS, and at most as many workers as a step has
-    micro-batches. If trainer.device is mps or snapshot.path begins with memory://, auto means one worker.
-    Raises UserError if trainer.workers is a number larger than the number of micro-batches in a step.
+    auto means one worker per GPU. On CPUs, auto means the number of cores divided by a worker's number of
+    threads. In both cases auto means at most MAX_WORKERS, and at most the number of micro-batches in a step.
+    If trainer.device is mps or snapshot.path begins with memory://, auto means one worker. Raises UserError
+    if trainer.workers is a number larger than the number of micro-batches in a step.
     """
     trainer = config.trainer
     if trainer.workers != "auto":
@@ -67,10 +67,10 @@ def choose_workers(config: Config, launch: Launch) -> int:
 def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> None:
     """Under plain `python`, run `python *command` in as many workers as trainer.workers asks for, then exit.
 
-    The exit code is that of the job. If this process is itself to be a worker, because a launcher has started
-    it or because one worker is enough, this function only returns. In all cases it first calls
-    `watch_stop_file`. Raises UserError if trainer.workers is too large, or if it is auto in one of several
-    srun tasks without torchrun.
+    The exit code is that of the job. If a launcher has started this process, or if the job has only one
+    worker, this process is itself a worker, and the function returns. In all cases the function first calls
+    `watch_stop_file`. Raises UserError if trainer.workers is too large, or if trainer.workers is auto and
+    srun has started several tasks without torchrun.
     """
     launch = worker.launch
     watch_stop_file(worker, config)
@@ -105,10 +105,10 @@ def watch_stop_file(worker: Worker, config: Config) -> None:
 
 
 class StopRequest:
-    """The first signal that told this job to stop. torch's agent obeys it at the next call of the rendezvous.
+    """The first signal that told this job to stop. torch's agent obeys when it next calls the rendezvous.
 
-    Until then the signal handler raises nothing, for two reasons. torch's rendezvous may swallow a
-    SignalException. And if a SignalException is raised while workers are being started, these keep running.
+    Before that call, the signal handler `note` raises nothing. torch's rendezvous might swallow a
+    SignalException, and a SignalException during the start of workers would leave these workers running.
     """
 
     def __init__(self, status_file: Path) -> None:
@@ -117,7 +117,7 @@ class StopRequest:
         self.is_obeyed = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal, as Python's signal handler: remember the first signal.
+        """Remember the first signal. This is a signal handler.
 
         If `obey` has already raised SignalException, raise it again, so that the workers exit at once.
         """
@@ -128,8 +128,8 @@ class StopRequest:
     def obey(self, before_start: bool = False) -> None:
         """If the job was told to stop, raise SignalException, which ends the agent and its workers.
 
-        With `before_start`, first write the status file (the job's exit code and a line to print) if there is
-        none, because no worker is running yet to write it.
+        The status file has the job's exit code and a line to print. With `before_start`, first write this
+        file, unless it exists: no worker is running that could write it.
         """
         from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -142,7 +142,7 @@ class StopRequest:
     def read_status(self) -> str:
         """Return the content of the status file, or "" if there is no such file.
 
-        A worker that ends the job, or `obey`, writes the file.
+        The file is written by `obey` or by a worker that ends the job.
         """
         return self.status_file.read_text() if self.status_file.exists() else ""
 
@@ -152,9 +152,9 @@ def job_exit(
 ) -> tuple[int, str]:
     """Return the exit code of a job whose workers have ended, and the text to print.
 
-    `is_told` is whether the job was told to stop, `status` the content of the status file ("" if there is
-    none), `codes` the exit codes of the workers that failed, by rank, and `end` how the last workers that met
-    at the rendezvous ended (None if no workers met). `command` is what the workers ran.
+    `is_told` says whether the job was told to stop. `status` is the content of the status file, "" if there
+    is none. `codes` has the exit codes of the workers that failed, by rank. `end` is how the last generation
+    ended, None if no workers met at the rendezvous. `command` is what the workers ran.
     """
     # A worker that ends the job writes the status file and sends a signal to the agent. The agent may see the
     # worker's exit before the signal.
@@ -182,9 +182,9 @@ def job_exit(
 def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
     """Run `python *command` in `workers` processes; then exit with the job's exit code.
 
-    If a worker fails, all workers are restarted, at most `max_restarts` times. Signals go to `stop_signal`
-    until torchrun's agent takes over. Raises UserError if the system allows too few open files, and
-    NonRetryableError if it allows too few processes.
+    If a worker fails, all workers are restarted, at most `max_restarts` times. A StopRequest takes over the
+    handling of signals from `stop_signal`. Raises UserError if the system allows too few open files, and
+    NonRetryableError if the system allows too few processes.
     """
     allow_open_files(workers)
     from torch.distributed import TCPStore
@@ -243,7 +243,7 @@ def pass_on(number: int, frame: FrameType | None) -> None:
 
 
 def avoid_names() -> None:
-    """Keep gloo and torch's agent from resolving this host's name, which may fail, or take 20 s."""
+    """Keep torch's agent and, on Linux, gloo from resolving this host's name, which may fail or take 20 s."""
     if sys.platform == "linux":  # elsewhere gloo looks the name up
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     socket.getfqdn = lambda name="": name or platform.node()  # for torch's events, which nobody reads
@@ -266,12 +266,12 @@ def register_rendezvous(store: "TCPStore", stop: StopRequest) -> None:
             return BACKEND
 
         def next_rendezvous(self) -> RendezvousInfo:
-            """Return the rendezvous, or obey `stop`. The agent calls this before it starts workers."""
+            """Obey `stop`, if it has a signal; else return the rendezvous. Called before workers start."""
             stop.obey(before_start=True)
             return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(store.host, store.port))
 
         def num_nodes_waiting(self) -> int:
-            """Return 0, or obey `stop`. The agent calls this every 0.1 s."""
+            """Obey `stop`, if it has a signal; else return 0. The agent calls this every 0.1 s."""
             stop.obey()
             return 0
 

@@ -1,4 +1,4 @@
-"""A GPT, from tokens to logits and loss. Devices of one kind compute the same bits.
+"""A GPT, from tokens to logits and loss.
 
 `gpt.py` has what the architectures share; each value of model.arch has a file for what is different. The
 package exports the model, the module that is trained (`LossModule`), generation and compilation. It

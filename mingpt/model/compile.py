@@ -1,14 +1,13 @@
-"""Decide whether a model is compiled; compile the computation of its loss, and try this before use.
+"""Decide whether a model is compiled; compile its loss module, and try the compiled module before use.
 
 With trainer.compile=auto a new run is compiled if this should save at least twice the time of the first
-compilation. The choice depends only on the configuration, the vocabulary and the kind of device, so that it
-is the same for any number of workers and on every machine of a kind. Therefore no time is measured: times are
-estimated from the planned FLOPs and the rates in COSTS. If a rate is wrong, a run may take longer than it
-needs to. A resumed run stays compiled, or not compiled, as it was when its snapshot was computed.
+compilation. These times are estimated from the planned FLOPs and the rates in COSTS, not measured. So the
+choice is the same for any number of workers, and on all machines with the same type of device. A resumed run
+with trainer.compile=auto stays compiled, or not compiled, as it was when its snapshot was computed.
 
 The compiler is torch.compile. If torch.compile fails, the model is trained without it. On a GPU, the kernels
-of a small model end sooner than Python can launch the next ones. If the caller allows CUDA graphs, the
-forward and backward passes of such a model are also captured as CUDA graphs. These are used if their replays
+of a small model end sooner than Python can launch the next kernels. If the caller allows CUDA graphs, such a
+model's forward and backward passes are also captured as CUDA graphs. The graphs are used if their replays
 give the same bits as the first call.
 """
 
@@ -75,10 +74,9 @@ def choose_compile(
     """Return whether the model is to be compiled, as trainer.compile says, and why.
 
     `flops_per_token` counts a forward and backward pass; `device_type` is "cpu", "cuda" or "mps". `recorded`
-    says whether the model was compiled when the snapshot that the run resumes from was computed; None means
-    that the run has trained nothing yet. trainer.compile=auto keeps `recorded`, even if trainer.max_steps has
-    changed. Raises UserError if `recorded` is true, trainer.compile is auto, and trainer.recompute does not
-    allow a compiled model.
+    says whether a compiled model computed the snapshot from which the run resumes; None means that the run
+    has trained nothing yet. trainer.compile=auto keeps `recorded`. Raises UserError if trainer.compile is
+    auto, `recorded` is true, and trainer.recompute is not "none".
     """
     trainer = config.trainer
     if trainer.compile != "auto":
@@ -201,8 +199,8 @@ def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast:
 def random_weights(loss: LossModule) -> Iterator[None]:
     """Make the weights random within a `with` block, and restore them at its end.
 
-    Some initial weights are zero. With such weights gradients may be zero, and would then be equal in all
-    calls, even if the compiled module did not repeat its results.
+    Initial weights that are zero can make gradients zero. Such gradients are equal in all calls, even if the
+    compiled module does not repeat its results.
     """
     with torch.no_grad():
         saved = [(weight, weight.clone()) for weight in loss.parameters()]

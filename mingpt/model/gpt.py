@@ -1,7 +1,7 @@
 """What every architecture is made of: layers, a model from tokens to logits and loss, and generation.
 
-An architecture is a subclass of GPT in a file of its own, named like its value of model.arch: `gpt2.py`,
-`modern.py`. No other file distinguishes architectures. docs/extending.md shows how to add an architecture.
+An architecture is a subclass of GPT in the file <arch>.py, where <arch> is its value of model.arch. No other
+file distinguishes architectures. docs/extending.md shows how to add an architecture.
 
 In shapes, B is the batch size, T the length of the input, C = n_embd, H = n_head, D = C / H, V = vocab_size.
 """
@@ -137,7 +137,7 @@ class GPT(nn.Module):
             self.init_weights(int(torch.randint(2**63 - 1, (), device="cpu")))
 
     def make_modules(self, config: ModelConfig) -> None:
-        """Make the modules. Their order is that of the parameters; the bits of a run depend on this order."""
+        """Make the modules, in the order of `parameters()`. The bits of a run depend on this order."""
         self.wte = Embedding(self.vocab_size, config.n_embd)
         self.positions = Positions(self.block_size, config.n_embd // config.n_head)
         self.h = nn.ModuleList(self.make_block(config) for _ in range(config.n_layer))
@@ -159,7 +159,7 @@ class GPT(nn.Module):
         return self.lm_head if hasattr(self, "lm_head") else self.wte
 
     def initial_std(self, name: str, shape: Shape) -> float:
-        """Return the standard deviation of the initial values of the matrix `name`; 0 means all zeros."""
+        """Return the standard deviation with which matrix `name` is drawn; 0 means all zeros."""
         if name.endswith("c_proj.weight") or name == "lm_head.weight":
             return 0.0
         return 1.0 if name == "wte.weight" else shape[1] ** -0.5
@@ -178,8 +178,8 @@ class GPT(nn.Module):
         """Return the initial value of parameter `name`, drawn with `seed`: a float32 tensor on the CPU.
 
         Matrices are normally distributed with `initial_std`, biases are zeros and weights of norms are ones.
-        The value depends only on the arguments and the configuration, not on the device, the number of
-        threads or other parameters, so a worker can draw any parameter by itself.
+        The value depends only on the arguments and the configuration, so a worker can draw any parameter by
+        itself.
         """
         weight = torch.zeros(shape, dtype=torch.float32, device="cpu")
         if len(shape) < 2:
@@ -202,7 +202,7 @@ class GPT(nn.Module):
         self.positions.init_buffers()
 
     def set_recompute(self, recompute: bool) -> None:
-        """Set whether the backward pass computes a block's activations again instead of keeping them."""
+        """Set whether blocks recompute activations in the backward pass instead of keeping them."""
         for block in self.h:
             assert isinstance(block, Block)
             block.recompute = recompute
@@ -240,7 +240,7 @@ def architecture(arch: str) -> type[GPT]:
 
 @functools.cache  # a dozen blocks take ten milliseconds
 def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -> dict[str, Shape]:
-    """Return the shapes of the parameters of GPT(config, ...), by name, without allocating parameters.
+    """Return {name: shape} for the parameters of GPT(config, ...), without allocating the parameters.
 
     A call takes time proportional to n_layer. Raises UserError if a tensor would be too large for torch.
     """
@@ -270,9 +270,9 @@ def choose(
 ) -> int:
     """Draw a token from (V,) logits with `generator`; temperature 0 takes the most likely token.
 
-    Only the `top_k` most likely tokens can be drawn (all tokens if `top_k` is None or 0). Among these, only
-    as many of the most likely tokens can be drawn as are needed for probabilities that sum to at least
-    `top_p` (Holtzman et al. 2020, section 3.1).
+    Only the `top_k` most likely tokens can be drawn (all tokens if `top_k` is None or 0). Of these, the least
+    likely tokens are left out, as long as the other tokens' probabilities sum to at least `top_p` (Holtzman
+    et al. 2020, section 3.1).
     """
     if temperature < torch.finfo(torch.float32).tiny:  # float32 may treat it as 0
         return int(logits.argmax())
@@ -299,12 +299,12 @@ def generate_batch(
     vocab_size: int | None = None,
     end: int | None = None,
 ) -> Iterator[list[int | None]]:
-    """Generate a sample per seed, each of which continues `prompt`; yield the samples' next tokens.
+    """Generate one sample per seed, a continuation of `prompt`; yield the samples' next tokens.
 
-    The iterator yields up to `count` lists, with a token per sample. A sample ends with the token `end`, if
-    that is not None; in the lists, None stands for this token and for every token after it. The iterator ends
-    early once all samples have ended. Until the iterator ends or is closed, the model is in eval mode.
-    `prompt` must have at least one token. Only tokens below `vocab_size` are drawn, if that is not None.
+    The iterator yields up to `count` lists, with a token per sample. A sample ends with the token `end`; None
+    stands for this token and any later one. The iterator ends early once all samples have ended. Until the
+    iterator ends or is closed, the model is in eval mode. `prompt` must have at least one token; only its
+    last `block_size` tokens are used. If `vocab_size` is not None, only tokens below it are drawn.
     `temperature`, `top_k` and `top_p` are arguments of `choose`.
 
     The same seeds give the same tokens on the same device. Each sample has its own random generator, so other

@@ -128,9 +128,9 @@ def another_kind(name: str, value: Any, allowed: tuple[Any, ...]) -> UserError:
 
 
 def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors of transformers, contiguous and by name, for parameters of GPT.
+    """Return {name in transformers: contiguous tensor} for `tensors`, a GPT's parameters by name.
 
-    gpt2's tied head is not among them, because it is not a parameter.
+    gpt2's tied head is left out, because it is not a parameter.
     """
     kind, found = convertible(config.arch), dict[str, Tensor]()
     for name, tensor in tensors.items():

@@ -23,8 +23,8 @@ from mingpt.model.gpt import ARCHITECTURES, GPT
 from mingpt.model.hf import Convertible
 from mingpt.model.operations import EPSILON, ROTARY_BASE, rms_norm
 
-# {a parameter's name here: its name or names in transformers}. BLOCK has only what is between "h.N." here, or
-# "model.layers.N." there, and ".weight".
+# {a parameter's name: its name or names in transformers}. The names in BLOCK are without the prefix "h.N." or
+# "model.layers.N.", and without the suffix ".weight".
 OUTSIDE = {"wte.weight": "model.embed_tokens.weight", "lm_head.weight": "lm_head.weight"}
 BLOCK = {
     "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -6,11 +6,11 @@
 |---|---|---|---|
 | norm, activations | torch's | torch's; GELU by one exponential | `CPUOps`, with its own backward passes |
 | dropout | torch's | random bytes, vectorised | random bytes |
-| attention | torch's fused kernel | products, up to MAX_MATH_ATTENTION tokens | products, likewise |
+| attention | torch's fused kernel | matrix products, up to MAX_MATH_ATTENTION tokens | likewise |
 
-A backward pass that autograd derives reads every intermediate result once more, keeps more of them, and
-copies between the layouts of consecutive products. On one core the CPU's versions save a ninth of the time of
-a micro-batch of the default run. The head and its loss have one version; a large vocabulary needs chunks.
+Autograd's own backward passes keep and read more intermediate results, and copy between the layouts of
+consecutive matrix products. On one core, `CPUOps` shortens a micro-batch of the default run by a ninth. The
+head and its loss have one version, which computes many logits in chunks.
 """
 
 import functools
@@ -160,7 +160,7 @@ class TorchOps:
 class CompiledCPUOps(TorchOps):
     """The operations for torch.compile on a CPU.
 
-    The compiler makes faster code of these forms than of torch's own functions.
+    The compiler makes faster code from these forms than from torch's own functions.
     """
 
     def gelu(self, x: Tensor) -> Tensor:  # one exponential instead of a hyperbolic tangent
@@ -191,7 +191,7 @@ class CPUOps(TorchOps):
         return _RMSNorm.apply(x, dtype)  # type: ignore[no-any-return]
 
     def gelu(self, x: Tensor) -> Tensor:
-        """Return GELU with the tanh approximation. A bfloat16 value is looked up in a table of all 65,536.
+        """Return GELU with the tanh approximation, for bfloat16 from a table of all 65,536 values.
 
         torch's own kernel computes a hyperbolic tangent for each element in each pass, and takes three times
         as long as the table.
@@ -319,7 +319,7 @@ def gelu_tables() -> tuple[Tensor, Tensor]:
 
 
 def random_bytes(shape: torch.Size) -> Tensor:
-    """Draw uniform uint8 numbers from torch's CPU generator, in a twentieth of the time of drawing floats."""
+    """Draw uniform uint8 numbers from torch's CPU generator, 20 times as fast as floats."""
     size = math.prod(shape)
     drawn = torch.randint(-(2**63), 2**63 - 1, (-(-size // 8),))
     return drawn.view(torch.uint8)[:size].view(shape)
@@ -429,7 +429,7 @@ def row_ranges(length: int) -> list[tuple[int, int]]:
 
 
 def padding(weight: Tensor) -> int:
-    """Return how many rows a (V, C) head on a GPU lacks to a multiple of VOCAB_MULTIPLE; 0 elsewhere."""
+    """Return how many rows pad a (V, C) head to a multiple of VOCAB_MULTIPLE; 0 if not on a GPU."""
     return -weight.size(0) % VOCAB_MULTIPLE if weight.is_cuda else 0
 
 
@@ -444,10 +444,9 @@ def head_logits(x: Tensor, weight: Tensor) -> Tensor:
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
     """Return (logits, F.cross_entropy in nats) of (B, T, C) features, a (V, C) head and (B, T) targets.
 
-    The logits, (B, T, V), have no gradient. If there are more than MAX_LOGITS, they are computed in chunks,
-    and None is returned instead: GPT-2's 50,257 logits for each of 16 x 1,024 tokens take 3.3 GB in float32,
-    and their gradient as much again. The loss is a mean, so a chunk's part of the gradient can be computed
-    with the chunk's logits, and no product is computed twice (compare Hsu et al. 2024, "Liger Kernel").
+    The logits, (B, T, V), have no gradient. If there would be more than MAX_LOGITS logits, the loss is
+    computed in chunks, and None is returned instead of the logits. Each chunk's part of the gradient is
+    computed in the forward pass, so no logits are kept (compare Hsu et al. 2024, "Liger Kernel").
     """
     if targets.numel() * weight.size(0) > MAX_LOGITS:
         return None, chunked_cross_entropy(x.flatten(0, 1), weight, targets.flatten())

@@ -1,7 +1,7 @@
 """Turn gradients into updates: AdamW, Muon and the learning rate; any number of workers gives the same bits.
 
-An optimizer updates those rows of each parameter that its worker holds. Its state is kept by parameter name,
-as in a snapshot. An optimizer needs only the names and shapes of the parameters, not the model.
+An optimizer updates the rows of each parameter that its worker holds. Its state is kept by parameter name, as
+in a snapshot. An optimizer gets tensors by name, not the model.
 """
 
 from mingpt.optim.muon import Collectives

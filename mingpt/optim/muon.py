@@ -1,8 +1,8 @@
 """Muon (Jordan 2024): Nesterov momentum, orthogonalised by a Newton-Schulz iteration.
 
 Matrices of equal shape are orthogonalised in batched products, and the workers share the batches. One worker
-computes a whole batch, so the bits do not depend on which worker computes it. What is sent, in two phases, if
-each worker holds rows of all matrices:
+computes a whole batch, so the bits do not depend on the number of workers. If each worker holds rows of all
+matrices, a step has two phases:
 
 1. All-to-all: each worker sends its rows of each momentum matrix to the worker that computes the batch with
    this matrix. That worker then holds whole matrices, and orthogonalises them.
@@ -32,7 +32,7 @@ NEWTON_SCHULZ = 5 * [(3.4445, -4.7750, 2.0315)]
 class Collectives(Protocol):
     """The collectives that an optimizer needs, such as the methods of mingpt.distributed's Transport.
 
-    A vector is passed as a list of at least one 1-D tensor, called pieces, which are concatenated.
+    A vector is passed as a list of 1-D tensors, its pieces, which are concatenated. The list is not empty.
     """
 
     rank: int
@@ -51,9 +51,9 @@ class Collectives(Protocol):
 class Muon:
     """Muon, with updates scaled to the root mean square of AdamW's updates (Liu et al. 2025).
 
-    `weights` has, for at least one matrix, the rows that this worker holds, as `rows` says. These tensors are
-    contiguous, and are updated in place. Products are computed in `product_dtype`. All workers construct the
-    optimizer with the same names in the same order, and call `step` together.
+    `weights` has this worker's rows of each matrix, as `rows` says; there is at least one matrix. The tensors
+    are contiguous, and are updated in place. Products are computed in `product_dtype`. All workers construct
+    the optimizer with the same names in the same order, and call `step` together.
     """
 
     def __init__(
@@ -105,10 +105,9 @@ class Muon:
             self.apply(names, vector.split(of_rank), lr)
 
     def step_on_rows(self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Send this worker's rows of the momentum to the workers that compute the updates.
+        """Update the weights in the two phases that the module's docstring describes. Collective.
 
-        Then receive this worker's rows of the updates, and apply them. `buffers` has this worker's rows of
-        each momentum matrix. Collective.
+        `buffers` has this worker's rows of each momentum matrix.
         """
         names = [name for part in self.names_by_rank for name in part]
         sizes = [self.weights[name].numel() for name in names]
@@ -155,7 +154,7 @@ class Muon:
         return updates
 
     def apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
-        """Subtract from each weight in `names` its flat update, scaled by `lr` and a factor for its shape."""
+        """Subtract the flat `updates`, times `lr` and a factor for the shape, from the weights `names`."""
         for name, update in zip(names, updates, strict=True):
             weight = self.weights[name]
             weight.add_(update.view_as(weight), alpha=-lr * 0.2 * math.sqrt(max(self.shapes[name])))
@@ -165,8 +164,8 @@ def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) 
     """Return each worker's batches of matrices; a batch is a list of names.
 
     `device_type` determines the largest batch. The matrices of a batch have one shape or its transpose. The
-    batches are assigned in turn, the most expensive first, each to the worker whose batches so far are the
-    cheapest together. The result is the same on all workers.
+    most expensive batch is assigned first; each batch goes to the worker with the lowest total cost so far.
+    The result is the same on all workers.
     """
     by_shape: dict[Shape, list[str]] = {}
     for name, shape in shapes.items():

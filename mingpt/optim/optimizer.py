@@ -2,11 +2,12 @@
 
 A learning-rate schedule is a function of the run's progress, registered in SCHEDULES.
 
-AdamW (Loshchilov and Hutter 2019) is torch's fused kernel, called without torch.optim: constructing the first
-torch.optim.Optimizer imports torch._dynamo, which takes as long as importing torch, at every start and
-restart. On the CPU the kernel computes 16 elements at a time, and rounds the remaining elements differently.
-Tensors are therefore padded with zeros to a multiple of 16, so that an element's bits do not depend on how
-rows are split among workers.
+AdamW (Loshchilov and Hutter 2019) is torch's fused kernel, called without torch.optim. Constructing the first
+torch.optim.Optimizer would import torch._dynamo, which takes as long as importing torch.
+
+On the CPU the kernel computes 16 elements at a time, and rounds the remaining elements differently. Tensors
+are padded with zeros to a multiple of 16, so that an element's bits do not depend on how rows are split among
+workers.
 """
 
 import math
@@ -83,15 +84,12 @@ class AdamW:
 
 
 def missing(tensor: Tensor) -> int:
-    """Return how many elements a tensor on the CPU lacks to a multiple of CPU_MULTIPLE; 0 on a GPU."""
+    """Return how many elements `tensor` needs to reach a multiple of CPU_MULTIPLE; 0 on a GPU."""
     return -tensor.numel() % CPU_MULTIPLE if tensor.device.type == "cpu" else 0
 
 
 def padded(tensor: Tensor) -> Tensor:
-    """Return a tensor, padded with zeros to a multiple of CPU_MULTIPLE elements if it is on the CPU.
-
-    The result is a flat copy; or the tensor itself, if it needs no padding or is on a GPU.
-    """
+    """Return a flat copy with `missing(tensor)` zeros at its end; if none are missing, the tensor itself."""
     if not missing(tensor):
         return tensor
     longer = tensor.new_zeros(tensor.numel() + missing(tensor))

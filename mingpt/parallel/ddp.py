@@ -1,4 +1,4 @@
-"""Strategies in which each rank holds all weights, `trainer.parallel=ddp`: their base, and `reduction=fast`.
+"""Strategies with all weights on each rank, `trainer.parallel=ddp`: their base class, and `reduction=fast`.
 
 With `shard_optimizer` each rank updates its rows of each parameter, and all ranks gather the updated rows, a
 bucket of parameters at a time. The bits of a sum by DistributedDataParallel depend on the number of workers;
@@ -33,7 +33,7 @@ def make_buckets(weights: Mapping[str, Tensor]) -> list[list[str]]:
     """Return the parameters' names, bucket by bucket, from the last parameter to the first.
 
     A backward pass usually computes gradients in this order. A bucket takes no more parameters once it has
-    BUCKET_BYTES, so a large parameter is in one bucket with the small ones before it.
+    BUCKET_BYTES.
     """
     buckets: list[list[str]] = [[]]
     size = 0
@@ -95,7 +95,7 @@ class WholeWeights(Strategy):
 
     @torch.no_grad()
     def gather_weights(self, names: list[str]) -> None:
-        """Copy each rank's updated rows of these parameters to all ranks, in place. Collective."""
+        """Copy each rank's updated rows of the parameters `names` to all ranks, in place. Collective."""
         counts = [self.rows.numel(name) for name in names]
         sizes = [sum(of_rank) for of_rank in zip(*counts, strict=True)]
         own = [self.weights[name][self.my_rows(name)].flatten() for name in names]

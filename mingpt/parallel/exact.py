@@ -3,22 +3,22 @@
 `naive_sum` is the definition: the gradients of a step's micro-batches are the leaves of the tree of tree.py.
 `ExactReduction` computes the same bits earlier, in less memory and with fewer bytes sent:
 
-- A worker adds the two halves of a node of the tree in place as soon as it has both halves. These are as many
-  additions as in plain accumulation. What remains is one partial sum for each largest subtree whose
-  micro-batches all belong to this worker.
-- A bucket is a group of parameters. The ranks exchange the partial sums of a bucket, and free them, as soon
-  as the last backward pass has computed the bucket's gradients, one bucket after the other.
+- A worker adds the two halves of a tree node in place as soon as it has both. This takes no more additions
+  than plain accumulation. The worker keeps one partial sum for each largest subtree whose micro-batches are
+  all its own.
+- A bucket is a group of parameters. As soon as the last backward pass has computed the gradients of a bucket,
+  the ranks exchange and free the bucket's partial sums. Buckets are exchanged one after the other.
 
-What is sent for each bucket, in two phases. A chunk is the part of a vector that one rank adds up.
+Each bucket is exchanged in two phases. A chunk is the part of a vector that one rank adds up.
 
-1. All-to-all: each rank sends chunk r of its partial sums to rank r. Rank r then holds chunk r of all ranks'
-   partial sums, adds these along the tree, and has chunk r of the step's gradient.
+1. All-to-all: each rank sends chunk r of its partial sums to rank r. Rank r adds the chunks that it receives
+   along the tree. The result is chunk r of the step's gradient.
 2. All-gather: each rank sends its chunk to all ranks, which then hold the whole gradient. If updates are
    sharded, a rank's chunk has exactly the rows that the rank updates, and there is no second phase.
 
 As many bytes are sent as in a ring all-reduce. Ranks whose micro-batches do not form one subtree have several
 partial sums, and send more bytes. DistributedDataParallel with the communication hook of hook.py does the
-same, but imports torch._dynamo. This import takes as long as that of torch, at every start and restart.
+same, but imports torch._dynamo, which takes as long as importing torch, at every start and restart.
 """
 
 import contextlib
@@ -56,8 +56,8 @@ def naive_sum(gradients: list[Tensor], context: DistributedContext) -> Tensor:
 class Overlap:
     """Runs exchanges of gradients during the backward pass: on a CPU in a thread, on a GPU on a stream.
 
-    An exchange begins only after the previous exchange has ended. If each bucket's all-gather were issued as
-    soon as the bucket's all-to-all ends, ranks could issue collectives in different orders, and deadlock.
+    An exchange begins only after the previous exchange has ended. Otherwise ranks could issue collectives in
+    different orders, and deadlock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,8 +70,7 @@ class Overlap:
         """Begin an exchange that reads `pieces`, and return a future of its result.
 
         Do not change `pieces` before the future is done. On a GPU, the future's `wait` makes the current
-        stream wait, not the host. On a CPU, the future's `wait` raises the error of the exchange, if any,
-        such as that of a lost peer.
+        stream wait, not the host. On a CPU, the future's `wait` raises the error of the exchange, if any.
         """
         if self.stream is None:
             future = Future[Tensor]()
@@ -135,10 +134,10 @@ class ExactReduction(WholeWeights):
                     self.weights[name].register_post_accumulate_grad_hook(hook)
 
     def make_bucket(self, names: list[str]) -> Bucket:
-        """Return an empty bucket for these parameters.
+        """Return an empty bucket for the parameters `names`.
 
         If updates are sharded, a rank's chunk of the sum has the rows that the rank updates. Otherwise the
-        chunks of all ranks are about equal.
+        chunks of all ranks have about the same size.
         """
         sizes = [sum(of_rank) for of_rank in zip(*map(self.rows.numel, names), strict=True)]
         if not self.updates_are_sharded:
@@ -167,8 +166,7 @@ class ExactReduction(WholeWeights):
     def add_gradients(self, bucket: Bucket, number: int, copies: bool = False) -> None:
         """Move the gradients of micro-batch `number` from `grad` to the bucket's partial sums.
 
-        With `copies`, copies are moved, because the next backward pass overwrites the memory of the
-        gradients.
+        With `copies`, move copies, because the next backward pass overwrites the gradients' memory.
         """
         gradients = []
         for name in bucket.names:
@@ -180,10 +178,9 @@ class ExactReduction(WholeWeights):
         push(bucket.partial_sums, 0, number, gradients, self.setup.micro_batches, add_lists)
 
     def on_grad_ready(self, bucket: Bucket, weight: Tensor) -> None:
-        """In the last micro-batch of a step, note that the gradient of `weight` is ready.
+        """In this rank's last micro-batch of a step, count the gradient of `weight`, and send full buckets.
 
-        Then send the buckets whose gradients are all ready. Buckets are sent in the same order on all ranks,
-        so a bucket also waits for all earlier buckets.
+        Buckets are sent in the same order on all ranks, so a full bucket waits for all earlier buckets.
         """
         if self.is_last:
             bucket.missing -= 1
@@ -205,8 +202,8 @@ class ExactReduction(WholeWeights):
     def split_by_rank(self, bucket: Bucket, gradients: list[Tensor]) -> list[Tensor]:
         """Return a bucket's gradients as vectors, a vector for each gradient.
 
-        If updates are sharded, there is a vector for each rank's rows of each gradient, in the order of the
-        ranks.
+        If updates are sharded, each gradient is split into a vector per rank. All vectors for rank 0 come
+        first, then all vectors for rank 1, and so on.
         """
         if not self.updates_are_sharded:
             return [gradient.flatten() for gradient in gradients]

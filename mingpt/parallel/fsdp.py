@@ -1,17 +1,16 @@
 """FSDP2, `trainer.parallel=fsdp`: each rank holds its rows of every weight, gradient and optimizer state.
 
-What is sent for each unit, in two phases. A unit is a block, or all weights outside of blocks; a model that
-fits one bucket of ddp.py is a single unit.
+A unit is a block, or all weights outside of blocks; a model that fits one bucket of ddp.py is a single unit.
+For each unit, tensors are sent in two phases:
 
-1. All-gather, before the unit's forward and its backward pass: each rank sends its rows of the weights to all
-   ranks. All ranks then hold the unit's weights until the end of the pass or, without `trainer.fsdp_reshard`,
-   from the forward pass to the end of the backward pass.
+1. All-gather, before the unit's forward pass: each rank sends its rows of the weights to all ranks. With
+   `trainer.fsdp_reshard`, the weights of a block are freed after its forward pass, and gathered again for its
+   backward pass. Other weights are kept until the end of the backward pass.
 2. Reduce-scatter, after the unit's backward pass: each rank sends to each other rank the gradients of the
    other rank's rows. A rank then holds the summed gradients of its own rows, and needs no others.
 
-So all ranks must pass through the units together. They take micro-batches in turns: in a turn each rank
-computes one micro-batch. A rank that has no micro-batch left in the last turn computes a dummy instead, which
-is not counted.
+So all ranks must make each forward and backward pass together. A step has turns: in a turn each rank computes
+one micro-batch. A rank that has no micro-batch left in the last turn computes a dummy, which is not counted.
 
 `reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all: each rank receives its rows of all ranks'
 gradients, and adds them up along the tree of tree.py. The bits are those of ExactReduction.
@@ -110,9 +109,9 @@ class FSDPReduction(Strategy):
         self.finish_update()
 
     def note_digest(self, number: int, gradients: Tensor) -> None:
-        """Inside the context `unreduced`, record the digest of this rank's gradients of unit `number`.
+        """Inside the context `unreduced`, record the digest of `gradients`, this rank's for unit `number`.
 
-        Outside of that context do nothing.
+        Outside of the context, do nothing.
         """
         if self.found is not None:
             is_model = self.units[number] is self.setup.model  # or only its weights outside of blocks
@@ -186,9 +185,10 @@ class ExactFSDPReduction(FSDPReduction):
             self.dummy_backward()
 
     def reduce_scatter(self, number: int, gradients: Tensor, rows: Tensor, op: Any) -> None:
-        """Add all ranks' gradients of unit `number` to the partial sums. Collective.
+        """Exchange the gradients of unit `number`, and add this rank's rows to the partial sums. Collective.
 
-        In the last turn of a step, write the sum for this rank's rows to `rows`. `op` is ignored.
+        In the last turn of a step, write the sum for this rank's rows to `rows`. Inside the context
+        `unreduced`, add nothing. `op` is ignored.
         """
         is_counted = self.found is None
         if is_counted and self.is_last_turn:
@@ -221,7 +221,7 @@ class ExactFSDPReduction(FSDPReduction):
 
 
 class ReduceScatter:
-    """The reduce-scatter that FSDP2 calls after the backward pass of unit `number` of `strategy.units`.
+    """The reduce-scatter that FSDP2 calls after the backward pass of `strategy.units[number]`.
 
     Before each call FSDP2 calls `allocate` twice: for the unit's whole gradients, then for this rank's rows.
     """

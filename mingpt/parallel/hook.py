@@ -3,11 +3,11 @@
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(ExactHook(ddp, MICRO_BATCHES), ExactHook.reduce)
 
-The rest of the loop is as usual: all micro-batches of a worker but the last are under `ddp.no_sync()`.
-Without the hook, DDP would add their gradients up in `grad`, and the bits would depend on which micro-batches
-a worker has. The hook moves each gradient from `grad` to a tree of partial sums, as ExactReduction (exact.py)
-does. When the last backward pass has computed the gradients of a bucket, the hook exchanges the bucket's
-partial sums as ExactReduction does. The bits are those of ExactReduction.
+The rest of the loop is as usual: a worker runs all its micro-batches but the last under `ddp.no_sync()`.
+Without the hook, DDP would add gradients up in `grad`, and the bits would depend on which micro-batches a
+worker has. With the hook, gradients move from `grad` to partial sums along a tree. The hook exchanges the
+partial sums of a bucket when the last backward pass has computed the bucket's gradients. ExactReduction
+(exact.py) does the same, and gets the same bits.
 """
 
 import functools
@@ -26,7 +26,7 @@ from mingpt.parallel.tree import PartialSums, push
 
 
 class ExactHook:
-    """The state of the hook of a DDP model; `ExactHook.reduce` is the hook.
+    """The state of a DDP model's communication hook; `ExactHook.reduce` is the hook.
 
     `micro_batches` is the number of micro-batches in a step, and must not depend on the number of workers.
     Each worker makes a backward pass for each micro-batch of its share, in order; `micro_batch_shares`

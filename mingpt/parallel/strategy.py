@@ -1,7 +1,7 @@
 """The interface between a training loop and a way of training in parallel; digests and norms of gradients.
 
-The norm of a gradient has the same bits however its rows are split among ranks: a rank computes the norm of
-each row that it holds; then every rank combines the norms of all rows, in the order of the tensors.
+The norm of a gradient has the same bits however the rows are split among ranks. Each rank computes the norms
+of the rows that it holds. Then every rank combines the norms of all rows, in the order of the tensors.
 torch.nn.utils.clip_grad_norm_ computes the norm of each shard, so the bits of its result depend on the number
 of workers.
 """
@@ -40,12 +40,12 @@ def digest_factors(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """Return the digest of a tensor's bits, an int64 scalar on its device, without waiting for the device.
+    """Return a digest of the tensor's bits, an int64 scalar on the same device, without waiting for a GPU.
 
-    The elements are read as integers of up to 32 bits. Each is multiplied by a fixed number, and the digest
-    is the sum of these products modulo 2 ** 64. The fixed numbers are odd, so a change of one element always
-    changes the digest. They are pseudo-random, so changes of several elements cancel out with a probability
-    of at most 2 ** -32.
+    The elements are read as integers of up to 32 bits. Each integer is multiplied by a fixed number, and the
+    digest is the sum of these products modulo 2 ** 64. The fixed numbers are odd, so a change of one element
+    always changes the digest. The fixed numbers are pseudo-random, so changes of several elements cancel out
+    with a probability of at most 2 ** -32.
     """
     bits = tensor.detach().reshape(-1).view(DIGEST_TYPES.get(tensor.element_size(), torch.int32))
     first, *pieces = bits.split(DIGEST_PIECE)
@@ -57,7 +57,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def row_norms(gradient: Tensor) -> Tensor:
-    """Return the norms of a tensor's rows, its slices along dimension 0; of a vector, the absolute values."""
+    """Return the norm of each row, a slice along dimension 0. The rows of a vector are its elements."""
     if gradient.ndim < 2:
         return gradient.abs()
     return torch.linalg.vector_norm(gradient.flatten(1), dim=1)
@@ -70,7 +70,7 @@ def total_norm(norms: Tensor) -> Tensor:
 
 
 class RowGatherer:
-    """Gathers the norms of all rows of the tensors `names`, whose rows are split among ranks as `rows` says.
+    """Gathers norms of rows. `rows` says how the rows of the tensors `names` are split among ranks.
 
     `all_gather(vector, length)` is a collective: it returns the vectors of all ranks, padded to `length`, as
     (workers, length).
@@ -88,13 +88,13 @@ class RowGatherer:
         self.order = torch.cat([part for of_tensor in zip(*parts, strict=True) for part in of_tensor])
 
     def gather(self, norms: Tensor) -> Tensor:
-        """Return the norms of all rows, tensor by tensor, given those of this rank's rows. Collective."""
+        """Return the norms of all rows, tensor by tensor; `norms` has only this rank's rows. Collective."""
         self.order = self.order.to(norms.device)
         return self.all_gather(norms, self.length).flatten()[self.order]
 
 
 def clip(gradients: Mapping[str, Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients, whose norm is `norm`, in place to a norm of at most `max_norm`, unless that is 0."""
+    """Scale gradients in place from norm `norm` to at most `max_norm`; a `max_norm` of 0 is no limit."""
     if not max_norm:
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -165,8 +165,8 @@ class Strategy(ABC):
         ... update strategy.pieces() from strategy.gradients(), which are means over all micro-batches ...
         strategy.finish_update()
 
-    All ranks call all methods. A piece is the rows of a parameter that this rank updates. It has all rows if
-    neither the weights nor the updates are sharded.
+    All ranks call all methods. A piece is the rows of a parameter that this rank updates: all rows, unless
+    updates are sharded. The constructor raises UserError if a parameter is frozen.
     """
 
     takes_turns = False  # if so, rank r has micro-batches r, r + workers, ... instead of consecutive ones
@@ -189,7 +189,7 @@ class Strategy(ABC):
 
     @functools.cached_property
     def rows(self) -> RowMap:
-        """The map from a parameter's name to the rows of it that each rank updates."""
+        """A map from a parameter's name to the rows that each rank updates."""
         return RowMap(self.shapes, self.world_size, ("",) if self.updates_are_sharded else ())
 
     @functools.cached_property
@@ -197,7 +197,7 @@ class Strategy(ABC):
         return RowGatherer(self.rows, self.shapes, self.context.transport.all_gather)
 
     def state_rows(self, shapes: Mapping[str, Shape]) -> RowMap:
-        """Return the map of the rows that each rank holds of a run's tensors, "model.*" and "optimizer.*".
+        """Return a map from a tensor's name, "model.*" or "optimizer.*", to the rows that each rank holds.
 
         `shapes` has the shapes of the unsharded tensors, by name.
         """
@@ -223,8 +223,8 @@ class Strategy(ABC):
     def start_step(self, loss_scale: float = 1.0) -> None:
         """Begin a step. `finish_update` must have freed the gradients of the previous step.
 
-        `loss_scale` is a power of two, other than 1 only for float16: it is part of `loss_factor`, by which
-        the loop multiplies the loss, and `clip_grad_norm_` divides the gradients by it.
+        `loss_scale` is a power of two, and 1 except for float16. It is part of `loss_factor`, by which the
+        loop multiplies the loss. `clip_grad_norm_` divides the gradients by `loss_scale`.
         """
         self.loss_scale = loss_scale
 
@@ -244,21 +244,20 @@ class Strategy(ABC):
     def finish_step(self) -> None:
         """Complete the gradients of the step. Call this after the last micro-batch.
 
-        If ranks could not exchange gradients, raises the error that prevented it, often that of a lost peer.
+        If the exchange of gradients failed, raises the error of the exchange, often because a peer is lost.
         """
 
     @abstractmethod
     def unreduced(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Return a context for a backward pass whose gradients do not count.
 
-        Enter the context before the first micro-batch of a step. The value of the context is a dictionary,
-        which is filled when the context ends. It then has the `digest` of each gradient, as the gradient
-        would enter the reduction. Its keys are the names of the parameters, or of the blocks if blocks are
-        reduced as a whole.
+        Enter the context before the first micro-batch of a step. The value of the context is a dictionary.
+        After the context has ended, the dictionary has the `digest` of each gradient before its reduction.
+        The keys name the parameters, or the blocks if blocks are reduced as a whole.
         """
 
     def digests(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """Return the digests of the gradients of the loss `forward(*inputs)`, as `unreduced` gives them.
+        """Return the gradients' digests for the loss `forward(*inputs)`, as `unreduced` gives them.
 
         Collective if weights are sharded.
         """
@@ -279,8 +278,8 @@ class Strategy(ABC):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to a norm of at most `max_norm`; return the norm before scaling, a scalar.
 
-        A `max_norm` of 0 is no limit. First the gradients are divided by the loss scale, so the norm is that
-        of the unscaled loss. The bits of the norm do not depend on the number of workers. Collective.
+        A `max_norm` of 0 is no limit. First the gradients are divided by the loss scale, so the returned norm
+        is that of unscaled gradients. How ranks split the rows does not change the norm's bits. Collective.
         """
         gradients = self.gradients()
         if self.loss_scale != 1.0:

@@ -17,7 +17,7 @@ from mingpt.base.files import BadJson, Count, RunId, Seconds, read_json, reason_
 from mingpt.report.metrics import RunStart
 from mingpt.report.writing import MayWrite, ReportFile
 
-MAX_REPEATS = 3  # the job ends after so many consecutive generations that fail at the same step
+MAX_REPEATS = 3  # the job ends after this many consecutive generations that fail at the same step
 PHASES = ("start_s", "evaluation_s", "snapshot_wait_s")  # what a generation's time goes to besides steps
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ class History(pydantic.BaseModel):
 
 
 def read_job_start(history: dict[str, Any]) -> int | None:
-    """Return the step from which the newest job started; None if no job is on record.
+    """Return the step from which the newest job in `history`, the content of run.json, started.
 
-    `history` is the content of run.json.
+    Returns None if no job is on record.
     """
     starts = [entry["from_step"] for entry in history["generations"] if not entry["restart"]]
     return starts[-1] if starts else None
@@ -107,8 +107,8 @@ def plural(count: int, noun: str) -> str:
 def hosts_joined(last: Mapping[str, Any], start: RunStart) -> list[str]:
     """Return the hosts that joined between generation `last` and the one that `start` begins.
 
-    Returns [] if generation `last` was not stopped by SIGTERM, which an agent sends so that hosts can join,
-    or if `start` begins a new job. `last` is the generation's entry in run.json.
+    `last` is the generation's entry in run.json. An agent stops a generation with SIGTERM so that hosts can
+    join. Returns [] if generation `last` ended in a different way, or if `start` begins a new job.
     """
     if not start.is_restart or last["end"] != "stopped by SIGTERM":
         return []
@@ -118,9 +118,9 @@ def hosts_joined(last: Mapping[str, Any], start: RunStart) -> list[str]:
 def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str, Any]:
     """Return the fields "exact", "to_step" and "end" of generation `last`, which did not record its end.
 
-    The fields follow from the workers' exit reasons in `start.previous` or, if `start.previous` is None, from
-    the hosts that are missing in `start.hosts`. `last` is the generation's entry in run.json. `stacks` is the
-    folder to which stuck workers write their stacks.
+    `last` is the generation's entry in run.json. The fields follow from the workers' exit reasons in
+    `start.previous`. If `start.previous` is None, "end" names the hosts of `last` that are not in
+    `start.hosts`. `stacks` is the folder to which stuck workers write their stacks.
     """
     reported = start.previous.step() if start.previous else None
     gone = [host for host in last.get("hosts", []) if host not in start.hosts]
@@ -143,8 +143,8 @@ class RunHistory:
     - `durable_step`: the step of the newest snapshot on disk; 0 if none is known
     - `job`: the random token of the last job that passed the checks of its start
     - `job_began`: the time at which that job started
-    - `inputs`: what the last generation's bits depend on besides the settings: fingerprints of the data and
-      the tokenizer, and the software
+    - `inputs`: fingerprints of the last generation's data and tokenizer, and its software; the results depend
+      on these and the settings
     - `generations`: a list with an entry for each generation
 
     An entry has these fields:
@@ -158,8 +158,8 @@ class RunHistory:
     - `began`: when the generation's start was complete, and this entry was added
     - `seen`: when the generation's last step on record was complete
     - `seconds`: the time between `began` and `seen`, by a monotonic clock
-    - `phases`: the seconds that the start took (from the beginning of the process to `began`), that
-      evaluations took, and that steps waited for snapshots
+    - `phases`: the seconds of the start (from the beginning of the process to `began`), of evaluations, and
+      of waits for snapshots
     """
 
     def __init__(
@@ -197,8 +197,7 @@ class RunHistory:
     def start_generation(self, start: RunStart) -> str | None:
         """Add this generation's entry to run.json. Call this method before any other.
 
-        Returns one line on how the previous generation ended, if that generation did not record its end, or
-        if it was stopped so that a node could join. Otherwise returns None.
+        Returns what `close_generation` returns for the previous generation; None if there is none.
         """
         if start.changes:
             self.content["changes"].append({"step": start.step, "settings": start.changes})
@@ -232,8 +231,8 @@ class RunHistory:
         """Count the steps of generation `last` that are done again, and complete the record of its end.
 
         `last` is the generation's entry in run.json, and `start` begins the next generation. Returns one line
-        on how generation `last` ended, if that generation did not record its end, or if it was stopped so
-        that a node could join. Otherwise returns None.
+        about the end of generation `last` if that generation did not record its end, or if hosts joined after
+        it. Otherwise returns None.
         """
         recorded, waited, was_running = last["to_step"], 0.0, last["end"] == "running"
         joined = hosts_joined(last, start)
@@ -257,9 +256,8 @@ class RunHistory:
     def repeated_failure(self) -> str | None:
         """Return one sentence if the last MAX_REPEATS generations of this job failed at the same step.
 
-        Otherwise returns None, for example if the last step of one of these generations is not certain
-        (`exact` is false). A generation that was stopped, or that ended so that a node could join, has not
-        failed.
+        Otherwise, or if `exact` is false for one of these generations, returns None. A generation that was
+        stopped, or that ended so that hosts could join, has not failed.
         """
         if not self.generations[-1]["restart"]:
             return None  # a user started the job again, perhaps with the cause removed
@@ -280,7 +278,7 @@ class RunHistory:
         self.write()
 
     def note_durable(self, step: int) -> None:
-        """Record that the newest snapshot on disk is that of `step`."""
+        """Record that the newest snapshot on disk is the snapshot of `step`."""
         self.content["durable_step"] = step
         self.write(waits=False)
 
@@ -292,8 +290,8 @@ class RunHistory:
     def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
         """Record that the results of `workers` differed from those of other workers at `step`.
 
-        Snapshots of steps after `after` are not used. Call this before any of them is set aside (renamed), so
-        that the record exists even if this worker is killed while it renames them.
+        Snapshots of steps after `after` are not used. Call this before any of these snapshots is set aside
+        (renamed), so that the record exists even if this worker is killed during the renames.
         """
         entry = {"step": step, "after": after, "workers": workers}
         self.content["suspects"] = [*self.content.get("suspects", []), entry]
@@ -303,8 +301,8 @@ class RunHistory:
     def note_step(self, step: int, step_s: float | None, phases: dict[str, float] | None = None) -> None:
         """Record that this generation has completed `step`.
 
-        `step_s` is the number of seconds per step; None leaves the recorded number unchanged. `phases` has
-        the total seconds so far of some or all of PHASES; those of the other phases stay unchanged.
+        `step_s` is the number of seconds per step; None leaves the recorded number unchanged. `phases` maps
+        some or all of PHASES to their total seconds so far; the records of other phases stay unchanged.
         """
         entry = self.generations[-1]
         entry |= {"to_step": step, "seen": time.time()}

@@ -17,7 +17,7 @@ from mingpt.report.writing import MayWrite, ReportFile
 
 MAX_WAITING_LINES = 1000  # the most lines kept in memory while log.txt cannot be written
 FILE_ONLY = logging.INFO - 1  # the level of lines that go to log.txt and not to the terminal
-WARM_UP = 3  # so many first steps are slow, because they allocate memory and compile blocks
+WARM_UP = 3  # the first steps, which are slow because they allocate memory and compile blocks
 log = logging.getLogger(__name__)
 
 
@@ -71,9 +71,9 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True
 class ConsoleSink(Sink):
     """Shows training as a progress bar if rank 0 has a terminal, and otherwise as log lines.
 
-    With a bar, the log lines on training go only to log.txt. Evaluations are shown as lines in both cases.
-    The time left is estimated from the mean time per step of this generation, evaluations and snapshots
-    included, but without the first WARM_UP steps.
+    With a bar, the log lines about training go only to log.txt. Evaluations are shown as lines in both cases.
+    The time left is estimated from this generation's mean time per step after the first WARM_UP steps; the
+    mean includes evaluations and snapshots.
     """
 
     def __init__(self, run: RunStart) -> None:

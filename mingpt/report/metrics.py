@@ -42,7 +42,7 @@ Values = Mapping[str, float]
 class StepStats:
     """The statistics of a training step.
 
-    `step_s` and `data_s` are seconds per step, in the mean over the steps since the last record.
+    `step_s` and `data_s` are the mean seconds per step since the last record.
     """
 
     step: int
@@ -65,7 +65,7 @@ def tokens_per_s(stats: StepStats) -> float:
 
 
 def model_flops_utilization(stats: StepStats) -> float | None:
-    """Return the FLOP/s as a share of the devices' peak (Chowdhery et al. 2022).
+    """Return the share of the devices' peak FLOP/s that training uses (Chowdhery et al. 2022).
 
     Returns None if PEAK_FLOPS does not have the device.
     """
@@ -95,7 +95,7 @@ def training_values(stats: StepStats) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """What is known of a run when a generation (the workers between two restarts) begins to train."""
+    """What is known about a run when a generation (the workers between two restarts) begins to train."""
 
     config: Config
     corpus: Corpus
@@ -144,7 +144,7 @@ class Sink:
         """Take a text after `step`; `name` is "sample" for the text that an evaluation generates."""
 
     def on_step(self, step: int) -> None:
-        """Note that `step` is complete. Called after each step, also if no values are recorded for it."""
+        """Note that `step` is complete. Called after each step, even if the step has no record."""
 
     def close(self) -> None:
         """Write what is left. Called when the run ends, fails or is stopped; not if the process is killed."""

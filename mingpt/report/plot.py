@@ -35,7 +35,7 @@ COLORS = {
     "waiting for snapshots": "#9a86cc",
     "lost": "#e07b73",
 }
-MAX_GENERATIONS = 20  # so many of the last generations have a bar in timeline.png
+MAX_GENERATIONS = 20  # the most generations, counted from the last, that have a bar in timeline.png
 
 
 class Curves(NamedTuple):
@@ -120,9 +120,9 @@ def to_png(name: str, draw: Callable[..., object], *sources: object) -> bytes:
 def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = None) -> Any:
     """Draw the losses of `runs`, {name: losses}, into `figure`, and return the axes.
 
-    Each run has one colour; a single run has two. The line with dots is the validation loss, with a star at
-    its lowest value; the line without dots is the smoothed training loss. The y-axis covers the losses after
-    the first EARLY_SHARE of the steps, and the loss `floor` unless it is None.
+    Each of several runs has one colour; a single run has two. The line with dots is the validation loss, with
+    a star at the lowest value; the line without dots is the smoothed training loss. The y-axis covers the
+    losses after the first EARLY_SHARE of the steps, and the loss `floor`, if given.
     """
     axes, late = figure.subplots(), [] if floor is None else [floor]
     for number, (name, (train, val)) in enumerate(runs.items()):
@@ -147,7 +147,7 @@ def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = N
 
 
 def smooth(losses: np.ndarray) -> np.ndarray:
-    """Return the moving average of `losses`, (points,), over windows of a fifteenth of all points."""
+    """Return the moving average of `losses`, (points,); each mean is over about a fifteenth of all points."""
     reach, numbers = len(losses) // 30, np.arange(len(losses))
     first, end = np.maximum(numbers - reach, 0), np.minimum(numbers + reach + 1, len(losses))
     sums = np.append(0.0, losses.cumsum())
@@ -155,7 +155,7 @@ def smooth(losses: np.ndarray) -> np.ndarray:
 
 
 def draw_loss(figure: Any, run: RunStart) -> None:
-    """Draw the losses and restarts of a run, and the entropy of the run's text, if this entropy is known.
+    """Draw the losses and restarts of a run, and the entropy of its text, if known.
 
     The training loss is drawn twice, as it is and smoothed. Raises OSError if metrics.jsonl cannot be read.
     """
@@ -177,9 +177,9 @@ def draw_loss(figure: Any, run: RunStart) -> None:
 def phase_seconds(one: Generation, after: Generation | None) -> list[float]:
     """Return the seconds that generation `one` spent in each phase of COLORS, in the order of COLORS.
 
-    `after` is the next generation; None: there is none. The time of the steps that `after` repeated counts as
-    lost. If `after` is a restart, the time from the last step of `one` on record until the workers of `after`
-    were started counts as lost, too.
+    `after` is the next generation, or None if `one` is the last. The time of the steps that `after` repeated
+    counts as lost. If `after` is a restart, so does the time between the last recorded step of `one` and the
+    start of the workers of `after`.
     """
     start_s, evaluation_s, wait_s = (one.phases.get(phase, 0.0) for phase in PHASES)
     steps_s, twice_s, pause_s = max(0.0, one.seconds - evaluation_s - wait_s), 0.0, 0.0
@@ -234,7 +234,7 @@ def draw_timeline(figure: Any, run_dir: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Draw what the time of a run went to, and how its workers ended: RUN/timeline.png, from RUN/run.json.
+    """Draw RUN/timeline.png from RUN/run.json: how a run's time was spent, and how its workers ended.
 
     A training job draws this picture by itself, at each evaluation and at the end.
     """

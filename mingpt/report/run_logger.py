@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 class StepTimer:
     """Measures the seconds per step since the last `reset`.
 
-    Code that fetches batches adds the seconds that this takes to `data_s`.
+    Code that fetches batches adds the seconds of each fetch to `data_s`.
 
-    `phases` has the total seconds of each kind of work outside the steps, such as evaluations, by the names
-    in history.PHASES.
+    `phases` is {name in history.PHASES: total seconds of this kind of work}. The seconds per step do not
+    include this work.
     """
 
     def __init__(self, step: int) -> None:
@@ -52,7 +52,7 @@ class StepTimer:
         self.began, self.first_step, self.data_s = time.perf_counter(), step, 0.0
 
     def exclude(self, work: Callable[[], T], phase: str) -> T:
-        """Run `work` and return its result; the seconds that `work` takes count as `phase`, not as steps."""
+        """Call `work` and return its result; the time is added to `phases[phase]`, not to the steps."""
         began = time.perf_counter()
         result = work()
         taken_s = time.perf_counter() - began
@@ -105,9 +105,9 @@ class RunLogger:
             self.history.note_missing(recorded + 1, start.logged_step)
 
     def repeated_failure(self) -> str | None:
-        """If a restart would repeat a failure, record the run as failed, and return a sentence that says so.
+        """Return the sentence of `RunHistory.repeated_failure`, or None.
 
-        Otherwise return None.
+        If there is a sentence, record the run as failed.
         """
         sentence = self.history.repeated_failure()
         if sentence:
@@ -122,12 +122,11 @@ class RunLogger:
         assignment: Sequence[Sequence[int]],
         snapshots: str,
     ) -> None:
-        """Log the line on how the previous generation ended, if `start_generation` has returned a line.
+        """Log how the previous generation ended, if `RunHistory.start_generation` returned a line about it.
 
-        After this line, unless this is a restart, log what the run is going to do. `step` is the step from
-        which the run goes on. `compile_choice` says whether the model is compiled, and why. `assignment` has,
-        for each rank, the numbers of the rank's micro-batches in a step. `snapshots` is the folder or URL of
-        the snapshots.
+        Unless this is a restart, also log what the run is going to do. `step` is the step from which the run
+        goes on. `compile_choice` says whether the model is compiled, and why. `assignment` has, for each
+        rank, the numbers of its micro-batches in a step. `snapshots` is the folder or URL of the snapshots.
         """
         if self.previous_end:
             log.log(logging.WARNING if self.start.is_main else logging.INFO, "%s", self.previous_end)
@@ -172,7 +171,7 @@ class RunLogger:
             sink.on_step(step)
 
     def log_values(self, step: int, values: Values) -> None:
-        """Give the values of metrics after `step` to all sinks, which write these values.
+        """Give the values of metrics after `step` to all sinks.
 
         Raises ClaimLost if by now another job or a later generation writes to the run folder.
         """
@@ -187,8 +186,8 @@ class RunLogger:
     def log_skipped(self, step: int, first_window: int, last_window: int, count: int) -> None:
         """Record that the update of `step` was skipped.
 
-        `first_window` and `last_window` are the numbers of the step's first and last window. `count` is how
-        many updates the run has skipped so far.
+        `first_window` and `last_window` are the numbers of the step's first and last window. The run has
+        skipped `count` updates so far.
         """
         self.log_values(step, {"skipped/first_window": first_window, "skipped/last_window": last_window})
         self.history.note_skipped(count)
@@ -201,15 +200,15 @@ class RunLogger:
             log.info("\n".join("    " + line for line in sample.splitlines()))
 
     def flush(self) -> None:
-        """Make all records so far durable, if possible. The thread that writes snapshots calls this, too."""
+        """Make all records so far durable, if possible. Any thread may call this."""
         self.config_file.retry()
         self.records.flush()
 
     def failed(self, step: int, why: str, goes_on: bool = False) -> None:
         """Report that this generation failed at `step`; `why` says why.
 
-        The `status` in run.json becomes "failed". With `goes_on` it becomes "stopped": the job continues on
-        this node, without the nodes whose results differ, and its next generation sets "running" again.
+        The `status` in run.json becomes "failed". With `goes_on` it becomes "stopped", because the job
+        continues on this node; the job's next generation sets "running" again.
         """
         self._end("stopped" if goes_on else "failed", step, f"failed: {why}")
 
@@ -224,9 +223,9 @@ class RunLogger:
         """Report that the run finished, or that the request `stopped_by` stopped it. Closes the sinks.
 
         Call this last, once the snapshot of `step` is durable. `stopped_by` is None if the run finished.
-        `snapshots` is the folder or URL of the snapshots. `phases` has the total seconds of each kind of work
-        outside of the steps, as `StepTimer.phases` has them. `best` is (lowest validation loss of a snapshot
-        that is kept, step of this snapshot). Raises ClaimLost as `log_values` does.
+        `snapshots` is the folder or URL of the snapshots. `phases` is `StepTimer.phases`. `best` is (lowest
+        validation loss of a snapshot that is kept, step of this snapshot). Raises ClaimLost as `log_values`
+        does.
         """
         self.start.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
@@ -255,7 +254,7 @@ class RunLogger:
         log.info(f"next: {shlex.join(command)}")
 
     def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
-        """Record the end, and close the sinks. Metrics that still cannot be written are recorded as lost."""
+        """Record the end, and close the sinks. Metrics that cannot be written are recorded as lost."""
         self.flush()
         if self.records.file.waiting:
             self.history.note_missing(self.records.first_waiting, step)
@@ -274,8 +273,8 @@ def peak_memory() -> int:
 def is_reported(run_dir: Path) -> bool:
     """Return whether the end of a run is on record: `status` in run.json is not "running".
 
-    The result is also true if no file shows that the end is missing: if run.json is damaged, or if both
-    run.json and metrics.jsonl are missing, as in a copy of the snapshots.
+    Also returns True if run.json is damaged, or if both run.json and metrics.jsonl are missing, as in a copy
+    of the snapshots.
     """
     if not (run_dir / "run.json").exists():
         was_recording = (run_dir / "metrics.jsonl").exists()

@@ -1,7 +1,7 @@
 """Sinks that pass metrics to other programs: TensorBoard, and trackers such as wandb and trackio.
 
-metrics.jsonl has every value. If TensorBoard or a tracker is unreachable, fails or is too slow, it does not
-get some of the values, and the run goes on.
+metrics.jsonl has every value. If TensorBoard or a tracker is unreachable, fails or is too slow, it lacks some
+of the values, and the run goes on.
 """
 
 import html
@@ -84,7 +84,7 @@ class Tracker(Sink):
 
 
 class InThread(Sink):
-    """Makes a sink and calls the sink's methods in a separate thread; the sink may block or raise any error.
+    """Makes a sink and calls its methods, except `on_step`, in a thread; the sink may block or fail.
 
     If the sink fails, one log line says so, the sink gets no more values, and the run goes on. `label` is the
     sink's name in log lines.

@@ -28,8 +28,8 @@ class ReportFile:
     """A file that is replaced as a whole, or appended to. Several threads may use it. Raises no OSError.
 
     A write that fails is kept, and tried again before the next write. One log line says when writing begins
-    to fail, and another line when writing works again. At most `max_waiting` writes are kept (None: any
-    number); if more writes fail, the oldest are dropped. While `may_write` returns False, nothing is written.
+    to fail, and another line when writing works again. At most `max_waiting` writes are kept, then the oldest
+    is dropped; None means no limit. While `may_write` returns False, nothing is written.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ReportFile:
         self.put(lambda: append(self.path, line, sync))
 
     def put(self, write: Callable[[], None]) -> None:
-        """Call `write`, which may raise OSError, after trying again the earlier writes that have failed."""
+        """Do the kept writes, then call `write`. A write that raises OSError, and all after it, are kept."""
         with self.lock:
             self.waiting.append(write)
             self.retry()
@@ -142,11 +142,11 @@ class JsonlSink(Sink):
         self.file.put(self.drop_records)
 
     def drop_records(self) -> None:
-        """Truncate the file before the first record of a step after `run.step`, where this generation starts.
+        """Truncate the file before the first record of a step after `run.step`.
 
-        If this generation starts at step 0, all records are dropped, also those of step 0, which are written
-        again. A last line that a crash left incomplete is dropped, too. Raises OSError if the file cannot be
-        read or truncated; a full disk does not prevent it from being truncated.
+        If `run.step` is 0, all records are dropped, because the record of step 0 is written again. A last
+        line that a crash left incomplete is dropped, too. Raises OSError if the file cannot be read or
+        truncated.
         """
         kept_bytes, step = 0, self.run.step
         for line, record in read_lines(self.file.path):

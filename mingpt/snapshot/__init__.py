@@ -4,8 +4,7 @@ A snapshot consists of tensor files, the tokenizer's file if there is a tokenize
 that lists the other files. A snapshot is valid if its manifest exists and all files have the checksums that
 the manifest lists. SnapshotSaver (saver.py) writes snapshots and deletes old ones, search.py chooses the same
 newest snapshot for all ranks, and claim.py lets only one job at a time write to a run folder. Only
-contents.py knows the model: all other files know a tensor only by its name, and by the rows of the tensor
-that each rank holds.
+contents.py knows the names of the model's tensors; the other modules take tensors of any names and shapes.
 """
 
 from mingpt.snapshot.lookup import open_snapshot

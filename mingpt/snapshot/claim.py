@@ -4,13 +4,12 @@ The file `claim-<number>.json` is in the run folder, and the claim with the high
 the folder over from another job by creating the file with the next number; if several jobs try, only one
 succeeds. If all agents (torchrun, or train.py) of the job that holds the claim have ended, another job takes
 the folder over at once. If one of these agents is alive, the other job is refused with an error. If an agent
-may run on a different machine, where it cannot be seen, the other job waits: it takes the folder over when
-the claim has not been renewed for LEASE_S seconds (the lease), and is refused if the claim is renewed.
+cannot be seen, because it runs on a different machine, the other job waits. That job is refused if the claim
+is renewed, and takes the folder over if the claim is not renewed for LEASE_S seconds.
 
 A later generation of the same job (its workers after a restart) shares an agent with the previous generation,
-and overwrites the claim at once. If the network splits a job into two groups of workers that cannot reach
-each other, the group that claims the folder first goes on, and the other group waits while the claim is
-renewed.
+and overwrites the claim at once. The network may split a job into two groups of workers that cannot reach
+each other. Then the group that claims the folder first goes on; the other waits while the claim is renewed.
 
 The rank that writes the records of a run folder holds the job's claim to that folder. Before each record and
 each file of a snapshot, this rank calls `Claim.check`, which raises an error if the claim that counts is no
@@ -43,8 +42,8 @@ log = logging.getLogger(__name__)
 class Holder:
     """The generation of a job that holds a claim.
 
-    `agents` are the processes that started the job's workers (torchrun, or train.py); for workers that have
-    no agent, the workers' own processes.
+    `agents` are the processes that started the job's workers (torchrun, or train.py). A worker that has no
+    agent is listed there itself.
     """
 
     agents: tuple[Process, ...]
@@ -55,8 +54,7 @@ class Holder:
     def is_alive(self) -> bool | None:
         """Return True if any of the agents is alive, False if all have ended, None if neither is known.
 
-        Returns None if no agent is recorded, or if no agent is seen alive and at least one agent cannot be
-        seen from this machine.
+        Neither is known if no agent is recorded, or if an agent cannot be seen and no other is seen alive.
         """
         states = [agent.is_alive() for agent in self.agents]
         if True in states:
@@ -153,9 +151,9 @@ class Claim:
         """Claim the folder, and from then on renew the claim in a background thread.
 
         Waits if the folder is claimed by a job that may be alive on a different machine, or by workers of
-        this job from which the network has separated this worker. The wait ends when that claim has not been
-        renewed for LEASE_S seconds. Raises UserError, which names the holder, if another job is seen to be
-        alive, or renews its claim during the wait. Raises OSError if the folder cannot be read or written.
+        this job that this worker can no longer reach. The wait ends when that claim has not been renewed for
+        LEASE_S seconds. Raises UserError, which names the holder, if another job is seen to be alive, or
+        renews its claim during the wait. Raises OSError if the folder cannot be read or written.
         """
         waited_for, deadline = NONE, 0.0
         while not self.number:
@@ -182,8 +180,8 @@ class Claim:
         """Raise UserError if another job uses the folder; else print, once per wait, that this job waits.
 
         `found` is the claim with the highest number, and `is_first` is true in the first call of a wait. In
-        the first call, another job uses the folder if one of its agents is seen alive. Later calls are made
-        only after the claim has changed, which shows that the job that holds the claim is alive.
+        the first call, another job uses the folder if one of its agents is seen alive. A later call means
+        that the claim has changed: if the claim is another job's, that job is alive.
         """
         holder = found.holder
         if holder.job != self.holder.job and (holder.is_alive() or not is_first):
@@ -198,11 +196,11 @@ class Claim:
             )
 
     def take(self, found: Found) -> None:
-        """Try to claim the folder, where `found` is the claim that counted so far; on success set `number`.
+        """Try to claim the folder; on success set `number`. `found` is the claim that counted so far.
 
-        If `found` is of an earlier generation of this job, its file is overwritten, which needs no space on a
-        full disk; else a file with the next number is created. If another job is faster, `number` stays 0.
-        Raises OSError if the file cannot be written.
+        If an earlier generation of this job made that claim, its file is overwritten, which works even on a
+        full disk. Otherwise a file with the next number is created. If another job is faster, `number` stays
+        0. Raises OSError if the file cannot be written.
         """
         is_ours = self.holder.shares_agent(found.holder)
         if is_ours:

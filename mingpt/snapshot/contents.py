@@ -25,10 +25,10 @@ from mingpt.snapshot.store import OLDER_TOKENIZER, Snapshot
 def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
     """Check that a snapshot holds the whole state of a run, and no other tensors; else raise CorruptSnapshot.
 
-    The state is the parameters and the optimizer's state, in float32, of the model that the manifest's
-    configuration describes. `entries` has the types and shapes of the snapshot's tensors, and `tokenizer` the
-    bytes of its tokenizer (None: there are none). No tensor is read. Raises UserError if the snapshot was
-    written by a training loop of the user's own, not by a run.
+    The state is a model's parameters and the optimizer's state, in float32; the manifest's configuration
+    describes the model. `entries` has the types and shapes of the snapshot's tensors, and `tokenizer` the
+    tokenizer's bytes (None: there are none). No tensor is read. Raises UserError if the snapshot was written
+    by a training loop of the user's own, not by a run.
     """
     if manifest.shard:
         raise CorruptSnapshot("it is a part of a sharded state")
@@ -41,8 +41,7 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     If `manifest.shard` is None, the snapshot must hold the whole state. Otherwise it must hold the rows of
     each sharded tensor that rank `manifest.shard.rank` held. If it holds any tensor that is not sharded, it
     must hold all tensors that are not sharded, and the tokenizer. A tokenizer.json is not parsed here,
-    because that takes a long time. The arguments, and the UserError that may be raised, are those of
-    `check_model`.
+    because that takes a long time. For the arguments and the UserError see `check_model`.
     """
     missing = sorted({"config", "tokenizer", "data", "software"} - manifest.model_fields_set)
     if len(missing) == 4:  # not corrupt: a different program wrote the snapshot, which stays as it is
@@ -115,7 +114,7 @@ def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
 
 
 def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | None:
-    """Return the tokenizer of a snapshot, made from its bytes `content`; None if the run has no tokenizer.
+    """Return a snapshot's tokenizer, whose bytes are `content`; None if the run has no tokenizer.
 
     Raises UserError if the tokenizer cannot be used, or needs a package that is not installed.
     """
@@ -128,10 +127,10 @@ def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | Non
 
 
 def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
-    """Return the tokenizer whose bytes are `content`, and which the snapshot's manifest describes.
+    """Return the tokenizer that the manifest describes, and whose bytes are `content`.
 
-    Raises ValueError if `content` is None, if its SHA-256 is not the one in the manifest, if the bytes are
-    not those of a tokenizer, or if the tokenizer has more tokens than the model's embedding has rows.
+    Raises ValueError if `content` is None, is not a tokenizer, or does not have the SHA-256 in the manifest.
+    Also raises ValueError if the tokenizer has more tokens than the model's embedding has rows.
     """
     about = manifest.tokenizer
     if content is None or about.sha256 not in (None, hashlib.sha256(content).hexdigest()):
@@ -155,11 +154,10 @@ def describe_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> Tokenize
 
 
 def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin: str) -> dict[str, Tensor]:
-    """Return views of `tensors`, the weights of a model by name, that have the shapes in `shapes`.
+    """Return views of the weights `tensors` that fit a model whose parameters have the shapes in `shapes`.
 
-    `shapes` has the shapes of the parameters of the model that is to take the weights, by name. Only learned
-    positions can be left out: those past the number of positions of this model. Raises UserError, whose
-    message calls the weights `origin`, if the weights do not fit this model.
+    The weights may have more learned positions than the model: the views leave out the last ones. Raises
+    UserError, whose message calls the weights `origin`, if the weights do not fit the model.
     """
     there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     check_shapes(there, shapes, origin)

@@ -57,7 +57,7 @@ def file_name(step: int, kind: str) -> str:
 
 
 def unfinished_name(step: int) -> str:
-    """Return the name of the empty file that marks the files of `step` as those of an unfinished save."""
+    """Return the name of the empty file that marks the save of `step` as unfinished."""
     return f"partial-step_{step:08d}"
 
 
@@ -196,7 +196,7 @@ class StagingBuffer:
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy into the buffer those of `tensors` for which the buffer has a place.
+        """Copy `tensors` into the buffer, except tensors for which it has no place.
 
         On return the caller may change the tensors, because copies from GPUs have also ended.
         """

@@ -1,7 +1,7 @@
-"""Open a snapshot by the name of its file, or the newest or best one of a folder; list a run's snapshots.
+"""Open a snapshot by the name of a file, or a folder's newest or best snapshot; list a run's snapshots.
 
-This is for commands, and for a new run that starts from another run's weights. Unlike a run that resumes,
-nothing here renames or removes a file.
+This is for commands, and for a new run that starts from another run's weights. No function here renames or
+removes a file.
 """
 
 import logging
@@ -29,12 +29,11 @@ def open_snapshot(
 ) -> Snapshot:
     """Return the snapshot in the file or folder `where`, after a check of all its bytes.
 
-    `where` is the path or URL of a snapshot's file, or of a run folder or a folder of snapshots, whose newest
-    valid snapshot is returned. With `best`, `where` must be a folder, and the valid snapshot with the lowest
-    validation loss is returned. In a folder, a snapshot that is not valid, or that `check` refuses, is
-    skipped with a log line. With `weights_only`, the optimizer's state is not checked: only the header of its
-    file is read. Raises UserError if no snapshot can be used, or if the schema version of a snapshot that
-    would be returned is unknown.
+    `where` is the path or URL of a snapshot's file, of a run folder, or of a folder of snapshots. From a
+    folder, the newest valid snapshot is returned; with `best`, the one with the lowest validation loss. Each
+    snapshot there that is not valid, or that `check` refuses, is skipped with a log line. With
+    `weights_only`, the optimizer's state is not checked: only the header of its file is read. Raises
+    UserError if no snapshot can be used, if a schema version is unknown, or if `where` is a file with `best`.
     """
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)

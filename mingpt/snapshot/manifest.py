@@ -21,7 +21,7 @@ from mingpt.snapshot.layout import are_files_of
 
 SCHEMA = 3
 OLDER_SCHEMA = 2  # manifests of this earlier schema version can also be read
-MAX_BYTES = 4 << 20  # of a manifest, of which three copies exist while it is checked
+MAX_BYTES = 4 << 20  # of a manifest; once it is parsed, each byte may take 30 bytes of memory
 CONFIG = pydantic.TypeAdapter(Config)
 
 Name = Annotated[str, pydantic.Field(max_length=200)]
@@ -44,7 +44,7 @@ def parse_object(content: bytes, what: str) -> dict[str, Any]:
 
 
 class Part(pydantic.BaseModel):
-    """The base class of objects in a manifest. Types are strict ("1" is not 1); more fields are allowed."""
+    """A base class of objects in a manifest. Types are strict ("1" is not 1); unknown fields are kept."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -70,7 +70,7 @@ class TokenizerFields(Part):
 
 
 class SoftwareFields(Part):
-    """The software and hardware on which, besides the configuration, the bits of a run's results depend."""
+    """The software and hardware of a run, which may change the bits of its results."""
 
     __pydantic_extra__: dict[str, Scalar]
     torch: Name
@@ -176,11 +176,11 @@ class Manifest(Part):
 
 
 def is_discarded(manifest: Manifest, discarded_after: Sequence[int]) -> bool:
-    """Return whether a snapshot may hold wrong results of a worker; `discarded_after` is the run's list.
+    """Return whether a snapshot may hold wrong results of a worker.
 
-    Each time that workers compute differently, the last step at which they agreed is added to the run's list.
-    A manifest holds the list as it was when the manifest was written. A snapshot is discarded if a step that
-    is earlier than the snapshot's own step was added to the run's list after the manifest was written.
+    Each time that workers compute differently, the last step at which they agreed is added to the run's list
+    `discarded_after`. A manifest holds the list as it was when the manifest was written. The results may be
+    wrong if a step earlier than the snapshot's own step was added to the list later.
     """
     return any(manifest.step > step for step in discarded_after[len(manifest.discarded_after) :])
 
@@ -283,7 +283,7 @@ def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
 
 
 def check_schema(manifest: dict[str, Any]) -> None:
-    """Raise UserError if a manifest's schema version is unknown, CorruptSnapshot if it is not a number."""
+    """Raise UserError if the schema version is unknown, CorruptSnapshot if it is no positive integer."""
     schema = manifest.get("schema")
     if type(schema) is not int or schema < 1:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")

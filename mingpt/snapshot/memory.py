@@ -83,7 +83,7 @@ class MemorySnapshots:
                 shutil.rmtree(root, ignore_errors=True)
 
     def remove(self, belongs: Callable[[str], bool]) -> None:
-        """Remove those of the run's folders for whose names `belongs` is true, and the file LEFT_TO_AGENT.
+        """Remove the folders of snapshots whose names `belongs` accepts, and the file LEFT_TO_AGENT.
 
         Then removes the parent folder if it is empty. Errors are ignored.
         """
@@ -96,7 +96,7 @@ class MemorySnapshots:
 
 
 def is_leftover(root: Path) -> bool:
-    """Return whether `root`, the folder of a run, is this user's, and nothing in it has changed for a day."""
+    """Return whether a run's folder belongs to this user, and nothing in it has changed for a day."""
     try:
         if root.is_symlink() or root.stat().st_uid != os.getuid():
             return False
@@ -107,7 +107,7 @@ def is_leftover(root: Path) -> bool:
 
 
 def plan_copies(node_of: Sequence[int]) -> list[int | None]:
-    """Return, in the order of the ranks, which rank keeps a copy of each rank's part of a sharded state.
+    """Return, for each rank, which rank keeps a copy of its part of a sharded state.
 
     `node_of` has the node of each rank. The parts of a node's ranks are given in turn to the ranks of the
     next node; the last node is followed by the first. With a single node there are no copies: the result has
@@ -190,9 +190,9 @@ class MemorySaver:
     def create_folders(self, needed: int) -> None:
         """Create this rank's folders, and write the path of the run's folder to a file for the agent.
 
-        The agent may have to remove the run's folder when it exits. Raises OSError if a folder cannot be
-        created, or if there is no room for `needed` bytes. The space that older snapshots take counts as
-        room, because new snapshots replace them.
+        The agent may have to remove the run's folder. Raises OSError if a folder cannot be created, or if
+        there is no room for `needed` bytes. The space that older snapshots take counts as room, because new
+        snapshots replace them.
         """
         root = self.snapshots.root
         root.mkdir(mode=0o700, exist_ok=True)
@@ -212,10 +212,9 @@ class MemorySaver:
         """Copy this rank's tensors to the staging buffer, and write them to memory in the background.
 
         On return the tensors may change. The background thread adds the fields that `late_fields` returns to
-        the manifest; it also receives and writes the copies of other ranks' parts that this rank keeps. If
-        one of the ranks that save together is still writing the previous save, all of them skip this save,
-        because the previous save must be complete before an older save is removed. After a failed write, the
-        next call disables saving. Collective if the state is sharded.
+        the manifest. The thread also receives and writes the copies of other ranks' parts that this rank
+        keeps. If one of the ranks that save together is still writing the previous save, all of them skip
+        this save. After a failed write, the next call disables saving. Collective if the state is sharded.
         """
         self.allocate(tensors)
         if self.disabled or not self.is_free():
@@ -226,7 +225,7 @@ class MemorySaver:
         self.thread.start()
 
     def is_free(self) -> bool:
-        """Return whether a save may begin: no rank that saves with this one is still writing or has failed.
+        """Return whether a save may begin: none of the ranks `peers` is still writing or has failed.
 
         After a failure on one of these ranks, saving is disabled on all of them. Collective if the state is
         sharded.

@@ -1,10 +1,10 @@
 """Read files in the safetensors format strictly, range by range, in a folder or at a URL.
 
-A file has 8 bytes with the header's length, the header as JSON, then the tensors. `TensorFile` reads the
-header, and later single tensors. Before memory for a tensor is allocated, `TensorFile` checks that the header
-is exactly the one that `lay_out` writes for the types and shapes in the header, and that it describes all
-bytes of the file. No pickle is read, and nothing is executed. A missing file or wrong content raises
-CorruptSnapshot, and a failure to read raises UnreadableSnapshot.
+A file has 8 bytes with the header's length, the header as JSON, then the tensors. `TensorFile` reads and
+checks the header before memory for a tensor is allocated, and later reads single tensors. The header must be
+the one that `lay_out` writes for the same types and shapes, and must describe all bytes of the file. No
+pickle is read, and nothing is executed. A missing file or wrong content raises CorruptSnapshot, and a failure
+to read raises UnreadableSnapshot.
 https://huggingface.co/docs/safetensors
 """
 
@@ -133,8 +133,8 @@ def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
 
 
 Entries = Mapping[str, TensorSpec]  # the type and shape of each tensor of a snapshot, by name
-# A function that raises CorruptSnapshot or UnreadableSnapshot if a snapshot with this manifest, these tensors
-# and these bytes of a tokenizer (None: there is none) must not be used.
+# Takes a snapshot's manifest, tensors and tokenizer's bytes (None: it has no tokenizer). Raises
+# CorruptSnapshot, UnreadableSnapshot or UserError if the snapshot must not be used.
 Check = Callable[[Manifest, Entries, bytes | None], None]
 
 

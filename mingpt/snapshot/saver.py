@@ -2,10 +2,9 @@
 
 A save first copies the tensors into a staging buffer; training waits only for this copy. A background thread
 then writes the weights, the optimizer's state and the tokenizer to a file each, and the manifest last. A rank
-that holds the whole state writes it by itself. If the state is sharded, each rank holds some rows of each
-tensor, and all ranks save together: the main rank receives the other ranks' rows of one tensor after the
-other, and writes them with its own, so that the files do not depend on the sharding. The ranks' background
-threads exchange the rows over a process group of their own.
+that holds the whole state writes it by itself. If the state is sharded, all ranks save together: the main
+rank receives the other ranks' rows, one tensor after the other, and writes them with its own. The files do
+not depend on the sharding. The ranks' background threads exchange the rows over a process group of their own.
 
 A `SnapshotSaver` writes to a disk, to a URL or to a node's memory. In a save to memory, no rank receives the
 rows of all ranks: each rank saves only its own rows, as a separate snapshot (memory.py).
@@ -223,9 +222,8 @@ class SnapshotSaver:
     def write_once(self, manifest: Manifest, transfer: Transfer) -> None:
         """Write a snapshot, durable on return. If a rank fails, all ranks raise its error. Collective.
 
-        After an error the snapshot's files are removed. They are left if the claim (the right to write there)
-        is lost, or if the snapshot is complete, because an earlier save of this step was complete, or because
-        the error came after the manifest was written.
+        After an error the files of this step are removed, unless the claim (the right to write there) is
+        lost, or the step has a manifest, written before the error or by an earlier save.
         """
         step, is_complete = manifest.step, False
 
@@ -249,7 +247,7 @@ class SnapshotSaver:
             raise
 
     def prune(self, keep: Keep) -> None:
-        """Delete all snapshots except those that `keep` describes, and files that interrupted removals left.
+        """Delete snapshots that `keep` does not describe, and files that interrupted removals have left.
 
         Snapshots that could not be read are neither counted nor deleted.
         """

@@ -2,10 +2,10 @@
 
 The first worker of each node lists the snapshots that it could read from its SnapshotStores; for this it
 reads only manifests and headers. All ranks exchange these lists, and `choose`, a pure function, picks the
-newest save of which every part is in one of the lists. A whole state is one part; a sharded state has one
-part for each worker that saved it, and the number of workers may have changed in the meantime. The ranks that
-are to read the chosen parts then check all bytes of these parts. If a part is bad, it is left out, and the
-ranks choose again.
+newest save whose parts are all listed. A whole state is one part; a sharded state has one part for each
+worker that saved it, and the number of workers may have changed in the meantime. The ranks that are to read
+the chosen parts then check all bytes of these parts. If a part is bad, it is left out, and the ranks choose
+again.
 
 The result is a StoredState, which says for each tensor which rank reads which rows. All ranks read it
 together: `StoredState.stream` reads some rows at a time on one rank and broadcasts them, so that no rank
@@ -96,11 +96,10 @@ class Reader:
         self.faults: dict[tuple[int, int], Fault] = {}  # by the same; these snapshots are no longer offered
 
     def view(self) -> View:
-        """Open the newest snapshots of each store; return offers of those that have no known fault.
+        """Open the newest snapshots of each store; return a View that offers those without a known fault.
 
         At most one snapshot on disk, and OFFERS_IN_MEMORY snapshots of each store in memory, are offered.
-        Raises UserError if a snapshot that is opened has an unknown schema version, and the UserErrors of
-        `check`.
+        Raises UserError if the schema version of a snapshot is unknown, and the UserErrors of `check`.
         """
         offers, completed_step = list[Offer](), 0
         for number, store in enumerate(self.stores):
@@ -137,7 +136,7 @@ class Reader:
     def faults_noted(self, number: int, step: int) -> Iterator[None]:
         """Return a context that catches CorruptSnapshot and UnreadableSnapshot, and adds them to `faults`.
 
-        The snapshot of `step` in store `number`, with which the block works, is then no longer offered.
+        After such an error, the snapshot of `step` in store `number` is no longer offered.
         """
         try:
             yield
@@ -178,10 +177,10 @@ def key_of(manifest: Manifest) -> str:
 
 
 def choose(offers: Iterable[Offer], saved_after: int | None) -> tuple[list[Offer], Offer] | None:
-    """Return the parts of the newest save of which all parts are offered; None if there is no such save.
+    """Return the parts of the newest save whose parts are all offered; None if there is none.
 
-    The result is (offers of the parts, sorted by the rank whose rows they hold; the offer from which the
-    tensors that are not sharded are read). `offers` must be sorted by `reader`. A save in memory does
+    The result is a pair: the offers of the parts, sorted by the rank whose rows they hold, and the offer from
+    which to read the tensors that are not sharded. `offers` must be sorted by `reader`. A save in memory does
     not count if the newest step on disk was already past `saved_after` when the save was made; if
     `saved_after` is None, all saves count. If a step was saved both on disk and in memory, the save on disk
     is chosen.
@@ -267,7 +266,7 @@ def read_all(batch: Sequence[Source]) -> Tensor:
 
 @torch.no_grad()
 def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
-    """Copy into `part` those of `rows` that `part` has a place for, and leave the rest of `part` as it is.
+    """Copy `rows` into `part`, except rows that `part` has no place for.
 
     `rows` are the rows of a tensor from row `begin` on; `part` holds the rows of the same tensor from row
     `first` on. If the tensor is a scalar, `part` is this scalar, and `rows` has one element.
@@ -300,8 +299,8 @@ class Found:
     def unreadable(self) -> list[Fault]:
         """Return the faults of the snapshots on disk that any rank could not read, each once, newest first.
 
-        If a rank could not read the whole folder, the fault has step -1. Snapshots that could not be read may
-        be valid.
+        If a rank could not list the folder, the fault has step -1. Snapshots that could not be read may be
+        valid.
         """
         faults = {fault for view in self.views for fault in view.faults if not fault.is_corrupt}
         return sorted(faults, reverse=True)
@@ -317,12 +316,12 @@ def find_latest(
 ) -> Found:
     """Find, for all ranks, the newest valid snapshot on disk or in memory that passes `check`. Collective.
 
-    The first worker of each node reads `disk` and `memory`. If this is a restart, all snapshots in memory
-    count, because those on disk may be lost with a node. The field `after` of a snapshot in memory is the
-    newest step that was on disk when the snapshot was saved. In a job's first generation (before any
-    restart), the snapshot counts only if some disk still has a snapshot, valid or not, of that step or a
-    later one, because a user who deletes snapshots on disk wants to go back to an earlier step. For `check`,
-    `rows_of` and UserErrors see `Reader`.
+    The first worker of each node reads `disk` and `memory`. After a restart, all snapshots in memory count,
+    because snapshots on disk may be lost with a node. In a job's first generation, a snapshot in memory
+    counts only if some disk still has a snapshot, valid or not, of step `after` or a later step. (The field
+    `after` is the newest step that was on disk when the snapshot in memory was saved.) A user who deletes
+    snapshots on disk can thus go back to an earlier step. For `check` and `rows_of` see `Reader`, for
+    UserErrors `Reader.view`.
     """
     stores = [disk, *memory] if context.launch.local_rank == 0 else []
     reader = Reader(stores, check, rows_of, context.rank)

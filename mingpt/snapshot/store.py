@@ -4,8 +4,8 @@
 `step_00001200.tokenizer` the tokenizer, and `step_00001200.json`, the manifest, describes these files. The
 manifest is written last, after all other files are on disk: **a snapshot exists when its manifest exists and
 the manifest's checksums match.** Until then an empty file `partial-step_00001200` marks the files of this
-step as an unfinished save. While any file is being written, its name also begins with `partial-`. No pickle
-is ever loaded.
+step as an unfinished save. In a folder, the name of any file begins with `partial-` while the file is being
+written. No pickle is ever loaded.
 
 `verify` and `read` check all bytes: each file must have the SHA-256 in the manifest, and all numbers must be
 finite. `open` checks only the manifest, and the files' sizes and headers. `quarantine` renames the files of a
@@ -314,9 +314,9 @@ class SnapshotStore(FileStore):
         return manifest
 
     def open(self, step: int, check: Check = accept_all) -> Snapshot:
-        """Return the snapshot of `step` after checks of its manifest, file sizes and headers, and by `check`.
+        """Check the manifest, file sizes and headers of `step`, call `check`, and return the snapshot.
 
-        No tensor is read. Raises the errors of `check` and of `read_manifest`. Raises CorruptSnapshot or
+        No weights are read. Raises the errors of `check` and of `read_manifest`. Raises CorruptSnapshot or
         UnreadableSnapshot if any other file of the snapshot is wrong or cannot be read.
         """
         manifest, files = self.read_manifest(step), []

@@ -175,9 +175,9 @@ def share(pair: Pair) -> float:
 def classify(first: Mapping[str, tuple[int, Pair]], steps: Sequence[int]) -> str:
     """Return why two runs differ: ROUNDING, OTHER (another computation), or, if it is not clear, both names.
 
-    `first` has, for each metric that differs, the first step at which it differs, and the values of both
-    runs; `steps` has all steps at which both runs recorded the gradient norm. Rounding begins in the last
-    digits of the norm and grows with each step; different samples or dropout masks change the norm at once.
+    `first` is {metric that differs: (first step at which it differs, the values of both runs)}. `steps` has
+    all steps at which both runs recorded the gradient norm. Rounding begins in the last digits of the norm
+    and grows with each step; different samples or dropout masks change the norm at once.
     """
     if "lr" in first:
         return OTHER
@@ -212,7 +212,7 @@ def explain(able: Sequence[str], facts: Sequence[Facts], kind: str) -> str:
 
 
 def compare_tensors(runs: Sequence[Run], step: int) -> Iterator[str]:
-    """Yield a text for each tensor that differs between the two runs' snapshots of `step`: its name, and how.
+    """Yield the name and the difference of each tensor that differs in the two runs' snapshots of `step`.
 
     Raises CorruptSnapshot, whose message names the run, if a snapshot has other bytes than were written.
     """

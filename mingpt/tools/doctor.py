@@ -198,9 +198,9 @@ def receive_from_all(rank: int, workers: list[Facts]) -> list[tuple[int, str, fl
 def receive_from(there: Facts, own: Collection[str] = ()) -> tuple[str, float]:
     """Measure the link from another node, whose facts are `there`; return (problem, MB/s).
 
-    If the address at which gloo listens there does not answer, the other addresses of that node are tried,
-    except those that are also in `own`, the addresses of this node. The problem is a text that says what
-    failed and what to do; "" if nothing failed.
+    First the address at which gloo listens there is tried. Then the other addresses of that node are tried
+    until one answers, except addresses in `own`, the addresses of this node. The problem says what failed and
+    what to do; "" if nothing failed.
     """
     problem, first = "", next(iter(there["addresses"].values()))
     for interface, address in there["addresses"].items():
@@ -257,7 +257,7 @@ def try_backend(store: Any, launch: Launch, config: Config) -> str:
 
 
 def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
-    """Return (lines on the facts and the links, a sentence for each fault on its node and on what to do).
+    """Return (lines about the facts and links, sentences that name each fault, its nodes and what to do).
 
     `answers` has the facts of each worker, in the order of the ranks; None for a worker that did not answer.
     If ADVICE has advice on a fact, a value that differs from that of most nodes is a fault. If two values are

@@ -24,8 +24,8 @@ def clean_environment(**more: str) -> dict[str, str]:
 def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ()) -> list[str]:
     """Return a torchrun command that starts `workers` ranks per node; the caller appends the program.
 
-    torchrun restarts them at most `restarts` times. `options` are further options of torchrun. Without
-    `options`, the command has options that do what `--standalone` does, but do not resolve this host's name.
+    torchrun restarts the ranks at most `restarts` times. `options` are further options of torchrun. The
+    default options do what `--standalone` does, but do not resolve this host's name.
     """
     address = loopback_address()
     one_node = (

@@ -4,13 +4,13 @@
 
 A file is text (UTF-8, one document), .jsonl (a document per line, under "text") or .parquet (a document per
 row of the column "text"; needs pyarrow). A file is given by its path, a pattern ('data/*.jsonl') or its URL.
-A file may be compressed, if its name ends with .gz, for example. Memory grows with the longest document, and
-a text file is one document.
+A compressed file, such as a.jsonl.gz, is decompressed. Memory grows with the longest document, and a text
+file is one document.
 
 DIR must be new or empty. The command writes train_00000.bin, ..., val_00000.bin, ... in llm.c's format there,
 tokenizer.json and, last, meta.json. The validation part is a share of the text, counted in bytes: the last
 documents, or the last characters of a single document. If the tokenizer has an end-of-text token, this token
-follows each document; where a text contains the token's name, the name is encoded as plain text. If the
+follows each document; if a text contains the token's name, the name is encoded as plain text. If the
 command was killed, remove DIR and start the command again.
 
 `--tokenizer bpe` trains a byte-level BPE, like GPT-2's, on the first 200 MB of the training part, or on less
@@ -118,8 +118,8 @@ def split(
 
     Read the first iterator to its end before the second. `sizes` has the number of bytes of each document.
     Documents that begin in the last `val_fraction` of all bytes are for validation; the last document always
-    is, and the first never. If there is a single document, its last characters, the share `val_fraction`, are
-    for validation.
+    is, and the first never. If there is a single document, the last `val_fraction` of its characters are for
+    validation.
     """
     texts = chain.from_iterable(map(read, files))
     if len(sizes) == 1:
@@ -169,7 +169,7 @@ def measure(files: Sequence[Any], wants_alphabet: bool) -> tuple[np.ndarray, set
 
 
 def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
-    """Return the tokenizer.json of a byte-level BPE, like GPT-2's, trained on what `sample` takes of `texts`.
+    """Return the tokenizer.json of a byte-level BPE, like GPT-2's, trained on `sample(texts)`.
 
     The tokenizer has `vocab_size` tokens: the 256 bytes, the merges and, last, end-of-text. It has fewer
     tokens if the texts have too few pairs to merge. The same texts give the same tokenizer.json on any number
@@ -233,7 +233,7 @@ def read_batches(texts: Iterable[str], tokenizer: Tokenizer, bar: "tqdm[Never]")
 def encode_all(
     batches: Iterable[list[str]], tokenizer: Tokenizer, end: list[int], dtype: np.dtype[Any]
 ) -> Iterator[np.ndarray]:
-    """Yield the tokens of each batch, (tokens,), with `end` in place of each piece "", which ends a text.
+    """Yield an array of tokens for each batch, with `end` in place of each piece "", which ends a text.
 
     `end` has the id of the end-of-text token, or is empty. The package `tokenizers` encodes on all cores. Two
     threads call this package, so that one batch is encoded while the tokens of another batch are copied.

@@ -1,13 +1,13 @@
 """Prove that kills change no bit: python -m mingpt verify [--kills 10] [--workers 1,2,3,4] [--seed 1]
 
-The command trains a small model undisturbed, then again while the workers are killed at random but seeded
-moments (at start-up, in the forward pass, inside the reduction, in an evaluation, in the middle of a save)
-and while the number of workers and the strategy change, all under torchrun. Then it compares the final
-tensors, bit for bit, and the loss curves of the two runs. It also checks that the hash of the tokens that the
-workers trained on is the hash that follows from configuration and text. Exit code 0: all is identical, and
-each kill was done; 1: something differs, or a kill was not done, and the last line names the seed; 2: a
-mistake in the options. Ten kills take one to three minutes on two CPU cores. Settings such as model.arch=gpt2
-change the model.
+The command trains a small model undisturbed, then again while workers are killed, both under torchrun. Kills
+come at random but seeded moments: at start-up, in the forward pass, inside the reduction, in an evaluation,
+in the middle of a save. After a kill the number of workers and the strategy may change. The command compares
+the final tensors, bit for bit, and the loss curves of the two runs. It also checks, by a hash, that the
+workers trained on the tokens that configuration and text determine. Exit code 0: all is identical, and each
+kill was done; 1: something differs, or a kill was not done, and the last line names the seed; 2: a mistake in
+the options. Ten kills take one to three minutes on two CPU cores. Settings such as model.arch=gpt2 change the
+model.
 """
 
 import json
@@ -70,11 +70,11 @@ def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
 def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any]) -> None:
     """Train a whole run in `folder`/run while `kills` are done; begin with `workers` workers under ddp.
 
-    `folder` must not exist. `settings` has the run's settings. torchrun restarts the workers after a kill
-    that changes neither their number nor the strategy; after any other kill torchrun ends, and is started
-    again here. Before torchrun starts, a line to stderr announces each kill until torchrun ends. A kill that
+    `folder` must not exist. `settings` has the run's settings. After a kill that changes neither the number
+    of workers nor the strategy, torchrun restarts the workers. After any other kill torchrun ends, and this
+    function starts torchrun again. Kills are announced on stderr before each start of torchrun. A kill that
     hits no worker leaves no `marker` file. Raises RuntimeError, with the end of torchrun's stderr, if
-    torchrun fails for another reason than a kill.
+    torchrun fails for a reason other than a kill.
     """
     folder.mkdir(parents=True)
     (folder / "kills.json").write_text(json.dumps(kills))

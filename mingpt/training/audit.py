@@ -3,8 +3,8 @@
 Each worker hashes the tokens of every micro-batch that it computes. Whenever a snapshot is due, the hashes of
 all ranks since the last snapshot are gathered. They are chained into one hash, step by step in the order of
 the micro-batches, and this hash is written to the snapshot's manifest. Until a snapshot is due, each
-micro-batch takes some 200 bytes of memory. `recompute` computes, only from the configuration and the data,
-the chain that a run must have.
+micro-batch takes some 200 bytes of memory. `recompute` computes the chain that a run must have; it needs
+only the configuration and the data.
 """
 
 import functools

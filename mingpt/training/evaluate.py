@@ -40,9 +40,9 @@ class Evaluator:
         """Return {"val/loss": mean nats per token of the validation split}, on all ranks. Collective.
 
         The loss is computed without dropout, over all windows of the split or, if trainer.eval_windows is
-        set, over so many windows. If the number of bytes of text that the tokens stand for is known, the
-        result also has "val/bits_per_byte". Returns None on all ranks if a stop was requested during the
-        evaluation. Raises UserError on all ranks if the data cannot be used. `step` is only put into events.
+        set, over that number of windows. If the size of the text in bytes is known, the result also has
+        "val/bits_per_byte". Returns None on all ranks if a stop was requested during the evaluation. Raises
+        UserError on all ranks if the data cannot be used. `step` is only put into events.
         """
         events.emit("evaluation_start", step=step)
         by_rank = self.context.gather_on_all(self.local_sums)

@@ -180,10 +180,10 @@ def match_weights(
 ) -> dict[str, Tensor]:
     """Return the weights of `initial`, by name, made to fit a new run with parameters of the shapes `shapes`.
 
-    `config` has the new run's model settings, and `tokenizer` is its tokenizer. The rows of embeddings follow
-    the tokens: a token that the tokenizer of `initial` also has gets the row of that token in `initial`; any
-    other token gets its row of `draw(name, shape)`, which is random (see `match_rows`). Learned positions
-    past those in `shapes` are left out. Raises UserError if the models differ otherwise.
+    `config` has the new run's model settings, and `tokenizer` is its tokenizer. A token that both
+    tokenizers have keeps its row of each embedding (see `match_rows`); any other token gets its row of
+    `draw(name, shape)`, which is random. Learned positions past those in `shapes` are left out. Raises
+    UserError if the models differ otherwise.
     """
     origin = f"snapshot.init_from={initial.where}"
     there, here = vars(initial.model), vars(config)
@@ -205,10 +205,9 @@ def match_rows(
 ) -> Tensor:
     """Return an embedding, (V, C), for the tokens of `tokenizer`, made of rows of `here` and `there`.
 
-    `other` is the tokenizer of `there`. A token of `tokenizer` that `other` also has gets the row of that
-    token in `there`; any other token keeps its row of `here`. Returns `there` itself if `there` and `here`
-    have the same shape, and the tokenizers are equal or one of them is None. `name` is the embedding's name
-    in the log.
+    `other` is the tokenizer of `there`. A token that both tokenizers have gets its row of `there`; any other
+    token keeps its row of `here`. Returns `there` itself if `there` and `here` have the same shape, and the
+    tokenizers are equal or one of them is None. `name` is the embedding's name in the log.
     """
     is_same = tokenizer is None or other is None or tokenizer.fingerprint() == other.fingerprint()
     if is_same and there.shape == here.shape:

@@ -1,11 +1,11 @@
 """Replay: a check that all workers compute alike. They compare copies of the state, and gradients.
 
 Workers with processors of one kind compute the same bits. So if two results differ, one of them is wrong: a
-core, a memory or a GPU has failed without an error. If the processors are of different kinds, nothing is
+core, a GPU or its memory has failed without an error. If the processors are of different kinds, nothing is
 compared. A replay is made before a step. First the workers compare their copies of the weights and of the
-optimizer's state, unless these are sharded. Then each worker computes its own first micro-batch of the step,
-and that of the next worker, without a reduction (sum over workers), and the workers compare digests (hashes)
-of the gradients.
+optimizer's state, unless these are sharded. Then each worker computes the gradients of two micro-batches of
+the step: its own first, and the first of the next worker. The gradients are not summed over workers. The
+workers compare digests (hashes) of these gradients.
 """
 
 import logging
@@ -96,11 +96,10 @@ class Replay:
     def check(self) -> None:
         """If a replay is due before this step, compare the workers' copies and gradients. Collective.
 
-        If copies or gradients differ, all snapshots on disk that are newer than the last replay in which all
-        workers agreed are renamed and no longer used, and those in memory are removed. All workers on the
-        nodes of the workers that may be wrong raise NodeRefused; the workers on all other nodes raise
-        PeersMissing, and go on in the next generation. If workers of every node may be wrong, all ranks raise
-        NonRetryableError.
+        If copies or gradients differ, the snapshots that are newer than the last replay in which all workers
+        agreed are discarded (`Saving.discard_after`). Then all ranks of each node with a worker that may be
+        wrong raise NodeRefused. The ranks of all other nodes raise PeersMissing, and go on in the next
+        generation. But if every node has a worker that may be wrong, all ranks raise NonRetryableError.
         """
         if not self.is_due():
             return
@@ -112,7 +111,7 @@ class Replay:
     def compare_copies(self) -> tuple[list[int], str] | None:
         """Compare the ranks' copies of the weights and of the optimizer's state. Collective.
 
-        What is sharded is not compared. Returns (ranks that may be wrong, end of a message about these
+        Sharded tensors are not compared. Returns (ranks that may be wrong, end of a message about these
         ranks). Returns None if all copies are equal, or if there is nothing to compare.
         """
         shared = [] if self.strategy.weights_are_sharded else ["model."]
@@ -182,8 +181,8 @@ class Replay:
     def end_generation(self, ranks: list[int], what: str) -> NoReturn:
         """Discard the snapshots that are newer than the last replay in which all workers agreed. Collective.
 
-        Then raises the error that `check` describes. `ranks` are the ranks that may be wrong; in the message,
-        `what` follows the names of these workers and says why they may be wrong.
+        Then raises the error that `check` describes. `ranks` are the ranks that may be wrong. The message
+        names their workers, followed by `what`, which says why they may be wrong.
         """
         context, agreed_step, run_logger = self.context, self.saving.replayed_step, self.run_logger
         device, places = self.environment.device, context.places  # devices of one kind: `are_alike`

@@ -1,4 +1,4 @@
-"""The decision whether a run may go on from what the search for snapshots has found.
+"""The decision whether a run may go on from the snapshot that was found or, without one, start at step 0.
 
 Corrupt snapshots on disk are renamed, so that they are not used again. A run that has completed a snapshot
 past step 0 never starts again at step 0 unless the user asks for that.
@@ -31,10 +31,11 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
 
     The check raises CorruptSnapshot if a snapshot has wrong tensors (`check_shard`), is past the max_steps of
     its own settings, or may hold wrong results of a worker (`is_discarded`, which needs `discarded_after`).
-    It raises UnreadableSnapshot if a snapshot is past `job_start`, the step from which this job began, and
-    its settings or data are not those of this job: a node that joins may bring such files, and they must not
-    be renamed. If `job_start` is None (in a job's first generation, or if the step is not known), settings
-    and data are not compared.
+
+    `job_start` is the step from which this job began. The check raises UnreadableSnapshot if a later snapshot
+    has other settings or data than this job: a node that joined may have brought that snapshot, and it must
+    not be renamed. If `job_start` is None (in a job's first generation, or if the step is not known),
+    settings and data are not compared.
     """
 
     def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
@@ -75,11 +76,13 @@ def check_snapshot(
     (before any restart) has three more requirements:
 
     - snapshot.resume allows the start.
-    - The snapshot is of run `run_id`, which the run folders record (None: they are new).
-    - The settings that affect the result are those of the snapshot, except with snapshot.resume=changed.
+    - The snapshot is of run `run_id`. With `run_id` None, or trainer.eval_only, it may be of any run.
+    - The settings that affect the result are those of the snapshot. With snapshot.resume=changed they may
+      differ, but the weights must fit the model, and snapshot.init_from must not be new.
 
-    Returns "key: old -> new" for each setting that differs. With trainer.eval_only, only settings that can
-    change an evaluation count. Messages call the snapshot's place `url`.
+    Returns "key: old -> new" for each setting that differs; an empty list in a restart. With
+    trainer.eval_only, only settings that can change an evaluation count. Messages call the snapshot's place
+    `url`.
     """
     resume = config.snapshot.resume
     if snapshot is None:
@@ -211,9 +214,8 @@ def prepare_store(
 ) -> None:
     """Rename corrupt snapshots on disk, and remove useless snapshots from memory. Collective.
 
-    Also prepares the folder on disk for saving. In a folder on disk, only the rank that writes the folder's
-    snapshots renames and prepares. The useless snapshots in memory are those that other runs left there more
-    than a day ago, and those of this run, except the newest up to the step from which the generation starts.
+    The rank that writes a folder's snapshots renames its corrupt ones, and prepares the folder for saving.
+    The first worker of each node removes what `MemorySnapshots.remove_leftovers` and `make_room` describe.
     Raises the errors of `refuse_where_it_fails` if a folder cannot be written to.
     """
 

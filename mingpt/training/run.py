@@ -68,7 +68,7 @@ class Run:
 
 @contextlib.contextmanager
 def out_of_memory_explained() -> Iterator[None]:
-    """Return a context that turns an error that means too little CPU or GPU memory into an ExpectedError."""
+    """Return a context that turns torch's out-of-memory errors, on CPU or GPU, into an ExpectedError."""
     try:
         yield
     except RuntimeError as error:
@@ -248,9 +248,9 @@ def compile_on_all_ranks(config: Config, context: DistributedContext, loss: Loss
 def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, model: GPT) -> bool:
     """Compile each block of `model` in place; return whether the blocks are compiled. Collective.
 
-    If the compiler fails on any rank, no block is compiled on any rank. To find out, each rank first compiles
-    one block that is not sharded, because a compiler that fails on one rank inside a forward pass of all
-    ranks would leave the other ranks waiting.
+    If the compiler fails on any rank, no block is compiled on any rank. Each rank first tries to compile one
+    block that is not sharded: a failure on one rank during a collective forward pass would leave the other
+    ranks waiting.
     """
     trainer = config.trainer
     x = torch.zeros(

@@ -78,8 +78,8 @@ def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | No
 def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], what: str) -> bytes:
     """Return, on all ranks, what `read` returns on the first node on which `read` succeeds. Collective.
 
-    If `read` raises UserError on all nodes, all ranks raise the error of the first node. `what` names in the
-    log what is read.
+    If `read` raises UserError on all nodes, all ranks raise the error of the first node. The log calls the
+    content `what`.
     """
     errors: list[UserError] = []
     for source in [rank for rank, place in enumerate(context.places) if place.local_rank == 0]:
@@ -134,8 +134,8 @@ def snapshot_tokenizer(
 ) -> Tokenizer | None:
     """Return the tokenizer of the snapshot; None if the snapshot has no tokenizer. Collective.
 
-    Raises UserError if the tokenizer cannot be used. If `keeps_it` is false, also raises UserError if
-    data.tokenizer names a different tokenizer; but if that tokenizer cannot be read, this is only logged.
+    Raises UserError if the tokenizer cannot be used or, without `keeps_it`, if data.tokenizer names a
+    different tokenizer. If the tokenizer that data.tokenizer names cannot be read, that is only logged.
     """
     carried = context.on_all(lambda: make_tokenizer(snapshot.manifest, snapshot.tokenizer))
     if keeps_it:
@@ -163,10 +163,13 @@ def choose_tokenizer(
 ) -> Tokenizer | None:
     """Return the tokenizer that data.tokenizer names: read from a file, or made from the text. Collective.
 
-    For data.tokenizer=auto, this is the tokenizer.json beside the data. Without such a file, it is the
-    tokenizer of the weights to start with, if there are such weights (`has_initial`, the same on all ranks;
-    `initial` on rank 0). Without such weights, it is a tokenizer of characters for a text, and None for token
-    shards. Raises UserError if the tokenizer cannot be used.
+    data.tokenizer=auto stands for the first of these that exists:
+
+    - The tokenizer.json beside the data.
+    - If `has_initial`: the tokenizer of the weights `initial` (on rank 0), if the data can use it.
+    - A tokenizer of characters for a text, None for token shards.
+
+    `has_initial` is the same on all ranks. Raises UserError if the tokenizer cannot be used.
     """
     name = config.tokenizer
     if name in TOKENIZERS:
@@ -185,8 +188,8 @@ def choose_tokenizer(
 def read_tokenizer(context: DistributedContext, path: Path | str | None, place: str) -> Tokenizer:
     """Return, on all ranks, the tokenizer in the file `path` of the first node that can read it. Collective.
 
-    `path` is None on nodes without the file. If no node can read the file, all ranks raise UserError, whose
-    message names `path` or, if that is None on the first node, `place`.
+    `path` is None on nodes without the file. If no node can read the file, all ranks raise the UserError of
+    the first node. If `path` is None there, the message names `place`.
     """
 
     def read() -> bytes:
@@ -201,7 +204,7 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
 def broadcast_tokenizer(
     context: DistributedContext, initial: InitialWeights | None, data: Data
 ) -> Tokenizer | None:
-    """Return, on all ranks, the tokenizer of the weights `initial` of rank 0. Collective.
+    """Return, on all ranks, the tokenizer of `initial`, the weights that rank 0 has. Collective.
 
     Returns None if `initial` is None on rank 0, or if the data cannot use the tokenizer of these weights.
     Raises UserError if the data need a tokenizer and the weights have no tokenizer.
@@ -229,7 +232,7 @@ def initial_rows(
     tokenizer: Tokenizer | None,
     initial: InitialWeights | None,
 ) -> int | None:
-    """Return, on all ranks, the number of embedding rows of the weights `initial` of rank 0. Collective.
+    """Return, on all ranks, how many embedding rows rank 0's weights `initial` have. Collective.
 
     Returns None if `initial` is None on rank 0, if data.vocab_size is set, if the tokenizer of these weights
     is not `tokenizer`, or if there are fewer rows than tokens.

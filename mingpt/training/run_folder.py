@@ -78,8 +78,8 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
 def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     """Make the run folder on every node, and find out which ranks write to it. Collective.
 
-    With trainer.eval_only no folder is made, and no rank writes. If a folder cannot be written to, raises
-    UserError or, in later generations, NodeRefused or PeersMissing, as `refuse_where_it_fails` says.
+    With trainer.eval_only no folder is made, and no rank writes. If a folder cannot be written to, raises the
+    errors of `refuse_where_it_fails`.
     """
     path = Path(config.run_dir)
     if config.trainer.eval_only:
@@ -202,7 +202,7 @@ def not_writable(path: Path, error: OSError) -> UserError:
 def lowest_ranks_there(path: Path, context: DistributedContext) -> list[int]:
     """Return, for each rank, the lowest rank whose node sees the same folder at `path`. Collective.
 
-    To find out, the first worker of each node writes a file, and all ranks look which of these files they
+    To find out, the first worker of each node writes a file, and all ranks check which of these files they
     see. Each file has a name that no node has looked for before, because network file systems remember which
     files were missing. A rank that sees none of the files is taken to see the folder that rank 0 sees.
     """
@@ -304,9 +304,9 @@ def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRe
     """Return the id of the run in the run folders at `path`; None if there is no run yet.
 
     `records` has the records of each rank's node, by rank. If the folders hold different runs, all ranks
-    raise UserError. But if one of these runs is on a node that took part in an earlier generation of this
-    job, the job goes on with that run: the ranks of nodes with a different run raise NodeRefused, and all
-    other ranks raise PeersMissing.
+    raise UserError, unless an earlier generation of this job worked on one of these runs. Then the job goes
+    on with that run: the ranks of nodes with a different run raise NodeRefused, and all other ranks raise
+    PeersMissing.
     """
     found = [(node, place) for node, place in zip(records, context.places, strict=True) if node.run_id]
     # If two parts of a job began without each other, the part that has come further goes on.
@@ -327,10 +327,8 @@ def choose_run(context: DistributedContext, path: Path, records: Sequence[NodeRe
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
     """Copy metrics.jsonl and run.json from one node's run folder to those of all other nodes. Collective.
 
-    The files are copied from the folder whose run.json has the most entries in `suspects` (one for each
-    replay that found different results). Among folders with equally many, the folder with the most records up
-    to `step` is taken, and among those the one with the most generations. If a folder cannot be written to,
-    that is only logged.
+    The files are copied from the folder for which `measure_history` returns the largest tuple. If a folder
+    cannot be written to, that is only logged.
     """
     extents = context.gather_on_all(lambda: measure_history(folder.path, step) if folder.is_kept else None)
     ranked = [(*entry, -rank) for rank, entry in enumerate(extents) if entry is not None]
@@ -350,10 +348,10 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
-    """Return three numbers by which `share_history` compares folders; the largest tuple wins.
+    """Return (number of entries in `suspects`, records up to `step`, generations) of the run folder `path`.
 
-    These are (entries in `suspects`, records up to `step`, generations). Returns None if there is no valid
-    run.json, or if metrics.jsonl cannot be read.
+    `suspects` is a list in run.json, with an entry for each replay that found different results. Returns None
+    if there is no valid run.json, or if metrics.jsonl cannot be read.
     """
     history = load_history(path)
     if history is None:

@@ -93,9 +93,9 @@ class Saving:
 
     @property
     def newest_written(self) -> int:
-        """The step of the last snapshot that this generation has written to disk, on the main rank.
+        """On the main rank, the step of the newest snapshot that this generation has written to disk, or 0.
 
-        It is 0 on other ranks, and if there is no such snapshot.
+        On all other ranks it is 0.
         """
         return self.saver.newest_written if self.is_main else 0
 
@@ -148,13 +148,12 @@ class Saving:
     def save_to_disk(self, is_last: bool = False) -> None:
         """Copy the present state, and write the copy to disk in the background. Collective.
 
-        When this method has returned, the state may change. `is_last` means that this generation saves no
-        later step: each rank that writes to disk then saves this step, even if its own saves are less
-        frequent. First waits for the previous save, if `is_last`, or if the previous snapshot is not known to
-        be durable. The new snapshot becomes valid only after a save to memory that began earlier has ended.
-        Raises ClaimLost on a rank whose previous write found that the claim (the right to write there) is
-        lost. Any other failed write is only logged, but `finish` raises an error if the last write of the
-        generation has failed.
+        On return the state may change. `is_last` means that this generation saves no later step: each rank
+        that writes to disk then saves this step, even if its own saves are less frequent. If `is_last`, or if
+        the previous snapshot is not known to be durable, first waits for the previous save. The new snapshot
+        becomes valid only after an earlier save to memory has ended. Raises ClaimLost on a rank whose
+        previous write failed because the claim (the right to write there) is lost. Any other failed write is
+        only logged; but if the generation's last write fails, `finish` raises an error.
         """
         memory_thread = self.memory.thread
         events.emit("save_start", kind="disk", step=self.state.step)
@@ -246,7 +245,7 @@ class Saving:
         )
 
     def wait(self) -> None:
-        """Wait, however long, until the writes to disk of all ranks have ended or failed. Collective."""
+        """Wait, without a time limit, until no rank is writing to disk any more. Collective."""
         done = False
         while not done:
             is_over = self.context.all_gather_object(self.saver.wait(timeout_s=1.0))
@@ -269,11 +268,11 @@ class Saving:
             )
 
     def finish(self) -> None:
-        """Wait until the last snapshot is on disk. Raises NonRetryableError on all ranks if its write failed.
+        """Wait until the last snapshot is on disk. Raise an error if the main rank could not write it.
 
-        Only the main rank's write counts. If that write failed with ClaimLost, or with an error that is not
-        of the disk, only the main rank raises that error. After a failure the snapshots in memory are kept,
-        because they may be newer than those on disk. Collective.
+        If the disk or URL cannot be written to, all ranks raise NonRetryableError. If the write failed with
+        ClaimLost or an unexpected error, only the main rank raises that error. After a failure the snapshots
+        in memory are kept, because they may be newer than those on disk. Collective.
         """
         self.wait()
         failure = self.describe_failure() if self.is_main else None
@@ -287,8 +286,8 @@ class Saving:
     def describe_failure(self) -> str | None:
         """Return a sentence on why the last snapshot is not on disk; None if it is on disk.
 
-        Call this only on the main rank. If the write failed with ClaimLost, or with an error that is not of
-        the disk, raises that error instead.
+        Call this only on the main rank. If the write failed with ClaimLost, or with an error that is not a
+        storage error, raises that error instead.
         """
         error = self.saver.error
         if error is None:
@@ -324,10 +323,10 @@ class Saving:
     def release_memory(self, stopped_by: str | None) -> None:
         """Remove this run's snapshots from memory, because the last snapshot is on disk.
 
-        Call this on all ranks. If only one node's disk has the last snapshot and another generation may
-        follow, nothing is removed yet: the next generation removes the snapshots in memory or, if none
-        follows, the agent when it exits. `stopped_by` is the request that stopped this generation; None means
-        that the run is complete. No generation follows if `stopped_by` is None or one of JOB_ENDS.
+        Call this on all ranks. `stopped_by` is the request that stopped this generation; None means that the
+        run is complete. If only one node's disk has the last snapshot, and `stopped_by` is neither None nor
+        in JOB_ENDS, nothing is removed yet, because another generation may follow. That generation removes
+        the snapshots in memory. If no generation follows, the agent removes them when it exits.
         """
         if self.is_on_one_disk and stopped_by not in (None, *JOB_ENDS):
             self.memory.leave_to_agent()

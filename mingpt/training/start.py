@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 class StartPoint(RunStart):
     """Everything that this generation starts from. `find_start` makes a StartPoint on each rank.
 
-    All fields are the same on all ranks, except `initial`, `is_main`, `process_began`, and the objects that
-    read and write files on this node.
+    All fields are the same on all ranks, except `initial`, `is_main`, `process_began`, and the fields about
+    files on this node, such as `folder` and `store`.
     """
 
     folder: RunFolder
@@ -66,7 +66,7 @@ class StartPoint(RunStart):
 
     @property
     def manifest(self) -> Manifest:
-        """The snapshot's manifest; without a snapshot, one with only the fields that a fresh run uses."""
+        """The snapshot's manifest; in a fresh run, NOT_BEGUN, which has only the fields that are used."""
         return self.snapshot.manifest if self.snapshot else NOT_BEGUN
 
     @property
@@ -76,11 +76,11 @@ class StartPoint(RunStart):
 
     @property
     def evaluation_missing(self) -> bool:
-        """Whether an evaluation that is due at this step must be made before training.
+        """Whether an evaluation is due at this step and must be made before training.
 
-        It must be made at step 0, because the records of step 0 are dropped when a run starts again at
-        step 0. At a later step it must be made if a request to stop prevented it, so that the snapshot's
-        manifest does not have this step as `evaluated_step`.
+        At step 0 it is always made, because a run that starts again at step 0 drops the records of that step.
+        At a later step the evaluation is made if a request to stop prevented it: then the `evaluated_step` of
+        the snapshot's manifest is a different step.
         """
         trainer = self.config.trainer
         if self.step > trainer.max_steps or not is_due(trainer, self.step):
@@ -89,10 +89,10 @@ class StartPoint(RunStart):
 
     @property
     def nothing_left(self) -> bool:
-        """Whether, at the start of a job, the run has reached max_steps and the end of the run is on record.
+        """Whether a new job has nothing to do: the run has reached max_steps, and its end is on record.
 
-        Also, no evaluation may be missing. The end of the run is not on record if the last job died after its
-        last snapshot, before it recorded the end.
+        False in a restart, or if an evaluation is missing. The end is not on record if the last job died
+        after its last snapshot, before it recorded the end.
         """
         is_complete = self.snapshot is not None and self.step >= self.config.trainer.max_steps
         return is_complete and self.known.is_reported and not self.is_restart and not self.evaluation_missing
@@ -176,7 +176,7 @@ def find_snapshot(
 ) -> Found:
     """Find the newest snapshot that the run may go on from, on disk or in memory. Collective.
 
-    Raises UserError if the run has written snapshots past step 0, and no valid one is left.
+    Raises the UserErrors of `check_nothing_is_lost` if no valid snapshot past step 0 is found.
     """
     in_memory: list[SnapshotStore] = []
     if known.run_id:
@@ -213,13 +213,12 @@ def open_store(config: Config, context: DistributedContext, claim: Claim) -> Sna
 def go_on_as_before(
     config: Config, context: DistributedContext, manifest: Manifest, is_restart: bool, url: str
 ) -> None:
-    """Use the number of CPU threads, and perhaps the dtype, of `manifest`, because the bits depend on both.
+    """Use the number of CPU threads, and perhaps the dtype, in the snapshot's manifest: bits depend on both.
 
-    `manifest` is that of the snapshot from which the run goes on. The dtype is used only if it is float16 and
-    trainer.dtype is auto. Raises UserError if the run would continue on a different kind of device or in a
-    different dtype. snapshot.resume=changed allows that in a job's first generation, but not in a restart
-    (`is_restart`). It is always allowed with trainer.eval_only, or if the run has reached max_steps. Messages
-    call the place of the snapshots `url`.
+    The snapshot's dtype is used only if it is float16 and trainer.dtype is auto. Raises UserError if the run
+    would go on with a different kind of device or a different dtype. Such changes are allowed in a job's
+    first generation (not `is_restart`) with snapshot.resume=changed. They are always allowed with
+    trainer.eval_only, or if the run has reached max_steps. The message calls the snapshots' place `url`.
     """
     then = manifest.software
     context.use_threads(then.threads)

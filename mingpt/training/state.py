@@ -51,8 +51,8 @@ class TrainState:
     """The state that a snapshot holds.
 
     `step` counts completed steps, `windows_seen` the windows (sequences of block_size + 1 tokens) that all
-    ranks together have read. `skipped` counts the updates that were left out because the gradient was not
-    finite: (in all, in a row up to `step`). `loss_scale` is None if the run does not compute in float16.
+    ranks together have read. `skipped` has two counts of the updates that trainer.on_nonfinite=skip left out:
+    (in all, in a row up to `step`). `loss_scale` is None if the run does not compute in float16.
     """
 
     def __init__(

@@ -1,11 +1,10 @@
 """The training loop. With trainer.reduction=exact, a run's bits do not depend on the number of its workers.
 
 This holds on hardware of one kind, with one version of torch and one number of threads per worker. A step has
-`batch_size / micro_batch_size` micro-batches, which the workers share. The data of a micro-batch depend on
-the seed and on the number of windows (training sequences) before it; its dropout depends on (seed, step,
-micro-batch). The gradients are summed in one fixed order. A snapshot holds the state between two steps: that
-of the model, of the optimizer and of the loss scale of float16, and the numbers of steps, of windows read and
-of skipped updates.
+`batch_size / micro_batch_size` micro-batches, which the workers share. The windows (training sequences) of a
+micro-batch depend on the seed and on the number of windows read before; its dropout depends on (seed, step,
+micro-batch). The gradients are summed in one fixed order. A snapshot holds the state between two steps, a
+`TrainState`.
 """
 
 import contextlib
@@ -65,8 +64,8 @@ class Trainer:
     def open_run_logger(self, run: Run) -> RunLogger | None:
         """Return a new RunLogger; None on a rank that writes no records, or if there is nothing to train.
 
-        If there is something to train, an exit of this process then knows the last step and, on a rank with a
-        RunLogger, records in run.json why the job failed. On rank 0 this also sets the time at which
+        If there is something to train, also registers with `context.exit` how to get the last step and, on a
+        rank with a RunLogger, how to record a failure in run.json. Rank 0 also sets the time at which
         trainer.pause_after stops the job.
         """
         if self.nothing_left or run.config.trainer.eval_only:
@@ -85,11 +84,12 @@ class Trainer:
         """Train up to max_steps, or until a request to stop; then wait until the last snapshot is on disk.
 
         With trainer.eval_only, only evaluates. Returns the request that stopped the run, such as "SIGTERM";
-        None if the run is complete, or if trainer.eval_only is set. All ranks raise UserError if the data
-        cannot be used, NonFiniteError if a gradient or a loss is not finite, and NonRetryableError if the
-        same failure repeats, or if the last snapshot cannot be written. A single rank may raise ExpectedError
-        if it has too little memory, or ClaimLost if another job or a later generation has taken over. For
-        further errors see `Replay.check`. Collective.
+        None if the run is complete, or if trainer.eval_only is set. Collective.
+
+        All ranks raise UserError if the data cannot be used, and NonRetryableError if the same failure
+        repeats or the last snapshot cannot be written. A rank raises ExpectedError if it has too little
+        memory, and ClaimLost if another job or a later generation has taken over the run folder. For further
+        errors see `handle_nonfinite` and `Replay.check`.
         """
         with self.failure_handled():
             if not self.begin_run():
@@ -213,7 +213,7 @@ class Trainer:
         return True
 
     def end_run(self, stopped_by: str | None) -> None:
-        """Save the present step, if not done yet, wait until it is on disk, and record the end. Collective.
+        """Save the present step if that was not done, wait for the write, and record the end. Collective.
 
         `stopped_by` is the request that stopped the run; None: the run is complete. Raises the errors of
         `Saving.finish`.
@@ -321,11 +321,11 @@ class Trainer:
 
     @contextlib.contextmanager
     def failure_handled(self) -> Iterator[None]:
-        """Return a context that, if its block raises an error, waits for a save that is being written.
+        """Return a context that, if its block raises an error, waits for the write of the last save.
 
-        Then the error is raised again. A UserError ends the job: all workers wait for their saves, and remove
-        the snapshots in memory. After any other error only a single worker waits, because with several
-        workers a peer may be gone.
+        Then the error is raised again. After a UserError, the snapshots in memory are also removed. After any
+        other error, the context waits only if the run has one worker: with several workers a peer may be
+        gone, and the write would never end.
         """
         try:
             yield

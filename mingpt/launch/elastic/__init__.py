@@ -2,12 +2,12 @@
 
 With torch's own rendezvous, a job does not survive every loss. torch's c10d backend needs a host whose death
 ends the job. torch's file store writes a log that grows with every heartbeat, and unpickles the content.
-Neither leaves out a node that reaches the store but not the other nodes. And if agents share the store with
-their workers, an agent that joins in mid-run kills the job.
+Neither leaves out a node that reaches the store but not the other nodes. If agents share the store with their
+workers, an agent that joins in mid-run kills the job.
 
 Here agents find each other in a shared folder, or at several hosts, of which one must be alive. Agents
 exchange JSON, every network call has a time limit, and any node may die. `launch/elastic.sh` starts torchrun
-with this rendezvous. Only handler.py imports torch and, for `--nproc gpu`, command.py.
+with this rendezvous. handler.py imports torch; command.py does so only for `--nproc gpu`.
 """
 
 from collections.abc import Callable

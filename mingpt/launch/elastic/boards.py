@@ -1,8 +1,8 @@
 """Boards, on which torchrun's agents find each other: a shared folder, or the memory of a host.
 
-A board holds only the latest entry of each agent, which is what the agent says about itself (`Entry`). A lost
-entry is harmless, because its agent posts the entry again. A host answers one request per TCP connection, a
-line of JSON each way; each wait has a time limit. Nothing that is received is ever executed or unpickled.
+An `Entry` is what an agent says about itself. A board holds only the latest entry of each agent. A lost entry
+is harmless, because the agent posts it again. A host answers one request per TCP connection; request and
+answer are a line of JSON each. Each wait has a time limit. Nothing received is ever executed or unpickled.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Server(socketserver.ThreadingTCPServer):
     """A TCP server that answers each request, in a new thread, with the operation that the request names.
 
     The request's field `op` is the name of one of `operations`. Requests are answered while `serve_forever`
-    runs. For `port` 0 the system chooses a free port; the attribute `port` has the number of the port.
+    runs. If the argument `port` is 0, the system chooses a free port, and the attribute `port` is its number.
     Constructing a Server raises OSError if the port is taken.
     """
 
@@ -76,7 +76,7 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
-    """Return the line that answers `line`, a request; {"error": ...} if `line` is not a valid request."""
+    """Return the answer to the request `line`, as a line of JSON; {"error": ...} if `line` is invalid."""
     try:
         message = parse_json(line)
         result = operations[message["op"]](message)
@@ -89,7 +89,7 @@ def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
 class FolderBoard:
     """A shared folder in which the agents of job `rdzv_id` find each other: each posts its entry as a file.
 
-    A file is replaced by a rename. So the board needs no locks, does not grow, and works on NFS.
+    A new entry replaces the agent's file by a rename. This needs no locks, and works on NFS.
     """
 
     def __init__(self, path: Path, rdzv_id: str) -> None:
@@ -138,7 +138,7 @@ class HostBoard:
 
 
 def parse_entries(contents: Iterable[Any]) -> list[Entry]:
-    """Return the valid entries among `contents`, each of which is JSON as bytes, or parsed already."""
+    """Return the valid entries among `contents`. A content is JSON as bytes, or JSON already parsed."""
     found = []
     for content in contents:
         try:
@@ -152,7 +152,7 @@ Board = FolderBoard | HostBoard  # the attribute `name` is the board's name in m
 
 
 class BoardMemory:
-    """The latest entry of each agent, of all jobs, kept in memory by a Server; a HostBoard asks for them."""
+    """The memory behind a HostBoard, in the Server's process: the latest entry of each agent of each job."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,8 +1,8 @@
 """Decide which of torchrun's agents start workers together, and which agents have to restart their workers.
 
-A group is a set of agents that may start workers together. A round begins with the agreement of a group to
-start workers, and lasts until the next restart. Decisions are made from the entries that agents post, without
-clock, network or torch.
+A group is a set of agents that may start workers together. A round begins when the agents of a group agree to
+start workers, and lasts until the next restart. All functions decide from the entries that agents post,
+without clock, network or torch.
 """
 
 import ipaddress
@@ -93,9 +93,9 @@ def is_linked(one: Entry, other: Entry) -> bool:
 def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
     """Return the entries of at most `max_nodes` agents that all reach each other, in the order of ranks.
 
-    While some agents do not reach each other, the agent that is linked with the fewest others is left out;
-    among several such agents, the one with the largest `key`. If more than `max_nodes` agents remain, members
-    of the latest round are preferred.
+    While some agents do not reach each other, the agent that is linked with the fewest others is left out; in
+    a tie, the agent with the largest `key`. If more than `max_nodes` agents remain, members of the latest
+    round are preferred.
     """
     group = sorted(entries, key=lambda entry: entry.key)
     reach = {entry.id: {entry.id, *entry.reach} for entry in group}
@@ -137,9 +137,8 @@ def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
 def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
     """Return (running agents of rounds that go on, running agents of rounds that a member has left).
 
-    While a round goes on, no other round starts; `must_restart` ends a round that can take in a waiting
-    agent. If a member has left a round and waits for a new one, the other members will soon leave, too, and
-    are given time to do so.
+    A member has left its round if it waits for a new round. The other members will soon leave the round, too,
+    and are given time to do so. While a round goes on, that is, no member has left it, no other round starts.
     """
     left = {entry.round for entry in alive if entry.state == WAITING and entry.round}
     going_on: list[Entry] = []
@@ -155,9 +154,9 @@ def is_complete(
     """Return whether the group may start a round.
 
     A group may start if it has `max_nodes` agents, or if it has at least `min_nodes` agents and has waited
-    long enough for others. `unchanged_s` is for how many seconds the group has been the same. `gone` has the
-    ids of agents that have ended or are silent. After the job's first round, the group need not wait if each
-    member of the last round is in the group or gone.
+    long enough for others. The group has been the same for `unchanged_s` seconds. `gone` has the ids of
+    agents that have ended or are silent. After the job's first round, the group need not wait if each member
+    of the last round is in the group or gone.
     """
     if len(group) < min_nodes:
         return False
@@ -181,10 +180,11 @@ class Restart:
 def must_restart(me: Entry, alive: Collection[Entry], max_nodes: int) -> Restart | None:
     """Return a Restart if the round of agent `me` has to end for a reason that its workers cannot see.
 
-    There are three such reasons. A member is in a different round, or waits for a new one. An agent with
-    which all running members are linked waits to join, and the round has fewer than `max_nodes` members. A
-    different round has more running members, or equally many and a smaller id. Returns None otherwise, also
-    if only some members are linked with a waiting agent.
+    There are three such reasons; without any, returns None.
+
+    - A member is in a different round, or waits for a new round.
+    - The round has fewer than `max_nodes` members, and a waiting agent is linked with all running members.
+    - A different round has more running members, or equally many and a smaller id.
     """
     mates = [entry for entry in alive if entry.id in me.members and entry.id != me.id]
     for mate in mates:

@@ -1,13 +1,12 @@
 """torchrun's rendezvous handler: agents agree on a round, and learn when the round has to end for a new one.
 
-A round begins with an agreement of agents to start workers together, and lasts until the next restart. The
-leader, the agent with the smallest address, proposes a round to agents that all reach each other. The round
-starts if all of them accept. The members' ranks are in the order of their addresses. Workers find the job's
+A round begins when agents agree to start workers together, and lasts until the next restart. The leader, the
+agent with the smallest address, proposes a round to agents that all reach each other. The round starts if all
+these agents accept. The ranks of the nodes are in the order of the agents' addresses. Workers find the job's
 token in MINGPT_JOB and the number of the round in MINGPT_ROUND.
 
-Workers share a torch TCPStore, which the leader hosts. The agents themselves share no store, because it would
-be lost with its host. Agents need no store: every agent knows all ranks, and no agent waits for the others at
-the job's end.
+Workers share a torch TCPStore, which the leader hosts. The agents themselves share no store, because a store
+would be lost with its host. Every agent computes the ranks of all workers, so agents need no store.
 """
 
 import atexit
@@ -84,9 +83,7 @@ class RoundStore(HashStore):
 
     `known`, {key: value}, is in the store from the start: the workers' ranks, which torchrun's agents would
     otherwise exchange. `wait`, by which torchrun's agents wait for each other at the job's end, returns at
-    once, because that wait is not needed: a worker exits with 0 only when all workers have ended the job. If
-    the workers of an agent fail although the job has ended, the other agents tell that agent that the
-    job is finished.
+    once: a worker exits with 0 only when all workers have ended the job, so no agent needs to wait.
     """
 
     def __init__(self, known: Mapping[str, str]) -> None:
@@ -104,8 +101,8 @@ class RoundStore(HashStore):
 class ElasticRendezvous(RendezvousHandler):
     """The rendezvous of elastic jobs: agents meet in a folder, or at several hosts of which one must live.
 
-    Constructing it raises UserError if the endpoint is neither HOST:PORT[,HOST:PORT...] nor a path with a
-    slash, or if --rdzv_conf has no nproc, the number of workers per node.
+    The constructor raises UserError if the endpoint is neither HOST:PORT[,HOST:PORT...] nor a path with a
+    slash, or if --rdzv_conf has no nproc, the number of workers on this node.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -194,7 +191,7 @@ class ElasticRendezvous(RendezvousHandler):
             time.sleep(POLL_S)
 
     def _propose(self, group: Sequence[Entry]) -> str:
-        """Propose a round to `group`, and start the round if all accept it.
+        """Propose a round to `group`, and start the round if all agents of the group accept it.
 
         Returns "" if the round started, else a text that says why it did not.
         """
@@ -289,10 +286,9 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def _free_memory(self, only_left: bool = False) -> None:
-        """Remove the snapshots that this agent's workers kept in memory: this agent starts no more workers.
+        """Remove the memory snapshots of this agent's workers, because this agent starts no more workers.
 
-        With `only_left`, remove them only if the last workers left them on purpose, for the workers after a
-        restart.
+        With `only_left`, remove the snapshots only if the last workers kept them on purpose for a restart.
         """
         if self._memory_file.exists():
             root = Path(self._memory_file.read_text())
@@ -320,7 +316,7 @@ def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
 def flush_stderr() -> None:
     """Flush stderr at this process's exit, before Python flushes it.
 
-    If nobody reads stderr any more, replace it with /dev/null: otherwise Python would exit with 120.
+    If nobody reads stderr any more, replace stderr with /dev/null; otherwise Python would exit with 120.
     """
     try:
         sys.stderr.flush()

@@ -1,10 +1,10 @@
-"""A Node works for one of torchrun's agents, in threads: it posts the entry of the agent, and watches others.
+"""What one of torchrun's agents tells other agents and sees of them (`Node`), and its wait for a round.
 
-To watch other agents, the Node reads the entries that these agents post, and pings them.
+In threads, a Node posts its agent's entry, reads the entries that other agents post, and pings these agents.
 
 No public method of `Node` waits for the network or for storage, except `end` for a limited time. So an agent
-whose storage hangs still obeys a signal. While an agent waits for a round, its `Meeting` chooses the group to
-which the agent proposes a round if it is the leader. decisions.py says what a round and a group are.
+whose storage hangs still obeys a signal. While an agent waits for a round, its `Meeting` says when to propose
+a round, and to which group. decisions.py says what a round and a group are.
 """
 
 import dataclasses
@@ -34,10 +34,10 @@ SAY_AFTER_S, SAY_EVERY_S = 1.0, 30.0
 
 @dataclass(frozen=True)
 class View:
-    """What an agent sees of the other agents at a moment.
+    """What an agent sees of the other agents at one moment.
 
-    If no board (a place where agents post entries) has answered lately, `is_fresh` is false and `alive` has
-    only `me`: such a view must not be used for decisions on rounds.
+    If no board (a place where agents post entries) has answered lately, `is_fresh` is false, `alive` has only
+    `me`, and the view must not be used for decisions on rounds.
     """
 
     me: Entry
@@ -78,7 +78,7 @@ class Node:
         return {"ping": self._on_ping, "propose": self._on_propose, "go": self._on_go}
 
     def start(self, port: int, boards: Sequence[Board]) -> None:
-        """Begin to post this agent's entry on `boards`, to read other agents' entries, and to ping them.
+        """Begin to post this agent's entry on `boards`, to read other entries, and to ping other agents.
 
         Other agents reach this agent's server on `port`.
         """
@@ -191,7 +191,7 @@ class Node:
             )
 
     def wait_for_round(self) -> None:
-        """Post that this agent waits for a round, and forget its last round and promise. Returns at once."""
+        """Post the state WAITING, and clear `entered` and this agent's promise. Returns at once."""
         with self._changed:
             self.entered, self._promise = None, ("", "", 0.0)
             self._set_state(WAITING)
@@ -218,10 +218,10 @@ class Node:
         return {"ok": self.promise(check_json(message["round"], Round))}
 
     def promise(self, round: Round) -> bool:
-        """Promise the leader of `round` to take part in this round; return whether this agent promises it.
+        """Promise the leader of `round` to take part in the round, and return True.
 
-        The promise holds for PROMISE_S seconds. Returns False if this agent is not waiting for a round, or if
-        a promise to a different leader still holds.
+        The promise holds for PROMISE_S seconds. Returns False, without a promise, if this agent is not
+        waiting for a round, or if a promise to a different leader still holds.
         """
         leader = round.members[0].id
         with self._changed:
@@ -233,7 +233,7 @@ class Node:
             return True
 
     def release(self, round: Round) -> None:
-        """Take back the promise to take part in `round` that this agent, the round's leader, gave itself."""
+        """Take back this agent's promise to take part in `round`, whose leader this agent is."""
         with self._changed:
             if self._promise[1] == round.id:
                 self._promise = ("", "", 0.0)
@@ -276,9 +276,9 @@ class Meeting:
     def group_to_propose(self, view: View, now: float) -> list[Entry] | None:
         """Return the group to which this agent should propose a round now, in the order of ranks, else None.
 
-        The agent should propose a round if the group is complete, this agent leads the group, no round goes
-        on, and this agent no longer waits for the members of a round that others have left. Call this with
-        each new view, because the Meeting notes for how long the group has been unchanged.
+        The agent should propose a round if it leads the group, the group is complete, and no round goes on.
+        If some members have left a round, the agent first waits up to STRAGGLERS_S seconds for the others to
+        leave it. Call this with each new view: the Meeting measures how long the group stays the same.
         """
         if not view.is_fresh:
             self._group = ()
@@ -303,7 +303,7 @@ class Meeting:
     def line_to_say(self, view: View, now: float) -> str | None:
         """Return a line that says what this agent waits for; None if the line need not be logged now.
 
-        No line is logged in the first SAY_AFTER_S seconds, and the same line not twice within SAY_EVERY_S.
+        No line is due in the first SAY_AFTER_S seconds. The same line is due again after SAY_EVERY_S seconds.
         """
         if now - self.began < SAY_AFTER_S:
             return None
