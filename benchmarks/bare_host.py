@@ -4,9 +4,9 @@
     python benchmarks/bare_host.py --default      # the default run there, too
     python benchmarks/bare_host.py --suite        # instead: which of pytest's fast tests fail or are skipped?
 
-In each command's mount namespace /proc is empty and there is no /dev/shm; what a Mac's Python lacks is
-deleted (MISSING). Prints a row per trial, as JSON. Exit code 1 unless each job ends with exit code 0 and,
-after a stop or a kill, with the hash of the undisturbed run; with --suite, if a test fails.
+In each command's mount namespace /proc is empty and there is no /dev/shm. The functions that a Mac's Python
+lacks are deleted (MISSING). Prints a row per trial, as JSON. Exit code 1 unless each job ends with exit code
+0 and, after a stop or a kill, with the hash of the undisturbed run; with --suite, if a test fails.
 """
 
 import os
@@ -61,7 +61,7 @@ def bare_host(folder: Path) -> list[str]:
 
 
 def seconds_to_recover(job: Job, run_dir: Path, send: Callable[[Job], None]) -> float:
-    """Send a signal at step MOMENT; return the seconds until the job ends, or is past the step it was at."""
+    """Send a signal at step MOMENT; return the seconds until the job ends or trains in a new generation."""
     job.wait_until(lambda: last_step(run_dir) >= MOMENT, 300)
     began, at = time.monotonic(), last_step(run_dir) + 1  # this step may be recorded before the signal comes
     send(job)

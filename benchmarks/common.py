@@ -1,7 +1,7 @@
 """Helpers for the programs of this folder: arguments, jobs, signals to workers, measurements, exit code.
 
-A program prints its results as rows, one JSON object a line. The file rows.jsonl in a folder of
-benchmarks/results/, named after the date and the claim, keeps them.
+A program prints its results as rows, one JSON object a line. Rows that are kept lie in
+benchmarks/results/<date>_<claim>/rows.jsonl.
 """
 
 import argparse
@@ -72,7 +72,7 @@ class Tally:
             print(job.err()[-3000:], file=sys.stderr)
 
     def exit_code(self, **more: Any) -> int:
-        """Print the last row; return 0 if all trials were good, else 1."""
+        """Print a row with the counts; return 0 if all trials were good, else 1."""
         row(trials=self.trials, ok=self.good, **more)
         return 0 if self.good == self.trials else 1
 
@@ -93,7 +93,7 @@ def start(
     output: Path | None = None,
     program: str = "train.py",
 ) -> Job:
-    """Start train.py under torchrun; its output goes to <output>.out and .err, `run_dir` by default."""
+    """Start train.py under torchrun. `output` is that of `Job`, by default `run_dir`."""
     given = [f"run_dir={run_dir}", *arguments_of(settings, more)]
     return Job([*torchrun(workers, restarts), program, *given], output or run_dir, cwd=checkout)
 
@@ -106,7 +106,7 @@ def start_plain(
     prefix: Sequence[str] = (),
     output: Path | None = None,
 ) -> Job:
-    """Start plain `python train.py`, which starts its workers itself; output as in `start`."""
+    """Start plain `python train.py`, which starts its workers itself; `output` is as in `start`."""
     own = {"run_dir": run_dir, "trainer.workers": workers, "trainer.max_restarts": restarts}
     command = [*prefix, sys.executable, "train.py", *arguments_of({**settings, **own})]
     return Job(command, output or run_dir)
@@ -121,7 +121,7 @@ def start_agents(run_dir: Path, settings: Settings, agents: int, workers: int, r
 
 
 def changed_program(folder: Path, code: str) -> str:
-    """Write a program like train.py that runs `code` first, which may import this folder's modules."""
+    """Write a train.py that runs `code` first; return its path. `code` may import this folder's modules."""
     path, places = folder / "changed_train.py", [str(ROOT), str(Path(__file__).parent)]
     imports = f"import sys\nsys.path[:0] = {places!r}\nimport train\nfrom mingpt.base import events\n"
     path.write_text(f"{imports}{code}\ntrain.main()\n")
@@ -143,14 +143,14 @@ def train_undisturbed(folder: Path, settings: Settings, *more: str, workers: int
 
 
 def wait_for_success(job: Job, timeout_s: float = 24 * 3600) -> None:
-    """Wait for a job. Raises RuntimeError, with its stderr, unless it ends with exit code 0."""
+    """Wait for a job. Raises RuntimeError with the job's stderr unless the exit code is 0."""
     code = job.wait(timeout_s)
     if code:
         raise RuntimeError(f"the job ended with code {code}:\n{job.err()[-3000:]}")
 
 
 def seconds_until(command: Sequence[str], run_dir: Path, recorded: str, checkout: Path = ROOT) -> float:
-    """Return the seconds from a command's start until metrics.jsonl has a text. RuntimeError if it fails."""
+    """Run a command; return the seconds until metrics.jsonl contains `recorded`. Raises RuntimeError."""
     record, began = run_dir / "metrics.jsonl", time.monotonic()
     job = Job(command, run_dir, cwd=checkout)
     while job.is_running() and not (record.exists() and recorded in record.read_text()):
@@ -173,7 +173,7 @@ def exit_codes(jobs: Sequence[Job], timeout_s: float) -> list[int | None]:
 
 
 def signal_one(pids: Sequence[int], number: int, rng: random.Random) -> int | None:
-    """Send a signal to a random process; return its place in `pids`, None if there is none or it ended."""
+    """Send a signal to a random process; return its index in `pids`, or None if no process got it."""
     if not pids:
         return None
     place = rng.randrange(len(pids))
@@ -186,7 +186,7 @@ def signal_one(pids: Sequence[int], number: int, rng: random.Random) -> int | No
 
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Run so many processes that do nothing but compute, until the block ends."""
+    """Run `count` processes that only compute, until the block ends."""
     command = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(command) for _ in range(count)]
     try:
@@ -198,14 +198,14 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def short_hash(run_dir: Path) -> str:
-    """Return the first 16 digits of the SHA-256 of the tensors of a run's last snapshot, or "none"."""
+    """Return the first 16 digits of `tensor_hash` for a run's last snapshot, or "none"."""
     return tensor_hash(run_dir)[:16]
 
 
 def measure_in_turns(
     variants: Mapping[str, Callable[[], float]], rounds: int, digits: int = 5, **about: Any
 ) -> dict[str, list[float]]:
-    """Call each variant once a round, in a changing order; print a row per round."""
+    """Call each variant once a round, in a changing order, and print a row; return {name: its values}."""
     found: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
         for name in sorted(variants, reverse=number % 2 == 1):
@@ -220,7 +220,7 @@ def paired(found: Mapping[str, Sequence[float]], over: str, under: str) -> list[
 
 
 def median_and_spread(values: Sequence[float], digits: int = 3, name: str = "ratio") -> dict[str, float]:
-    """Return the median, by `name`, and the least and the largest value, for the last row of a program."""
+    """Return {name: median, "from": least value, "to": largest value}, rounded."""
     return {
         name: round(statistics.median(values), digits),
         "from": round(min(values), digits),
@@ -229,7 +229,7 @@ def median_and_spread(values: Sequence[float], digits: int = 3, name: str = "rat
 
 
 def median_metric(run_dir: Path, name: str = "step_s") -> float | None:
-    """Return the median of a metric over a run's records after the first quarter; None if there is none."""
+    """Return a metric's median over a run's records after the first quarter; None without records."""
     recorded = list(read_metric(run_dir, name).values())
     return statistics.median(recorded[max(1, len(recorded) // 4) :] or recorded) if recorded else None
 

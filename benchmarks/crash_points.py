@@ -3,16 +3,16 @@
     python benchmarks/crash_points.py                # needs Linux and strace; two minutes
     python benchmarks/crash_points.py --stride 11    # every eleventh point only: half a minute
 
-Snapshots of steps 10 and 20 exist; that of step 30 is being saved, after which step 10 is pruned. Each has
-two tensor files, a tokenizer and a manifest. There are five kinds of fault, all enumerated:
+Snapshots of steps 10 and 20 exist. A save writes the snapshot of step 30, then removes the others. Each has
+two tensor files, a tokenizer and a manifest. There are five kinds of fault, each tried at every point:
 
-- `kill`: SIGKILL on entering each system call of the save (strace's fault injection), but for `futex`, whose
-  number of calls differs from save to save, as threads happen to wait for each other;
+- `kill`: SIGKILL on entering each system call of the save (strace's fault injection), except `futex`, whose
+  number of calls is not the same in each save;
 - `ENOSPC`, `EIO`: each of the save's calls on files fails with this error, and the process lives;
-- `power`: the machine loses power after each of the save's file operations. Of data not fsynced, all, half or
-  nothing is on disk; each renaming and removal since the folder's last fsync has happened or not, in any
-  combination (after Pillai et al. 2014, "All file systems are not created equal");
-- `order`: the workers are killed while any of the tensor files exist, or are being written;
+- `power`: the machine loses power after each of the save's file operations. Data not fsynced is on disk
+  whole, half or not at all. Each creation, renaming and removal since the folder's last fsync has happened or
+  not, in any combination (after Pillai et al. 2014, "All file systems are not created equal");
+- `order`: the workers are killed while each tensor file is absent, half written or whole, in any combination;
 - `store`: an object store fails once, fails from then on, tears an upload with or without an error, or lists
   late, at each of its calls.
 
@@ -66,7 +66,7 @@ def transfer(step: int) -> Transfer:
 
 
 def manifest(step: int) -> Manifest:
-    """Return the manifest of a step as a save knows it."""
+    """Return the manifest of a step, as it is before a save."""
     return Manifest.model_validate({
         "step": step, "windows": step, "config": {}, "tokenizer": {"kind": "bytes", "vocab_size": 3},
         "data": {"path": "data/input.txt", "sha256": "0" * 64},
@@ -143,7 +143,7 @@ def save_under_strace(store: SnapshotStore, injection: list[str], log: Path) -> 
 
 
 def attach_strace(pid: int, injection: list[str], log: Path) -> subprocess.Popen[str]:
-    """Attach strace; wait until the process is traced. Raises RuntimeError if it cannot be."""
+    """Attach strace; wait until the process is traced. Raises RuntimeError if strace cannot attach."""
     command = ["strace", "-q", "-y", "-o", str(log), *injection, "-p", str(pid)]
     strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
@@ -210,7 +210,7 @@ def file_operations(log: Path, root: str) -> list[Operation]:
 def states_after(
     done: Sequence[Operation], before: Mapping[str, bytes], saved: Mapping[str, bytes]
 ) -> Iterator[DiskState]:
-    """Return what a disk may hold if the power fails after these operations on the files `before`.
+    """Yield what a disk may hold if the power fails after these operations on the files `before`.
 
     `saved` are the files that the whole save leaves.
     """
@@ -247,7 +247,7 @@ def states_after(
 
 
 def apply(folder: Mapping[str, str], operations: Sequence[Operation]) -> dict[str, str]:
-    """Return the folder, {name: inode}, after these operations. One on a missing file does nothing."""
+    """Return the folder, {name: inode}, after these operations. Operations on missing files do nothing."""
     after = dict(folder)
     for kind, name, new in operations:
         if kind == "create":

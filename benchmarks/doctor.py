@@ -83,7 +83,7 @@ def start(kind: str, node: Node) -> Job:
 
 
 def examine(kind: str, folder: Path) -> bool:
-    """Plant a fault, run what must name it, print a row; return whether it did all that it must."""
+    """Plant a fault, run the program that must name it, and print a row; return whether all went well."""
     (program, expected), code = FAULTS[kind], int(kind not in NO_FAILURE)
     with Cluster(3, folder, shared=False) as cluster:
         for number, commands in COMMANDS.get(kind, {}).items():

@@ -1,4 +1,4 @@
-"""An object store in memory that goes wrong at a given call, or from it on, for crash_points.py."""
+"""An object store in memory for crash_points.py, with a fault at a chosen call."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,11 @@ FAULTS = ("fails once", "fails on", "tears", "tears and says so", "lists late")
 
 
 class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
-    """A store whose `at`-th call, counted while `armed`, has the fault:
+    """A store with a fault at call number `at`; calls count while the store is `armed`.
 
-    "fails once": the call raises; "fails on": all calls from it on raise; "tears": an upload stores one half;
-    "tears and says so": it also raises; "lists late": all listings from it on are the listing before it.
+    "fails once": this call raises. "fails on": this call and all later calls raise. "tears": if it is an
+    upload, half is stored. "tears and says so": the upload also raises. "lists late": each listing from this
+    call on repeats the last listing before this call.
     """
 
     protocol = "faulty"
@@ -25,7 +26,7 @@ class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
         self.last_listing: list[str] | None = None
 
     def count_call(self) -> bool:
-        """Return whether this call has the fault; raises OSError if it must fail."""
+        """Count a call; return whether its number is `at`. Raises OSError if the call must fail."""
         if not self.armed:
             return False
         self.calls += 1

@@ -3,19 +3,18 @@
     python benchmarks/freeze.py                         # 10 frozen, 10 before, 20 stuck: 20 minutes
     python benchmarks/freeze.py --frozen 1 --before 0 --stuck 0 --minutes 0       # only one: half a minute
 
-- frozen: SIGSTOP to a random worker at a random moment, with timeout_s=10. `noticed_s` is when the first of
-  the others is gone, `on_s` when the next generation has completed a step, in seconds since the signal.
-- before: SIGSTOP before the workers have met at the rendezvous. `gone_s` is when the frozen worker is gone,
-  `patience_s` for how long the others waited, as one of them prints.
+- frozen: a random worker gets SIGSTOP at a random moment, with timeout_s=10. `noticed_s` is when another
+  worker is gone, at most timeout_s + 2. `on_s` is when the next generation has completed a step, at most
+  timeout_s + 35. All times are in seconds since the signal.
+- before: a worker gets SIGSTOP before the workers meet at the rendezvous. The others wait for `patience_s`,
+  and one names the frozen worker. `gone_s` is when that worker is gone, at most `patience_s` + 8.
 - stuck: a main thread waits in C code, as in a CUDA call: pause(), sleep() or a read() of an empty pipe, at
-  the start of a random step or after a backward pass. Another worker gets SIGKILL; `gone_s` is when the stuck
-  worker is gone.
-- busy: a run of `--minutes` beside four processes that keep the cores busy; no worker is taken for frozen.
+  the start of a random step or after a backward pass. Another worker gets SIGKILL. `gone_s` is when the stuck
+  worker is gone, at most 1.5. run.json names only the killed worker.
+- busy: a run of `--minutes` beside four processes that keep the cores busy has a single generation.
 
-Prints a row per trial, as JSON. Exit code 1 unless every freeze was noticed within timeout_s + 2 s and the
-job went on within timeout_s + 35 s; every worker frozen before the meeting was named, and gone 8 s after
-`patience_s` at the latest; every stuck one was gone within 1.5 s, and run.json names only the killed one; all
-these jobs ended with the bits of an undisturbed run; and the busy run had a single generation. Needs Linux.
+Prints a row per trial, as JSON. Exit code 1 unless all of this holds, and every frozen, before and stuck job
+ends with the bits of an undisturbed run. Needs Linux.
 """
 
 import ctypes
@@ -43,7 +42,7 @@ SETTINGS = common.SMALL | {
 
 
 def freeze(job: Job, rng: random.Random) -> tuple[int, list[int]]:
-    """Stop a random worker; return its place and the process ids of all workers."""
+    """Send SIGSTOP to a random worker; return its index and the process ids of all workers."""
     pids = job.workers()
     victim = rng.randrange(len(pids))
     os.kill(pids[victim], signal.SIGSTOP)
@@ -109,7 +108,7 @@ def freeze_before_meeting(
 
 
 def stick_once(mark: Path, rank: int, step: int, event: str, call: str) -> None:
-    """Have one worker wait in C code for ever, once."""
+    """Make a rank wait in C code for ever, at an event of a step, once: then the file `mark` exists."""
     libc = ctypes.CDLL(None)
 
     def stick(**details: Any) -> None:

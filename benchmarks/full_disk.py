@@ -7,10 +7,10 @@ A tmpfs of 4 KB or of 0.5, 1 or 2 MB is under run_dir, snapshot.path or the cach
 snapshots or text overflow it. Jobs have one worker of plain python, two of torchrun, or two of which one is
 killed. I/O errors are tested file by file in tests/report/ and tests/snapshot/.
 
-A job may log what it cannot write, once per file, and ends with exit code 0, or with 1 and one sentence if
-the last snapshot does not fit (`first_code`). Then the tmpfs grows, and the same command must end with exit
-code 0, the hash of an undisturbed run, its records except those that run.json calls missing, and the status
-`finished`. No traceback of ours may appear. Prints a row per case, as JSON; exit code 1 if a case fails.
+A job must end with exit code 0, or with one sentence if the last snapshot does not fit (`first_code`). Then
+the tmpfs grows, and the same command must finish the run: exit code 0, the status `finished`, the hash of an
+undisturbed run, and that run's records, except those that run.json calls missing. No traceback may lead
+through this project's code. Prints a row per case, as JSON; exit code 1 if a case fails.
 """
 
 import collections
@@ -152,7 +152,7 @@ class Disks:
         return trial
 
     def judge(self, job: Job, trial: Trial, expected: Trial, about: dict[str, Any]) -> None:
-        """Start the command again, compare, and print the row."""
+        """Start the trial's command again, compare its results with `expected`, and print a row."""
         first_code, errors = job.process.returncode, job.err()
         said = collections.Counter(Path(path).name for path in WRITTEN_IN_VAIN.findall(errors))
         sentences = [line for line in errors.splitlines() if line.startswith("error: ")]

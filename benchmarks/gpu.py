@@ -3,14 +3,15 @@
     python benchmarks/gpu.py                                   # half an hour, the parts of most worth first
     python benchmarks/gpu.py --only tests speed --minutes 8    # some parts; --list names them
 
-Each measurement is a row: JSON on stdout and in rows.jsonl of --out, as soon as it is there, and a line of
-the table that follows each part (table.txt). One that fails is a row with its reason. `held` says whether
-what must hold does; `host_waits` are a step's calls that wait for the GPU, by torch.profiler, None if it
-sees none; `seconds` are from a signal to the next step, of training, or a step's for a save. It needs no
-network; nanoGPT and tinyshakespeare.txt are looked for beside the project's folder and in folders there.
+Prints each measurement at once as a row of JSON, and a table after each part; --out keeps both (rows.jsonl,
+table.txt). A measurement that fails is a row with the reason. `held` is false if something is not as it must
+be. `host_waits` is the number of calls per step that wait for the GPU, or null if torch.profiler sees no CUDA
+calls. `seconds` is the time from a signal to the next step, the time of a run's steps, or a step's wait for a
+save. It needs no network; it looks for nanoGPT and tinyshakespeare.txt beside the project's folder, in all
+folders there, and in the project's folders.
 
 With --tiny, and on the stand-in for CUDA in tests/support/cuda, models are tiny. Rows of the stand-in say
-so, and have no rates. Exit code 2 without a GPU, 1 if something did not hold, else 0.
+so, have no rates and are not kept. Exit code 2 without a GPU, 1 if something did not hold, else 0.
 """
 
 import contextlib
@@ -134,13 +135,13 @@ class Bench:
 
 
 def find_beside(*names: str) -> Path | None:
-    """Return the first path with one of these names beside the project's folder, or one level deeper."""
+    """Return the first path with one of these names, in the places that the module's docstring names."""
     places = (ROOT.parent, *ROOT.parent.iterdir(), *ROOT.iterdir())
     return next((place / name for place in places for name in names if (place / name).exists()), None)
 
 
 def figures(run_dir: Path) -> Row:
-    """Return a run's medians, and what its worker left; `held` if no compiler or CUDA graph failed."""
+    """Return a run's median rates and its device.json; `held` tells that no compiler or graph failed."""
     rate, share = (common.median_metric(run_dir, name) for name in ("tokens_per_s", "mfu"))
     failed = [line for line in Path(f"{run_dir}.err").read_text().splitlines() if " failed (" in line]
     row = {"held": not failed, "tokens_per_s": rate, "share_of_peak": share, "failed": failed}
@@ -152,7 +153,7 @@ def speed(bench: Bench, size: str, more: Row, **env: str) -> Row:
 
 
 def same_hash(bench: Bench, how: str = "", size: str = "default", workers: int = 1, more: Row = NONE) -> Row:
-    """Compare the final hash with an undisturbed run's; `how`: after a STOP file, or a signal to a worker."""
+    """Compare the final hash with an undisturbed run's. `how` is "", "STOP" (a file) or a signal's name."""
     if workers > bench.facts["gpus"]:
         raise LeftOut("NCCL refuses two workers on one card, and gloo does not train on GPUs")
     settings, runs = bench.settings(size, more), [bench.once(size, more)]
@@ -198,7 +199,7 @@ def beside_nanogpt(bench: Bench) -> Row:
 
 
 def recipe(bench: Bench, seed: int) -> Row:
-    """Measure the validation loss at the end and the steps' seconds; `mean` is that of the losses so far."""
+    """Measure the final validation loss, its mean over the seeds so far, and the seconds of all steps."""
     run_dir = bench.train("recipe", {"seed": seed})
     bench.losses += list(read_metric(run_dir, "val/loss").values())[-1:]
     last = read_history(run_dir)["generations"][-1]
@@ -210,7 +211,7 @@ def recipe(bench: Bench, seed: int) -> Row:
 
 
 def large(bench: Bench, more: Row) -> Row:
-    """Measure speed at 124 M parameters, and the allocator's peak over the plan's without CUDA's context."""
+    """Measure speed at 124 M parameters; `over_plan` is torch's peak memory over the planned memory."""
     row, config = speed(bench, "124M", more), build(bench.settings("124M", more))
     planned = estimate(config, 50257, 1, on_cpu=False, element=2)["total"] - CUDA_BYTES
     return row | {"over_plan": row["peak_bytes"] / planned}
@@ -237,7 +238,7 @@ def sanitized(bench: Bench, *prefix: str, **env: str) -> Row:
 
 
 def sampling(bench: Bench) -> Row:
-    """Measure tokens per second of sample.py, by the number of samples, from the times of two lengths."""
+    """Measure sample.py's tokens per second for 1 and 16 samples, each from a short and a long sample."""
     run_dir, lengths, rates = bench.once("124M", PLAIN), (4, 12) if bench.is_tiny else (16, 272), Row()
     for samples in (1, 16):
         times = []
@@ -365,7 +366,7 @@ def run_part(name: str, bench: Bench, report: Report, factor: float, left_s: flo
 
 
 def observe(arguments: list[str]) -> None:
-    """Have rank 0 of train.py leave host waits per step, torch's peak of memory, and seconds of saves."""
+    """Make rank 0 of train.py write device.json: host waits per step, peak memory, seconds of saves."""
     import torch
 
     path, profile, began = (

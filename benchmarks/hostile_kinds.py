@@ -1,8 +1,7 @@
 """Snapshots that no run has written, by kind, for hostile.py.
 
-Each kind changes a valid snapshot. Afterwards checksums and sizes are put right, so that they do not show the
-change. Missing fields, lists of files that no save writes, flipped bits and truncations are in
-tests/snapshot/. Imports no torch: the peak memory of a child process begins with its parent's.
+Each kind changes a valid snapshot, then puts checksums and sizes right. tests/snapshot/ has further kinds. No
+torch is imported here, because the peak memory of a child process begins with its parent's.
 """
 
 import hashlib
@@ -134,7 +133,7 @@ MANIFEST_FILES: dict[str, Callable[[Forgery], bytes]] = {
     "manifest: 4 MB of small values": lambda _: b'{"a": [' + b"[]," * 1_300_000 + b"0]}",
     "manifest: 4 MB of escaped quotes": lambda _: b'{"a": "' + b'\\"' * 2_000_000,
     "manifest: 100 MB": lambda _: b" " * (100 * MB),
-    "manifest: a checksum of nothing": lambda _: seal({"schema": 1, "step": 4}),
+    "manifest: a checksum of nothing": lambda _: seal({"schema": 3, "step": 4}),
 }
 # Fields of one tensor.
 HEADER_FIELDS: dict[str, dict[str, Any]] = {
@@ -211,7 +210,7 @@ def transposed(forgery: Forgery) -> None:
 
 
 def missing_tensor(forgery: Forgery) -> None:
-    """Remove the last tensor, so that the rest is in order."""
+    """Remove the tensor at the end of the data, so that all other offsets stay valid."""
     name = max(forgery.header, key=lambda name: forgery.header[name]["data_offsets"][1])
     forgery.data = forgery.data[: forgery.header.pop(name)["data_offsets"][0]]
 
@@ -229,7 +228,7 @@ def put_number(forgery: Forgery, name: str, number: float) -> None:
 
 
 def rename(forgery: Forgery, new: str) -> None:
-    """Give the first tensor another name, in its place."""
+    """Give the tensor WEIGHT a new name; the order of the header stays."""
     forgery.header = {new if name == WEIGHT else name: entry for name, entry in forgery.header.items()}
 
 

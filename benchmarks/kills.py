@@ -8,12 +8,12 @@
 There are 20 jobs of two workers under torchrun, 10 of two agents with one worker each, and 20 of two workers
 under plain `python train.py`. One worker gets SIGKILL at a seeded random moment between its start and the
 time that an undisturbed job takes. A job counts only if the signal hit a living worker. With --memory_jobs N
-there are N jobs with ddp and N with fsdp that save only to memory before their end, and the signal waits for
-such a save to be under way.
+there are N jobs with ddp and N with fsdp that save only to memory before their end, and the signal waits
+until a save to memory is under way.
 
-With --storm STEPS, the default run of that many steps gets such signals, one every --every_s seconds on
-average. `goodput` is the time that the steps take undisturbed over the time that they took; `run_json` has
-the status, the lost steps and seconds, and the goodput that run.json tells.
+With --storm STEPS, workers of the default run with this many steps are killed, one every --every_s seconds on
+average. `goodput` is the time of an undisturbed run over the time of this run; `run_json` has the status, the
+lost steps and seconds, and the goodput from run.json.
 
 Prints a row per job or signal, as JSON; exit code 1 unless every job finished with the hash of the
 undisturbed one, and, in a storm, goodput is at least `--least`. Needs Linux.
@@ -106,7 +106,7 @@ def kill_again_and_again(
 
 
 def training_seconds(run_dir: Path) -> float:
-    """Return the time from the first generation's first step to the end of the last one."""
+    """Return the seconds from the start of the first generation to the last step of the last generation."""
     generations = read_history(run_dir)["generations"]
     return float(generations[-1]["seen"] - generations[0]["began"])
 

@@ -8,27 +8,26 @@
     python benchmarks/nodes.py --stock        # each node killed once under torchrun's own flags
 
 Needs root. Three nodes with one worker each, in namespaces of this machine (tests/support/nodes.py). With a
-shared disk all nodes have one run_dir and meet in a shared folder; with disks of their own each has a run_dir
-there, and they meet at a list of hosts. A node is killed with everything on it; in every second round of
-kills, the victim is replaced by a node with an empty disk. A node that is cut off or frozen is healed when
-the others have trained again for 5 s, after 15 s at the earliest.
+shared disk all nodes have one run_dir and meet in a shared folder. With separate disks each node has its own
+run_dir, and the nodes meet at a list of hosts. A node is killed with everything on it; in every second round
+of kills, a node with an empty disk replaces the victim. A node that is cut off or frozen is healed when the
+others have trained again for 5 s, after 15 s at the earliest. Under `--joins`, with sharded state and
+separate disks, a node is lost and comes back with an empty disk. Then a node is killed `delay_s` seconds
+after the `moment`: the start of the empty node's agent, the end of the rendezvous round, the next round, or
+the start of the next generation on record. Under `--stock` a trial has 90 s to go on.
 
-Prints a row per trial, as JSON. `rank` is the victim's, and `hosts_rendezvous` tells whether its processes
-listened on the port of the rendezvous. After a kill, `on_s` is the seconds until a new generation of the
-other nodes has completed a step; after another fault, the longest time without a completed step until it was
-healed. `rejoined_s` is the time from the healing or replacement to a step of all three nodes. `lost` is the
-number of steps between the point where the others went on and the last step on record at the fault; `told`
-is the number that run.json counts. `one_history`: metrics.jsonl has each step once, in order, with the losses
-of the undisturbed run. Under `--joins`, with a sharded state and disks of their own, a node is lost and comes
-back with an empty disk; then a node is killed so many seconds (`delay_s`) after the `moment`: the start of
-the empty node's agent, the end of the round, the next round, or the start of its generation on record. `lost`
-counts from the last step on record then. Under `--stock` a trial has 90 s to go on. `load` is the machine's
-load average, which stretches all of these times.
+Prints a row per trial, as JSON. `rank` is the victim's; `hosts_rendezvous` tells whether its processes
+listened on the port of the rendezvous. `on_s` is the time from a kill until a new generation of the other
+nodes has completed a step; for another fault, the longest time without a completed step until the healing.
+`rejoined_s` is the time from the healing or replacement to a step of all three nodes. `lost` is the number of
+steps before the fault that the other nodes computed again; `told` is this number in run.json. `one_history`:
+metrics.jsonl has each step once, in order, with the losses of the undisturbed run. `load` is the machine's
+load average; a high load makes all times longer.
 
-Exit code 1 unless every trial but those of `--stock` is ok: it ends with exit code 0 on all nodes that are
-up, with one history and the hash of the undisturbed run; healed and replaced nodes have rejoined; a kill
-loses at most snapshot.memory_every steps, and run.json tells as many, give or take one; another fault holds
-the others up for at most trainer.timeout_s + 15 s. The median `on_s` of kills must be at most 8 s.
+Exit code 1 unless every trial except those of `--stock` is ok: exit code 0 on all nodes that are up, with one
+history and the hash of the undisturbed run. Healed and replaced nodes must have rejoined. A kill may lose at
+most snapshot.memory_every steps, and `told` may differ from `lost` by two. Another fault may hold the others
+up for at most trainer.timeout_s + 15 s. The median `on_s` of kills must be at most 8 s.
 """
 
 import argparse
@@ -163,7 +162,7 @@ def grow_and_shrink(trial: Trial, job: NodesJob) -> Found:
 
 
 def lose_around_a_join(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
-    """Lose a node, let it come back empty, and kill the victim at the trial's moment of that join."""
+    """Kill the joiner, start it with an empty disk, and kill the victim at the trial's moment."""
     joiner, victim = job.nodes[trial.joiner], job.nodes[trial.victim]
     stayed = [node for node in job.nodes if node is not joiner]
     others = [node for node in job.nodes if node is not victim]
@@ -211,7 +210,7 @@ def said(job: NodesJob, nodes: Sequence[Node], text: str) -> int:
 
 
 def has_begun(job: NodesJob, nodes: Sequence[Node], since: float) -> bool:
-    """Return whether these nodes have the record of a generation of all nodes that began after `since`."""
+    """Return whether, in these nodes' run.json, a generation of all nodes began after `since`."""
     generations = read_history(job.newest_run_dir(nodes))["generations"]
     return bool(generations) and generations[-1]["began"] > since and generations[-1]["workers"] == NODES
 
@@ -231,7 +230,7 @@ def outcome(trial: Trial, job: NodesJob) -> Found:
 
 
 def carry_out(trial: Trial, rng: random.Random, undisturbed: Found) -> Found:
-    """Run a job from its start to its end, and compare it with the undisturbed run if there is one yet."""
+    """Run a trial's job to its end, and compare it with the undisturbed run unless that is empty."""
     settings, began = SETTINGS | trial.settings | {"trainer.max_steps": trial.steps}, time.monotonic()
     with work_folder() as folder, Cluster(NODES, folder, shared=trial.has_storage) as cluster:
         program = changed_program(folder, SLOW) if trial.fault == "join" else str(ROOT / "train.py")
@@ -264,13 +263,13 @@ def is_ok(trial: Trial, found: Found) -> bool:
     if trial.fault == "join":
         return bool(found["lost"] <= 2 * MEMORY_EVERY)  # the last save may not have been complete
     if trial.fault == "kill":
-        # A step that was complete but not yet on record makes a difference of one.
-        return bool(found["lost"] <= MEMORY_EVERY and abs(found["told"] - found["lost"]) <= 1)
+        # run.json is written in the background, one or two steps after metrics.jsonl.
+        return bool(found["lost"] <= MEMORY_EVERY and abs(found["told"] - found["lost"]) <= 2)
     return bool(found["on_s"] <= TIMEOUT_S + 15)
 
 
 def plan(arguments: argparse.Namespace) -> Iterator[Trial]:
-    """Return the trials that the arguments ask for."""
+    """Yield the trials that the arguments ask for, without those of joins."""
     launch_of = {"shared": "folder", "own": "hosts"}
     for disk in arguments.disks:
         launch = arguments.launch or launch_of[disk]
@@ -293,7 +292,7 @@ def plan(arguments: argparse.Namespace) -> Iterator[Trial]:
 
 
 def plan_joins(arguments: argparse.Namespace, rng: random.Random) -> Iterator[Trial]:
-    """Yield the trials of --joins, where the last node joins, and of --random_joins: a random node does."""
+    """Yield the trials of --joins (the last node joins) and of --random_joins (a random node joins)."""
     chosen = [
         ((number + number // 3) % NODES, NODES - 1, MOMENTS[number], settings)
         for number in arguments.joins

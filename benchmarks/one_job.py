@@ -55,7 +55,7 @@ def is_refused(job: Job, holder: int) -> bool:
 
 
 def pair(folder: Path, number: int, kind: str) -> dict[str, Any]:
-    """Start two jobs together."""
+    """Start two jobs together; return the values of the row."""
     run_dir, at_store = folder / f"{kind}{number}", {"snapshot.path": f"s3://runs/{number}"}
     settings = SETTINGS | (at_store if kind == "s3" else {})
     begin = common.start if kind == "torchrun" else functools.partial(common.start_plain, workers=1)
@@ -75,7 +75,7 @@ def pair(folder: Path, number: int, kind: str) -> dict[str, Any]:
 
 
 def gap(folder: Path, number: int, rng: random.Random, expected: str) -> dict[str, Any]:
-    """Start a second job between a kill and the next generation."""
+    """Start a second job between a kill and the next generation; return the values of the row."""
     run_dir = folder / f"gap{number}"
     first = common.start(run_dir, SETTINGS, restarts=3)
     step = rng.randint(2, 30)
@@ -89,7 +89,7 @@ def gap(folder: Path, number: int, rng: random.Random, expected: str) -> dict[st
 
 
 def successor(folder: Path, number: int, host: str, expected: str) -> dict[str, Any]:
-    """Kill a whole job and start another, on this host or another; how long until it trains?"""
+    """Kill a whole job on this host or on another, and start a second job here; return the row's values."""
     run_dir, is_other = folder / f"{host}{number}", host == "another"
     prefix = ANOTHER_HOST if is_other else []
     first = start_alone(run_dir, output=folder / f"{host}{number}.first", prefix=prefix)
@@ -110,7 +110,7 @@ def successor(folder: Path, number: int, host: str, expected: str) -> dict[str, 
 
 
 def superseded(folder: Path, number: int, expected: str) -> dict[str, Any]:
-    """Freeze a whole job for longer than its lease; wake it up when another job has finished the run."""
+    """Freeze a whole job until another job has finished the run; return the values of the row."""
     run_dir = folder / f"superseded{number}"
     first = start_alone(run_dir, output=folder / f"superseded{number}.first", prefix=ANOTHER_HOST)
     first.wait_until(lambda: last_step(run_dir) >= 12)
@@ -137,7 +137,7 @@ def fingerprint(run_dir: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def object_store() -> Iterator[None]:
-    """Run moto's S3 server, which jobs find, in its own process; it has a bucket `runs`."""
+    """Run moto's S3 server with a bucket `runs`. Jobs find the server by environment variables."""
     import fsspec
 
     port = free_port()

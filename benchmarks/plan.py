@@ -1,9 +1,9 @@
-"""The memory of worker 0 by `python -m mingpt plan`, beside the peak that the trainer prints at its end.
+"""The memory that `python -m mingpt plan` estimates for worker 0, beside the peak that the trainer prints.
 
     python benchmarks/plan.py [--sizes default 10M 12x768]       # a quarter of an hour on two cores
 
-A few steps of two workers on CPUs, by strategy. Both figures are in MB, without Python and its libraries,
-which a process that only imports them shows. Exit code 1 unless all are within a third.
+Trains a few steps with two workers on CPUs, by each strategy. Both figures are in MB, without the memory of a
+process that only imports the libraries. Exit code 1 unless all estimates are within a third of the peaks.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""`python -m mingpt prepare` here and in another checkout, or beside only the tokenizers package, in turns.
+"""The time of `python -m mingpt prepare`, beside the tokenizers package's or another checkout's, in turns.
 
     python benchmarks/prepare.py                                  # 100 MB, 5 rounds: a quarter of an hour
     python benchmarks/prepare.py --megabytes 50 --against CHECKOUT --format jsonl

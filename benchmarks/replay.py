@@ -3,16 +3,16 @@
     python benchmarks/replay.py                      # 26 lies and 20 honest jobs, an hour on two cores
     python benchmarks/replay.py --kinds once --honest 0
 
-The last worker computes wrongly ("lies") in these ways: `bit`, from step 57 on one bit of each gradient of a
-block's output is wrong; `two`, the same with two workers; `once`, this happens once, in the first micro-batch
-that it replays at step 60; `copy`, one bit of its weights changes at step 57 (60 with a sharded optimizer,
-whose next update would repair it). Each job has 100 steps and replays every 20. Then the same command runs
-again without a lie. `--honest` jobs of 500 steps without lies, every other one compiled, run beside two busy
-processes.
+The last worker computes wrongly ("lies") in a job of 100 steps with a replay every 20:
 
-Prints a row per job, as JSON; exit code 1 unless each lie ended its job with exit code 1 in step 61, only the
-liar (of two workers both) was named, the same command ended well (with exact reduction, with the hash of an
-undisturbed run), and every honest job ended well. Needs Linux.
+- `bit`, or `two` with two workers: from step 57 on, each gradient of a block's output has one wrong bit.
+- `once`: one bit is wrong once, in the first micro-batch that the worker replays at step 60.
+- `copy`: one bit of its weights changes at step 57 (60 with a sharded optimizer, whose update repairs it).
+
+In step 61 the job must end with exit code 1 and name only the liar (of two workers, both). Then the same
+command must finish the run without the lie; exact reduction must give the hash of an undisturbed run.
+`--honest` jobs of 500 steps, every other one compiled, run beside two busy processes and must finish. Prints
+a row per job, as JSON. Exit code 1 if one of these conditions does not hold. Needs Linux.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def flip_bit(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lie() -> None:
-    """Compute wrongly in the last worker, as LIE in the environment tells."""
+    """Make the last worker compute wrongly, in the way that the environment variable LIE names."""
     kind, told = os.environ["LIE"], list[int]()
 
     def on_run_start(state: Any, strategy: Any) -> None:

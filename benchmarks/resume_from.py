@@ -2,10 +2,10 @@
 
     git worktree add /tmp/older COMMIT && python benchmarks/resume_from.py /tmp/older
 
-The other checkout trains to the end, with a snapshot half way: a whole state, one with a sharded optimizer
-and one of fsdp. Its last snapshot is removed, and this checkout goes on from the one before with another
-number of workers, another strategy or both. Prints a row per case, as JSON; exit code 1 unless all end with
-one hash and this checkout began half way.
+The other checkout trains to the end, with a snapshot half way, by ddp, by ddp with a sharded optimizer, or by
+fsdp. Its last snapshot is removed. This checkout goes on from the snapshot half way, with a different number
+of workers, a different strategy or both. Prints a row per case, as JSON; exit code 1 unless all end with one
+hash and this checkout began half way.
 """
 
 import shutil

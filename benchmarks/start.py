@@ -6,10 +6,10 @@
     python benchmarks/start.py --kills 30               # from SIGKILL of a random worker: 5 minutes
     python benchmarks/start.py --kills 1 --steps 30     # half a minute
 
-Uses the default run, on two cores, without its first evaluation in a start. Prints a row per round or kill,
+Uses the default run, on two cores; starts are without its first evaluation. Prints a row per round or kill,
 as JSON, then medians of the paired ratios: with --against, our time over the other checkout's; last, our time
-over that of importing torch. Exit code 1 unless the last is at most 2.5 for a start, 1.25 after a kill, and
-every run with kills ended with the bits of an undisturbed one.
+over that of importing torch. Exit code 1 unless this last ratio is at most 2.5 for a start, 1.25 after a
+kill, and every run with kills ended with the bits of an undisturbed one.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def measure_starts(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def stamp(run_dir: Path) -> list[tuple[int, int]]:
-    """Return a value that changes with a run's records; reading these takes time that the workers need."""
+    """Return a value that changes with a run's records. Reading all records would slow the workers down."""
     files = [(run_dir / name).stat() for name in ("run.json", "metrics.jsonl")]
     return [(file.st_mtime_ns, file.st_size) for file in files]
 

@@ -1,13 +1,13 @@
-"""What a reader passes before the first backward pass: lines of functions, and the collectives of a start.
+"""Counts the lines of the functions that a start runs before its first backward pass, and its collectives.
 
     python benchmarks/start_path.py                          # two minutes
     python benchmarks/start_path.py --against CHECKOUT       # also another commit of this project
 
-The default configuration, compile off, starts with two workers under torchrun: a fresh run, then one that
-resumes from it, both twice. `lines` is the number of lines of those functions of mingpt/ and train.py, with
-their docstrings, that rank 0 enters in any thread until the forward pass of its first micro-batch ends; each
-counts once. `functions` and `files` count them. `collectives` is the number of calls of torch.distributed
-that exchange something until everything is loaded (the event run_start). Prints a row per start, as JSON.
+The default configuration, not compiled, starts with two workers under torchrun: first a fresh run, then the
+same run, which resumes. Rank 0 notes each function of mingpt/ and train.py that it enters, in any thread,
+until the forward pass of its first micro-batch ends. `functions`, `files` and `lines` count these functions,
+their files, and their lines with docstrings, each once. `collectives` is the number of rank 0's calls of
+torch.distributed that exchange something before the event run_start. Prints a row per start, as JSON.
 """
 
 import ast

@@ -9,16 +9,17 @@
 
 Runs of two workers under torchrun, without evaluations and snapshots, on two cores that nobody else uses. A
 step's time is the median over the records of metrics.jsonl after the first quarter. Prints a row per round,
-as JSON, then the median of the paired ratios with their range: ours over the other checkout's; exact over
-fast reduction (DDP), and ExactHook over it; `efficiency`, the tokens/s of W workers over W times those of
-one, or over those of two jobs of one worker and half the batch each, at once; nanoGPT's over ours.
+as JSON, then the median and the range of the paired ratios. The ratio is our time over the other checkout's;
+with --reduction, the time with exact reduction, or with ExactHook (only ddp), over that with fast reduction;
+with --nanogpt, nanoGPT's time over ours. --scaling and --jobs give an `efficiency`: the tokens/s of W workers
+over W times those of one worker, or over those of two jobs at once, each with one worker and half the batch.
 
 nanoGPT runs from a copy of its checkout on TEXT, tiny Shakespeare as one file, with its own train.py and the
 settings of its README's CPU run (`cpu`: 4 layers, 4 heads, 128 wide, block 64, batch 12) or of its
-shakespeare_char configuration (`10M`). It runs in three ways: not compiled, as its README says; not compiled
-but with bfloat16 autocast, which its train.py leaves out on a CPU (one line is changed in the copy); and
-compiled. Ours runs as two workers of one thread, the same compiled, and one compiled worker of two threads.
-Exit code 1 if --scaling finds less than 0.95 for two workers at 10M, or 0.92 at another size.
+shakespeare_char configuration (`10M`). It runs not compiled, as its README says; not compiled but with
+bfloat16 autocast, which its train.py leaves out on a CPU (one line is changed in the copy); and compiled.
+Ours runs as two workers of one thread, the same compiled, and one compiled worker of two threads. Exit code 1
+if --scaling finds less than 0.95 for two workers at 10M, or 0.92 at another size.
 """
 
 import argparse
@@ -88,13 +89,13 @@ HOOK = "import common; from support import hooked_ddp as h; h.STRATEGIES['ddp', 
 
 
 class Bench:
-    """Our step times, each from a run in its own folder."""
+    """Measures our step times, each in a run with its own folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs = folder, itertools.count(1)
 
     def step_s(self, settings: common.Settings, workers: int = 2, **options: Any) -> float:
-        """Return the seconds per step of a run, to which `options` of `common.start` apply.
+        """Train a run; return its seconds per step. `options` are those of `common.start`.
 
         Raises RuntimeError if the run fails, or is not compiled although it should be.
         """
@@ -136,10 +137,9 @@ def exact_over_fast(bench: Bench, size: str, arguments: argparse.Namespace) -> b
 
 
 def scaling(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
-    """Return whether two workers are efficient enough; four on two cores show that nothing breaks.
+    """Measure 1, 2 and 4 workers; return whether two are efficient enough.
 
-    One worker exchanges nothing and has no DistributedDataParallel around its model under `exact`; its row
-    under `fast` shows the cost of that.
+    One worker has DistributedDataParallel around its model only under `fast`: that row shows its cost.
     """
     variants: dict[str, Callable[[], float]] = {
         f"{reduction} {workers}": functools.partial(
@@ -182,9 +182,9 @@ def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> b
 
 
 def copy_peer(checkout: Path, text: str, copy: Path) -> None:
-    """Copy nanoGPT with the data that its own prepare.py makes.
+    """Copy nanoGPT, and add the data that its own prepare.py would make of `text`.
 
-    Its train_bfloat16.py is a second train.py, with autocast on the CPU.
+    The copy's train_bfloat16.py is its train.py with autocast on the CPU.
     """
     shutil.copytree(checkout, copy)
     folder = copy / "data" / "shakespeare_char"
@@ -205,7 +205,7 @@ def copy_peer(checkout: Path, text: str, copy: Path) -> None:
 def peer_step_s(
     copy: Path, size: str, variant: str, device: str = "cpu", steps: int = 0, timeout_s: float | None = None
 ) -> float:
-    """Return the median seconds per iteration of the second half, by nanoGPT's own clock."""
+    """Train with nanoGPT; return the median seconds per iteration of the second half, by its own clock."""
     program = "train_bfloat16.py" if variant == "bfloat16" else "train.py"
     steps = steps or SIZES[size]["trainer.max_steps"]
     evaluation = ["--eval_iters=1", "--eval_interval=100000", "--log_interval=1", f"--max_iters={steps}"]

@@ -4,15 +4,15 @@
     python benchmarks/stops.py --plain --stops 1      # of plain `python train.py`, a minute
     python benchmarks/stops.py --pause --stops 10     # by trainer.pause_after, some minutes
 
-A job is stopped in turns by SIGTERM and SIGINT to the agent, SIGUSR1 to a worker and a STOP file; in turns in
-the first 2 s of the first worker, in an evaluation with its text, and at any moment. With --pause a worker is
-killed at that moment, and the job stops by trainer.pause_after. After each stop the same command is started
-again, until the run is finished; then a new run begins. Prints a row per stop, as JSON.
+The ways to stop a job take turns: SIGTERM to the agent, SIGINT to the agent, SIGUSR1 to a worker, a STOP
+file. So do the moments: in the first worker's first 2 s, during an evaluation, at any time. With --pause a
+worker is killed at that moment, and the job stops by trainer.pause_after. After each stop the same command is
+started again, until the run is finished; then a new run begins. Prints a row per stop, as JSON.
 
-Exit code 1 unless each time the workers took less than 2 s plus a step and the rest of the imports, lost no
-step that had a snapshot, wrote a snapshot of the step they stopped at if they had begun to train, began at
-most one step after the time of a pause, and left no process, and each run ended with the hash and the records
-of an undisturbed one. Needs Linux.
+After a stop the workers must be gone within 2 s plus a step and the rest of their imports. No snapshot may be
+lost, and workers that had begun to train must leave a snapshot of their last step. After the time of a pause,
+at most one step may begin. Each run must end with the hash and the records of an undisturbed run. Exit code 1
+if one of these conditions does not hold. Needs Linux.
 """
 
 import json
@@ -94,7 +94,7 @@ def request_stop(kind: str, job: Job, pids: list[int], run_dir: Path, rng: rando
 
 
 def imports_left_s(marks: Path, since: float) -> float:
-    """Return the seconds for which a worker was still importing."""
+    """Return for how many seconds after `since` a worker was still importing."""
     ends = [float(path.read_text() or since) for path in marks.glob("imported-*")]
     return max([0.0, *(end - since for end in ends)])
 

@@ -3,13 +3,13 @@
     python benchmarks/throughput.py     # default, nanoGPT's CPU size, 10 M with and without dropout: 5 min
     python benchmarks/throughput.py --sizes default --rounds 1             # half a minute
 
-Prints a row per size, as JSON. `products` is the time that the arithmetic of a step would take at the rate
-measured for large matrix products in the run's type, over the step's time. A part's share is the time in the
-main thread that ends with the event of that part; `reduction` is the part of the reduction that is left after
-the last backward pass, and `optimizer` includes clipping. CPU seconds and page faults of a step, and peak
-memory, are rank 0's: with and without `trainer.parallel=fsdp` they show the cost of sharding, also on cores
-that others use. On a GPU (`--workers 1 trainer.device=cuda`) the shares of forward and backward are those of
-their launches. Wants cores that nobody else uses.
+Prints a row per size, as JSON. `products` is the share of a step's time that its arithmetic would take at the
+measured rate of a large matrix product in the run's type. A part's share is its time in the main thread; each
+part ends with its event (ENDS). `reduction` is what is left of it after the last backward pass, and
+`optimizer` includes clipping. CPU seconds and page faults of a step, and peak memory, are rank 0's. Measured
+with and without `trainer.parallel=fsdp`, they show the cost of sharding, also on cores that others use. On a
+GPU (`--workers 1 trainer.device=cuda`) the shares of forward and backward are the times of their launches.
+Needs cores that nobody else uses.
 """
 
 import argparse
@@ -59,7 +59,7 @@ CODE = "import throughput; from mingpt.config.cli import parse; throughput.StepT
 
 
 class StepTimes:
-    """Measures, in a worker, seconds of each step, and of each part over steps after the first quarter."""
+    """Measures a worker's seconds per step and, after the first quarter of the steps, seconds per part."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -117,7 +117,7 @@ class StepTimes:
 
 
 def measure(settings: common.Settings, workers: int, more: Sequence[str]) -> dict[str, Any]:
-    """Do one run; return rank 0's measurements, and torch and the device from its snapshot."""
+    """Train once; return rank 0's measurements, and torch's version, the device and the dtype."""
     with common.work_folder() as folder:
         run_dir = folder / "run"
         given = common.arguments_of({**QUIET, **settings, "run_dir": run_dir}, more)

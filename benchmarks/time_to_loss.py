@@ -3,10 +3,10 @@
     python benchmarks/time_to_loss.py TEXT          # loss 1.898 in 10 s, 5 seeds: a minute
     python benchmarks/time_to_loss.py TEXT --seeds 1 trainer.max_steps=10     # seconds
 
-The loss is the one that the run records at its last step, fixed beforehand, over the whole validation split
-(the text's last tenth), in windows of block_size. A row per seed, as JSON: the loss, and the seconds until
-its record is in metrics.jsonl. Exit code 1 unless all seeds reach the target within `--within_s`. Wants two
-cores that nobody else uses.
+The loss is that of the last step, whose number is fixed beforehand. It is a mean over the whole validation
+split (the text's last tenth), in windows of block_size. Prints a row per seed, as JSON: the loss, and the
+seconds until its record is in metrics.jsonl. Exit code 1 unless all seeds reach the target within
+`--within_s`. Needs two cores that nobody else uses.
 """
 
 import statistics

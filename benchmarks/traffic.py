@@ -1,12 +1,12 @@
-"""Collectives and bytes of each worker in a step, by counting.
+"""Counts the collectives of each worker in a step, and the bytes that the worker sends.
 
     python benchmarks/traffic.py                                          # 2 to 32 workers, half an hour
     python benchmarks/traffic.py --workers 2 --strategies "ddp exact" --optimizers adamw     # half a minute
 
-The trainer runs in workers forked after one import of torch, which take each other for workers of other
-nodes. torch's profiler names every collective of gloo, in every thread, with its number of elements and their
-type; the kernel counts the bytes of every socket. These are counts, not seconds: they do not depend on how
-busy a machine is. A worker that gives n bytes to a collective of W workers sends:
+The trainer runs in workers forked after one import of torch. The workers take each other for workers of other
+nodes. torch's profiler names every collective of gloo, in every thread, with the number and the type of its
+elements; the kernel counts the bytes of every socket. These are counts, not seconds: they do not depend on
+how busy a machine is. A worker that gives n bytes to a collective of W workers sends:
 
     all_to_all   n (W - 1) / W     its own part stays; if parts differ in size, on average over the workers
     all_gather   n (W - 1)         each passes on what it gets, in a ring
@@ -101,7 +101,7 @@ class Recorder:
 
 
 def sent_to_workers() -> int:
-    """Return the bytes that this process's sockets, except those to the store, have sent since opened."""
+    """Return the bytes that this process has sent by its open sockets, except those to the store."""
     store_port, sent = int(os.environ["MASTER_PORT"]), 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -116,7 +116,7 @@ def sent_to_workers() -> int:
 
 
 def subscribe(folders: list[Path]) -> None:
-    """Count in workers forked from here on; each run's counts go to the last folder at its time."""
+    """Make workers that are forked later write their counts to the folder that is last when they start."""
     recorders: list[Recorder] = []
 
     def start(launch: Any) -> None:
@@ -138,7 +138,7 @@ def sent_bytes(given: dict[str, int], workers: int) -> dict[str, float]:
 def summary(by_rank: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
     """Return the counts of the workers: calls of the first worker, bytes as means over all workers.
 
-    `messages` is the least number that gloo sends: in a ring, and all to all, W - 1 a round.
+    `messages` is the least number of messages that gloo sends: W - 1 per round of a ring or an all-to-all.
     """
     totals = [sum(sent_bytes(counted["given"], workers).values()) for counted in by_rank]
     calls, rounds = by_rank[0]["calls"], {"all_to_all": 1, "all_gather": 1, "all_reduce": 2}

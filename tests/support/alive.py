@@ -1,4 +1,4 @@
-"""The bytes of tensors that are alive, in whatever variables they are."""
+"""Counts the bytes of all living tensors."""
 
 import weakref
 from typing import Any

@@ -23,7 +23,7 @@ FORKS.set_forkserver_preload(
 
 
 def run_forked(command: str, folder: Path) -> str:
-    """Return the output of a command that starts a module. Its workers are forks, in place of torchrun's."""
+    """Run the module that a command names, in as many forks as torchrun has workers; return the output."""
     link_root(folder)
     workers, deadline = re.search(r"--nproc_per_node=(\d+)", command), time.monotonic() + TIMEOUT_S
     size, port, words = int(workers[1]) if workers else 1, free_port(), command.partition(" -m ")[2].split()

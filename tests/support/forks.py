@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0
 
 
 class ForkedContext(DistributedContext):
-    """The context of a rank. If it is not alone, its process group exists already."""
+    """The context of a rank. If there are several ranks, their process group must exist already."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.launch = Launch(
@@ -40,7 +40,7 @@ class ForkedContext(DistributedContext):
 
 
 def share_memory(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> Transport:
-    """The context's transport from now on, as a worker has it: through memory if possible."""
+    """Give the context a worker's transport, by shared memory if possible; returns it. Collective."""
     listener, address = shared_memory.listen()
     addresses = context.all_gather_object(address)
     context.transport = connect(context.rank, listener, addresses, context.all_gather_object, timeout_s)
@@ -73,7 +73,7 @@ def fork_ranks(
 
 
 def receive(receiver: Connection, deadline: float) -> Any:
-    """The object that a rank sends; None if the rank dies."""
+    """The object that a rank sends; None if the rank dies. Raises TimeoutError."""
     is_there = receiver.poll(max(0.0, deadline - time.monotonic()))
     if not is_there:
         raise TimeoutError("a rank has not ended in time")
@@ -99,7 +99,7 @@ def results_of(
 def run_rank(
     sender: Connection, folder: str, rank: int, world_size: int, work: Callable[[DistributedContext], Any]
 ) -> None:
-    """Run `work` in a fork, to the end of its process."""
+    """Run `work` in a fork, send its result or its exception, and end the process."""
     try:
         torch.set_num_threads(1)
         if world_size > 1:

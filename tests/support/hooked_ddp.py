@@ -8,7 +8,7 @@ from mingpt.parallel.strategy import Forward
 
 
 class HookedDDP(ddp.DDPReduction):
-    """A loop that keeps DDP: all micro-batches but the last are under `no_sync`, as in DDPReduction."""
+    """A strategy that keeps DDP: all micro-batches but the last are under `no_sync`, as in DDPReduction."""
 
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
         if not dist.is_initialized():  # there is a single rank

@@ -19,7 +19,7 @@ POLL_S = 0.01
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie; False also where /proc cannot be read."""
+    """Whether a process exists and is no zombie; False also if /proc cannot be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -80,7 +80,10 @@ class Job:
             ) from None
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float = 90) -> Any:
-        """Poll until the condition holds; returns its value. Raises RuntimeError if the job ends before."""
+        """Poll until the condition holds; returns its value.
+
+        Raises RuntimeError if the job ends first, and TimeoutError after `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             value = condition()
@@ -111,7 +114,7 @@ class Job:
 
 
 def read_history(run_dir: Path) -> dict[str, Any]:
-    """The content of run.json, or a content in its place while there is none."""
+    """The content of run.json; while there is no such file, the status "none" and no generations."""
     try:
         return dict(read_json(run_dir / "run.json"))
     except OSError:
@@ -119,9 +122,9 @@ def read_history(run_dir: Path) -> dict[str, Any]:
 
 
 def tensor_hash(run_dir: Path, step: int | None = None) -> str:
-    """The SHA-256 of the hashes of a step's tensor files, in the manifest's order; "none" without a snapshot.
+    """One SHA-256 for all tensor files of a step, by default the newest; "none" without a snapshot.
 
-    By default the step is the newest.
+    It is computed from the files' own SHA-256, in the manifest's order.
     """
     folder = run_dir / "snapshots"
     manifests = sorted(folder.glob("step_*.json" if step is None else f"step_{step:08d}.json"))

@@ -1,4 +1,4 @@
-"""Files, headings and names in the code that a page mentions, compared with those that exist."""
+"""Finds files, headings and names that a page mentions and that do not exist in the repository."""
 
 import re
 from collections.abc import Iterator, Set
@@ -59,7 +59,7 @@ def anchors(text: str) -> set[str]:
 
 
 def wrong_paths(prose: str, root: Path, added: Set[str]) -> Iterator[str]:
-    """Lines on missing files and folders in backticks: paths from the root, or ends such as `exact.py`."""
+    """Lines on missing files and folders in backticks: paths from the root, or file names like `exact.py`."""
     for name in dict.fromkeys(CODE.findall(prose)):
         if name in added or not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", name):
             continue
@@ -72,7 +72,7 @@ def wrong_paths(prose: str, root: Path, added: Set[str]) -> Iterator[str]:
 
 
 def wrong_names(prose: str, page: Path) -> Iterator[str]:
-    """Lines on links [`name`](file.py) whose file neither defines the name nor has it."""
+    """Lines on links [`name`](file.py) whose file does not define the name, or has a different file name."""
     for name, target in NAME_LINK.findall(prose):
         file = (page.parent / target).resolve()
         if not file.exists():
@@ -84,13 +84,13 @@ def wrong_names(prose: str, page: Path) -> Iterator[str]:
 
 
 def is_defined(name: str, program: str) -> bool:
-    """Whether a line of the program begins with this name of the module or of a class, as in `Class.name`."""
+    """Whether a line of the program defines this name; for `Class.name`, a line of any class."""
     last, indent = name.rpartition(".")[2], "    " * name.count(".")
     return re.search(rf"^{indent}(?:async def |def |class )?{last}\b", program, re.MULTILINE) is not None
 
 
 def wrong_modules(text: str, root: Path) -> Iterator[str]:
-    """Lines on missing modules of this repository in commands, and missing commands of `python -m mingpt`."""
+    """Lines on commands of a page that start a missing module, or a missing command of `-m mingpt`."""
     for module in dict.fromkeys(MODULE.findall(text)):
         path = root / module.replace(".", "/")
         if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():

@@ -14,7 +14,7 @@ from mingpt.snapshot.contents import tensor_shapes
 CONFIG = Config(
     data=DataConfig(block_size=7), model=ModelConfig(n_layer=1, n_head=1, n_embd=8, arch="modern")
 )
-# Of each manifest.
+# Fields of each manifest.
 FIELDS: dict[str, Any] = {"config": to_dict(CONFIG), "tokenizer": {"kind": "none", "vocab_size": 11}}
 SHAPES = tensor_shapes(CONFIG, 11)
 

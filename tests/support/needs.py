@@ -1,4 +1,4 @@
-"""What a test needs of its system, as Linux has it. conftest.py skips a test where that is missing."""
+"""Checks that the system has what a test needs. conftest.py skips a test that raises FacilityMissing."""
 
 import os
 from types import ModuleType

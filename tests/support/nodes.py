@@ -87,7 +87,7 @@ class Node:
         self.boot()
 
     def boot(self, *, wipe: bool = False) -> None:
-        """Start a node that is down, with its disk or an empty one; cut connections work again."""
+        """Start a node that is down, with an empty disk if `wipe`. Cut connections work again."""
         assert not self.is_up(), f"{self.name} is up"
         if wipe:
             shutil.rmtree(self.disk)
@@ -228,7 +228,7 @@ class Node:
         wait_until(lambda: self._signal_unless(signal.SIGCONT, "RSDZX", "RSDZX") and self._outer_are("RSDZX"))
 
     def _signal_unless(self, number: signal.Signals, done: str, enough: str) -> bool:
-        """Send a signal to processes whose state is not in `done`; whether all then are in `enough`."""
+        """Signal processes whose state is not in `done`; return whether all are then in `enough`."""
         pids = [pid for pid in self.pids() if pid != self.init and state_of(pid) not in done]
         send_to(number, pids)
         return all(state_of(pid) in enough for pid in pids)
@@ -239,9 +239,9 @@ class Node:
 
 
 class Cluster:
-    """`count` nodes that see each other, and `folder/shared` if `shared`.
+    """`count` nodes in one network, with a shared folder if `shared`.
 
-    `shared` and `disk` are paths that exist on every node: the folder of all nodes, and each node's own.
+    The attributes `shared` and `disk` are paths on every node: the shared folder and the node's own disk.
     """
 
     def __init__(self, count: int, folder: Path, *, shared: bool = True) -> None:

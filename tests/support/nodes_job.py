@@ -26,15 +26,15 @@ QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join
 class Progress:
     """The newest generation on record, and its last step."""
 
-    began: float  # seconds since 1970, as `seen` is, the time of the last step in run.json
-    seen: float
+    began: float  # seconds since 1970
+    seen: float  # the time of the last step in run.json, in seconds since 1970
     workers: int
     from_step: int
     step: int
 
 
 class NodesJob:
-    """train.py with one worker per node, in the "shared" folder or a folder of each node's "own" disk.
+    """train.py with one worker per node. `disk` is "shared" (one run_dir) or "own" (one on each node's disk).
 
     `launch` is "folder" or "hosts" (launch/elastic.sh, with a shared folder or a list of all nodes) or
     "stock" (torchrun's c10d store on the first node). `minimum` is MIN of --nnodes=MIN:MAX. No wait is longer
@@ -99,14 +99,14 @@ class NodesJob:
         return Progress(last["began"], last["seen"], last["workers"], last["from_step"], step)
 
     def goes_on(self, nodes: Sequence[Node], since: float, workers: int | None = None) -> bool:
-        """Whether a generation of so many workers that began after `since` has completed a step."""
+        """Whether a generation of `workers` (None: any) that began after `since` has completed a step."""
         now = self.progress(nodes)
         if now is None or now.began < since or now.step <= now.from_step:
             return False
         return workers is None or now.workers == workers
 
     def all_train(self, since: float) -> bool:
-        """Whether all nodes have completed a step together; they may never have been apart."""
+        """Whether a generation of all nodes, new or old, has completed a step after `since`."""
         now = self.progress(self.nodes)
         if now is None or now.workers < len(self.nodes):
             return False
@@ -179,7 +179,7 @@ class NodesJob:
         return codes
 
     def hashes(self, step: int) -> set[str]:
-        """The first 16 digits of the SHA-256 of this step's tensors, from all folders that have the step."""
+        """The first 16 digits of `tensor_hash`, from each run folder that has a snapshot of this step."""
         return {tensor_hash(run_dir, step)[:16] for run_dir in self.run_dirs(self.nodes)} - {"none"}
 
     def errors(self) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 @contextlib.contextmanager
 def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The server's file system by fsspec. Processes that are started meanwhile find it by the environment."""
+    """Yield fsspec's file system of a server. Processes that are started meanwhile find the server, too."""
     s3fs = pytest.importorskip("s3fs", reason="requirements-dev.txt installs it")
     from moto.server import ThreadedMotoServer
 

@@ -58,8 +58,8 @@ def commands(page: Path, marked: bool = False) -> list[str]:
 def apply_additions(tree: Path) -> None:
     """Apply the blocks of docs/extending.md to a copy of the project.
 
-    A block with `line=FILE` comes before the first import of mingpt there, one with `file=FILE` is a new
-    file, and a diff of two lines replaces the one by the other.
+    A block with `line=FILE` goes into FILE, before the first import of mingpt. A block with `file=FILE` is a
+    new file. A diff with `file=FILE` has two lines: the second one replaces the first one in FILE.
     """
     for language, attributes, content in blocks(ROOT / "docs" / "extending.md"):
         if "line" in attributes:
@@ -87,7 +87,7 @@ def halves_of_the_readme() -> tuple[list[str], list[str]]:
 
 
 def shorten(line: str, text: Path, more: dict[str, object]) -> list[str]:
-    """The commands of a line, one for each node; settings on the page are kept."""
+    """The shortened commands of a line, one for each node. Most settings that the line gives are kept."""
     line, _, remark = line.partition("#")
     words = line.split("&&")[-1].split()
     if words[0] == "pytest":
@@ -107,7 +107,7 @@ def shorten(line: str, text: Path, more: dict[str, object]) -> list[str]:
 
 
 def run_all(lines: Sequence[str], text: Path, folder: Path, **more: object) -> None:
-    """Run the lines in order, in one folder, since later commands use the results of earlier ones."""
+    """Run the lines in order, in one folder: later commands use the results of earlier ones."""
     for name in NEEDED:
         (folder / name).symlink_to(ROOT / name)
     for line in lines:
@@ -115,7 +115,7 @@ def run_all(lines: Sequence[str], text: Path, folder: Path, **more: object) -> N
 
 
 def run(line: str, text: Path, folder: Path, **more: object) -> None:
-    """Run all commands of a line at once, as on several nodes. Settings have two underscores for a dot."""
+    """Run all commands of a line at once, as on several nodes. In `more`, `a__b` is the setting `a.b`."""
     settings = {key.replace("__", "."): value for key, value in more.items()}
     port, running = free_port(), []
     for node, command in enumerate(shorten(line, text, settings)):

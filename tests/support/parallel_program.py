@@ -2,8 +2,8 @@
 
     python -m support.parallel_program OUTPUT GROUP
 
-GROUP is a key of GROUPS. This is a process of its own, since a process that has run a backward pass may be
-unable to run one in its forks.
+GROUP is a key of GROUPS. This program runs in its own process, because a process that has run a backward pass
+may be unable to run one in its forks.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ GROUPS: dict[str, dict[str, Case]] = {
 
 
 def make_strategy(case: Case, context: DistributedContext) -> tuple[GPT, Strategy]:
-    """A model whose weights are the same for any number of ranks, and whoever holds its rows."""
+    """A model and its strategy. The weights are the same for any number of ranks, sharded or not."""
     config = ModelConfig(arch=case.arch, n_layer=2, n_head=2, n_embd=20, dropout=0.1)  # type: ignore[arg-type]
     with torch.device("meta"):
         model = GPT(config, vocab_size=VOCABULARY, block_size=LENGTH)
@@ -200,7 +200,7 @@ Results = dict[int, list[dict[str, Outcome]]]  # {number of ranks: [{case: outco
 
 
 def run_program(output: Path, group: str) -> Results:
-    """The results of a group, computed in another process without a warning."""
+    """The results of a group, computed in another process, which must not print a warning."""
     tests = Path(__file__).parent.parent
     command = [sys.executable, "-m", "support.parallel_program", str(output), group]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
@@ -229,7 +229,7 @@ def assert_close(mine: Tensors, expected: Tensors) -> None:
 
 
 def assert_pieces(outcomes: Sequence[Outcome], expected: Outcome) -> None:
-    """Assert that each rank's pieces are its rows of one rank's tensors, bit by bit."""
+    """Assert that the ranks' results are, bit by bit, those of one rank, and that each has its rows."""
     for rank, outcome in enumerate(outcomes):
         for name, piece in outcome.pieces.items():
             rows = split_rows(len(expected.pieces[name]), len(outcomes))[rank]

@@ -40,7 +40,7 @@ WORDS = [
 
 
 def run_apart(*words: object, before: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in its own process, which first runs `before`, some Python code."""
+    """Run the command in its own process, which first runs the Python code `before`."""
     run = "runpy.run_module('mingpt', run_name='__main__', alter_sys=True)"
     start = f"import runpy, sys\n{before}\n{run}"
     command = [sys.executable, "-c", start, "prepare", *map(str, words)]
@@ -96,7 +96,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def mixed(characters: int, seed: int) -> str:
-    """A text with every kind of whitespace, in which end-of-text is spelled."""
+    """A text with every kind of whitespace, and with the characters `<|endoftext|>`."""
     rng, text = random.Random(seed), ""
     while len(text) < characters:
         text += "".join(rng.choices(WORDS, k=200))

@@ -16,7 +16,7 @@ HOST = platform.node()
 
 
 class ThreadTransport(Transport):
-    """The tensors of one rank of several, which travel as objects."""
+    """The transport of one rank: tensors travel as objects, by the context's `all_gather_object`."""
 
     def __init__(self, context: DistributedContext) -> None:
         super().__init__(context.rank, context.world_size)
@@ -39,7 +39,7 @@ class ThreadTransport(Transport):
 
 
 class ThreadContext(DistributedContext):
-    """One rank of several. Each rank is alone on its node, unless all ranks are on one node."""
+    """The context of one rank. Each rank has a node of its own, unless `one_node` puts all on one."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""The settings that a program reads, each as an attribute of a variable that holds its own section.
+"""Finds the settings that source code reads, each as an attribute of its section of the configuration.
 
 A section is known by its name, as in `config.trainer.device` or `trainer.device`, and by the annotation of a
-parameter: after `config: DataConfig`, `config.path` reads data.path. A program is a module.
+parameter: after `config: DataConfig`, `config.path` reads data.path.
 """
 
 import re
@@ -11,7 +11,7 @@ from mingpt.config import Config
 
 
 def read_settings(keys: Sequence[str], programs: Iterable[str]) -> set[str]:
-    """The keys, of these dotted ones, that the source code of these programs reads."""
+    """The dotted `keys` that the source code in `programs` reads."""
     read: set[str] = set()
     for program in programs:
         for key in keys:

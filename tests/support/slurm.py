@@ -153,10 +153,10 @@ class SlurmCluster:
         return self.job(number)["JobState"]
 
     def start_again(self, number: int, restarts: int) -> None:
-        """Wait until a job runs for its next time; without this, Slurm would wait for two minutes.
+        """Wait until a requeued job runs and has been restarted `restarts` times.
 
-        Slurm sets that wait when the last process of the job is gone. Within a second of that, slurmd would
-        refuse the job ("Job credential revoked"): it cannot tell this start from the one before.
+        Slurm starts such a job after two minutes; this function lets it start after 3 s. Within a second,
+        slurmd would refuse the job ("Job credential revoked"), taking this start for the one before.
         """
 
         def is_started() -> bool:
@@ -170,7 +170,7 @@ class SlurmCluster:
         self.wait_until(is_started, 120)
 
     def kill_node(self, node: str) -> None:
-        """Send SIGKILL to the node's slurmd and its processes, slurmstepd first: none tells slurmctld."""
+        """Send SIGKILL to the node's slurmd and its jobs' processes, so that none can tell slurmctld."""
         pids = self.job_pids(node)
         daemons = {step_daemon(pid) for pid in pids} - {None}
         # All must seem to die at once, as with a machine. srun would end the step if it saw its daemons die:
@@ -213,7 +213,7 @@ def name_of(pid: int) -> str:
 
 
 def step_daemon(pid: int) -> int | None:
-    """The slurmstepd that has started a process, if it is its parent."""
+    """The process id of a process's parent if that is a slurmstepd, else None."""
     try:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:

@@ -90,7 +90,7 @@ def save(
     tensors: Mapping[str, Tensor] = TENSORS,
     keep: Keep = Keep(last=100),  # noqa: B008
 ) -> None:
-    """Save to the end."""
+    """Save a snapshot, and wait until it is written."""
     saver.save(manifest, tensors, keep)
     saver.wait()
 

@@ -14,7 +14,7 @@ TIMEOUT_S = 10.0
 
 
 class Switch:
-    """Forwards between the links that are plugged in, except for those that are cut."""
+    """Forwards packets between all links that are plugged in and not cut."""
 
     def __init__(self) -> None:
         # Part of an interface's name, of which the kernel takes 15 characters.
@@ -63,7 +63,7 @@ class Switch:
         self.load_rules()
 
     def load_rules(self) -> None:
-        """Replace the packet filter. ARP passes, so that a cut link times out and is not unreachable."""
+        """Replace the packet filter. ARP passes: connections over a cut link time out instead of failing."""
         ends = [end for link in self.links_cut for end in (f"iifname {link}", f"oifname {link}")]
         rules = [f"{end} ether type {kind} drop" for end in ends for kind in ("ip", "ip6")]
         chain = "\n".join(["type filter hook forward priority 0;", *rules])

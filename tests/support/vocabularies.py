@@ -65,7 +65,7 @@ def words_of(text: str) -> bytes:
 
 
 def llama_like() -> bytes:
-    """A tokenizer that turns spaces into U+2581, one of them in front, and unknown characters into bytes."""
+    """A tokenizer that adds a space in front, turns spaces into U+2581 and unknown characters into bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["\u2581", "a", "b", "c", "\u2581a", "\u2581b", "ab", "."]
     vocab = {piece: token for token, piece in enumerate(pieces)}

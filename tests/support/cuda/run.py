@@ -1,14 +1,14 @@
-"""Run any command, with all its processes, on GPUs that a stand-in for CUDA and NCCL pretends.
+"""Run any command, with all its processes, on GPUs that a stand-in for CUDA and NCCL simulates.
 
     python tests/support/cuda/run.py --gpus 2 python train.py trainer.workers=2
 
-It needs g++ and torch built for CUDA, no GPU. Kernels do nothing, and results are computed on the CPU, so no
-speed is measured. These environment variables change what is pretended:
+It needs g++ and torch built for CUDA, but no GPU. Kernels do nothing, and results are computed on the CPU, so
+times say nothing about a GPU. Environment variables:
 
 STANDIN_GPUS          number of GPUs; CUDA_VISIBLE_DEVICES chooses among them (1)
 STANDIN_CAPABILITY    compute capability (8.0)
 STANDIN_MEMORY_GB     memory of a GPU, GiB (80)
-STANDIN_NCCL_FAIL     the reason with which no communicator can be made
+STANDIN_NCCL_FAIL     if set, no communicator can be made; the value is the reason
 STANDIN_NCCL_NOTICES  1: NCCL reports an error when a peer has exited, as it does between nodes
 STANDIN_NUMERICS      0: no arithmetic, which torch.compile needs
 STANDIN_DIR           folder for records and messages
@@ -28,7 +28,7 @@ INCLUDE = Path(sysconfig.get_paths()["purelib"]) / "triton" / "backends" / "nvid
 
 @dataclass(frozen=True)
 class Record:
-    """One of WAIT, FORBIDDEN, MISMATCH, HAZARD, COLLECTIVE, ALLOCATION and CAPTURE, and what it was."""
+    """A record of `kind` WAIT, FORBIDDEN, MISMATCH, HAZARD, COLLECTIVE, ALLOCATION or CAPTURE."""
 
     pid: int
     kind: str
@@ -50,7 +50,7 @@ def build(folder: Path) -> None:
 def environment(libraries: Path, records: Path, gpus: int = 1, **more: str) -> dict[str, str]:
     """Return the environment variables of a command on the stand-in, whose libraries `build` has made.
 
-    `records` is an existing folder, for `read_records`. Names in `more` are those above without STANDIN_.
+    `records` is an existing folder, for `read_records`. `more` has further variables, without STANDIN_.
     """
     path = os.pathsep.join(filter(None, [str(HERE / "hook"), os.environ.get("PYTHONPATH")]))
     return {

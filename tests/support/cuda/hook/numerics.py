@@ -33,7 +33,7 @@ def is_cuda(value: object) -> bool:
 
 
 def on_cpu(value: Any) -> Any:
-    """Return a CPU tensor of a CUDA tensor's memory; the CPU in place of a GPU; another value as it is."""
+    """Return the CPU's device, generator, or tensor in the same memory; another kind of value as it is."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if isinstance(value, torch.Generator):
@@ -76,7 +76,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, shape: Any, inverse: Tensor, weight
 
 
 def fused_adamw(*lists: Any, **options: Any) -> None:
-    """Pad the tensors: the CPU's kernel rounds a tail of less than 16 elements differently."""
+    """Run the CPU's kernel on padded tensors: it rounds a tail of less than 16 elements differently."""
     padded = [[torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % 16)) for t in ts] for ts in lists[:4]]
     torch.ops.aten._fused_adamw_(*padded, *lists[4:], **options)
     for i in (0, 2, 3):
@@ -141,7 +141,7 @@ class Numerics(TorchDispatchMode):
         return out
 
     def compute(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        """Compute on the CPU. `out` is filled; None if the operation changes its arguments."""
+        """Compute an operation on the CPU, and fill `out` unless the operation changes its arguments."""
         pair = args[:2] if name == "copy_" else (out, args[0] if args else None)
         if name in ("copy_", "_to_copy") and copied_by_runtime(*pair):
             return
@@ -170,7 +170,7 @@ def write_place(buffer: int, size: int) -> None:
 
 
 def compute_here() -> bool:
-    """Let this thread's operations have results; returns True."""
+    """Compute the results of this thread's CUDA operations from now on; returns True."""
     if not hasattr(in_thread, "mode"):
         in_thread.mode = Numerics()
         in_thread.mode.__enter__()
@@ -178,9 +178,9 @@ def compute_here() -> bool:
 
 
 def install() -> None:
-    """Compute in this thread, in those started from now on, and in those that ask for a GPU.
+    """Compute results in this thread, in threads that start later, and in threads that ask for a GPU.
 
-    Environment variable STANDIN_NUMERICS=0: in none; torch.compile compiles nothing under a dispatch mode.
+    With STANDIN_NUMERICS=0, compute none: torch.compile compiles nothing under a dispatch mode.
     """
     library.standin_set_place(write_place)
     if os.environ.get("STANDIN_NUMERICS") != "0":
