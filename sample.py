@@ -1,8 +1,8 @@
 """Generate text with a trained model: python sample.py out/default --prompt "..." --tokens 300.
 
 Prints the prompt, then the text, and nothing else; several samples are separated by a line of dashes. A
-sample ends early at an end-of-text token. In a terminal, if no prompt is given, the program asks for one
-prompt after another: Ctrl-C stops a text, Ctrl-D ends the program.
+sample ends early at an end-of-text token, except with --prompt_tokens. In a terminal, if no prompt is given,
+the program asks for one prompt after another: Ctrl-C stops a text, Ctrl-D ends the program.
 """
 
 import argparse
@@ -162,7 +162,7 @@ def find_device(wanted: str) -> "torch.device":
 
 
 def answer_prompts(model: "GPT", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
-    """Ask for prompts until Ctrl-D, and write the samples for each prompt; Ctrl-C stops a sample early."""
+    """Ask for prompts until Ctrl-D, and write the samples for each prompt; Ctrl-C stops these samples."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (if Python has it, it gives input() a history)
     while True:

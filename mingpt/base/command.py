@@ -82,7 +82,7 @@ def open_streams() -> None:
 def write_stdout(text: str) -> None:
     """Write text to stdout, and flush it.
 
-    Raises UserError if stdout is closed or the write fails, and SystemExit(1) if the process that reads
+    Raises UserError if stdout is closed or the write fails. Raises SystemExit(1) if the process that reads
     stdout has exited, as `head` does after some lines.
     """
     sys.stdout.write(text)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 class UserError(ValueError):
     """A mistake that only the user can correct; the message is one sentence.
 
-    The process exits with code 2. In a job all ranks raise UserError, and the job ends without restarts. The
-    subclass NodeRefused differs in this.
+    The process exits with code 2. In a job all ranks raise UserError, and the job ends without restarts. But
+    only the ranks of a refused node raise the subclass NodeRefused, and the job goes on.
     """
 
 
@@ -41,7 +41,7 @@ class StopRequested(Exception):
 class NonRetryableError(ExpectedError):
     """A failure that a restart would repeat. It ends the job with exit code 1, without restarts.
 
-    In training all ranks raise it; but only the ranks that write to the run folder raise the subclass
+    In training all ranks raise this error; but only the ranks that write to the run folder raise the subclass
     SupersededError.
     """
 
@@ -80,4 +80,4 @@ class CorruptSnapshot(Exception):
 
 
 class UnreadableSnapshot(Exception):
-    """A snapshot, or a folder of snapshots, cannot be read now or belongs to another job; it may be valid."""
+    """A snapshot, or a folder of snapshots, cannot be read now, or is of another job, but may be valid."""

@@ -168,9 +168,9 @@ def reason_of(error: BaseException) -> str:
 def decode_text(content: bytes, offset: int = 0) -> str:
     """Decode UTF-8, and drop a byte order mark at the start.
 
-    Raises ValueError for other content. The error's message begins with "not UTF-8" and says that the content
-    is probably UTF-16, or names the first wrong byte and its place in the file. `offset` is the place of
-    `content` in the file, in bytes.
+    Raises ValueError for other content, and if more than a third of the bytes are NULs. The error's message
+    begins with "not UTF-8". The message then says that the content is probably UTF-16, or names the first
+    wrong byte and its place in the file. `offset` is the place of `content` in the file, in bytes.
     """
     # UTF-16 without a mark may be valid UTF-8, with a NUL beside each letter.
     if content.startswith(UTF16_MARKS) or 3 * content.count(0) > len(content):

@@ -50,8 +50,8 @@ def refuse_pipe(path: str, what: str) -> None:
 def describe_obstacle(path: str | Path, error: BaseException) -> str:
     """Return why no folder could be made at `path`.
 
-    If `path` or one of its parents exists and is not a folder, the reason names it; otherwise the reason is
-    `reason_of(error)`.
+    If `path` or a parent of `path` exists and is not a folder, the reason names this obstacle. Otherwise the
+    reason is `reason_of(error)`.
     """
     for place in (Path(path), *Path(path).parents):
         if os.path.lexists(place) and not os.path.isdir(place):

@@ -34,7 +34,7 @@ class Process:
     def is_alive(self) -> bool | None:
         """Return whether the process is alive; a zombie is not.
 
-        Returns None if this is unknown, because the process is on another machine or /proc hides it.
+        Returns None if the process is on another machine, or if /proc hides the process.
         """
         if self.machine != this_machine():
             return None
@@ -57,9 +57,9 @@ def this_process(pid: int | None = None) -> Process:
 
 
 def this_machine() -> str:
-    """Return a name that is equal in two processes if and only if each can see the other's process id.
+    """Return a name for the machine's boot and pid namespace, within which process ids are valid.
 
-    On systems other than Linux it is the host's name.
+    On systems other than Linux, return the host's name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

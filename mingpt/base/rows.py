@@ -42,7 +42,7 @@ class RowMap:
         return rows[rank] if rows else range(self.shapes[name][0] if self.shapes[name] else 1)
 
     def numel(self, name: str) -> list[int]:
-        """Return, for each rank, how many elements of a tensor it holds."""
+        """Return, for each rank, how many elements of a tensor the rank holds."""
         columns = math.prod(self.shapes[name][1:])
         return [len(self.of(name, rank)) * columns for rank in range(self.workers)]
 

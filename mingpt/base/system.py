@@ -85,7 +85,7 @@ def complete(outcome: Future[T], work: Callable[[], T]) -> None:
 
 
 def loopback_address() -> str:
-    """Return 127.0.0.1, or ::1 on a host without IPv4. Unlike localhost, these need no name resolution."""
+    """Return 127.0.0.1, or ::1 on a host without IPv4. Unlike localhost, neither needs name resolution."""
     try:
         with socket.socket(socket.AF_INET) as probe:
             probe.bind(("127.0.0.1", 0))
@@ -97,7 +97,8 @@ def loopback_address() -> str:
 def ipv4_addresses() -> list[tuple[str, ipaddress.IPv4Interface]]:
     """Return (interface's name, IPv4 address and network) for each IPv4 address of this host.
 
-    An interface's primary addresses come before its secondary addresses. Raises OSError.
+    An interface's primary addresses come before its secondary addresses. Raises OSError if the kernel
+    refuses, as on systems other than Linux.
     """
     buffer = bytearray(IFREQ_BYTES * MAX_ADDRESSES)
     place = ctypes.addressof(ctypes.c_char.from_buffer(buffer))

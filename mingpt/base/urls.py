@@ -19,7 +19,7 @@ QUERY = re.compile(r"\?[^?]*=.*")  # a signed query, as in S3's URLs; a ? withou
 
 
 def redact(text: str) -> str:
-    """Return the text with *** in place of passwords, tokens and queries in its URLs."""
+    """Return the text with *** in place of passwords, tokens and queries (?key=value) in its URLs."""
 
     def hide(match: re.Match[str]) -> str:
         url = PASSWORD.sub(rf"\1{HIDDEN}@", match[0])

@@ -97,7 +97,10 @@ class DataConfig:
 
     @property
     def resolved_path(self) -> str:
-        """The path of the data: `path`, or the text beside train.py if the default path does not exist."""
+        """The path of the data: `path`, with one exception.
+
+        If `path` is the default and does not exist, the result is the path of the text beside train.py.
+        """
         is_missing = self.path == "data/input.txt" and not os.path.lexists(self.path)
         return str(PROJECT / self.path) if is_missing else self.path
 

@@ -1,7 +1,7 @@
 """Turn text or token shards (.bin files of tokens) into windows, and assign the windows to workers.
 
-A window is a training sequence. Each window of an epoch is trained on exactly once, whatever the number of
-workers. This package uses no model and no process group.
+A window is an input sequence and its targets. Each window of an epoch is read exactly once, whatever the
+number of workers. This package uses no model and no process group.
 """
 
 import importlib

@@ -1,8 +1,8 @@
 """The data of a run: a text or token shards, split for training and validation, as windows of tokens.
 
-The model never trains on the validation part. But a tokenizer may be made from the whole text, both parts.
-`TextData` and `ShardData` have the same methods, so code that uses data need not know which of the two it
-has. `open_data` chooses between them, by `is_shards`.
+The model never trains on the validation part. But a tokenizer may be made from the whole text. `TextData` and
+`ShardData` have the same methods, so their callers need not distinguish the two classes. `open_data` chooses
+the class, by `is_shards`.
 """
 
 import codecs
@@ -29,7 +29,7 @@ class Corpus:
     train: WindowDataset
     val: WindowDataset
     tokenizer: Tokenizer | None  # None for token shards whose tokenizer is not known
-    vocab_size: int  # rows of the embedding; at least the tokenizer's size
+    vocab_size: int  # rows of the embedding; in a new model at least the tokenizer's size
     fingerprint: str  # a hash of the data, 64 hexadecimal digits
     files: Mapping[str, str] = field(default_factory=dict)  # {shard's name: fingerprint}; empty for a text
     val_bytes: int | None = None  # bytes of the validation text after its first token; None if unknown
@@ -88,8 +88,8 @@ class TextData:
         """Return (training tokens, validation tokens, size of the vocabulary, number of validation bytes).
 
         The number counts the UTF-8 bytes of the validation text after its first token, which is never a
-        target. The number is None if the tokenizer loses some of that text. `tokenizer` must not be None.
-        Raises UserError if the tokenizer cannot encode the text.
+        target. The number is None if `Tokenizer.loses` returns True for that text. `tokenizer` must not be
+        None. Raises UserError if the tokenizer cannot encode the text.
         """
         assert tokenizer is not None, "a text needs a tokenizer"
         n_train = int(len(self.text) * (1 - self.val_fraction))
@@ -104,7 +104,7 @@ Data = TextData | ShardData
 
 
 def open_data(config: DataConfig) -> Data:
-    """Read the text, or open the token shards, at data.path on this machine.
+    """Read the text, or open the token shards, at data.path.
 
     Raises UserError if the data cannot be used.
     """
@@ -116,7 +116,7 @@ def open_data(config: DataConfig) -> Data:
 def tokenizer_file(data: Data) -> Path | None:
     """Return the path of the tokenizer.json beside the data.
 
-    Returns None if there is no such file, or if the data are at a URL.
+    Returns None if there is no such file, or if the data are not in a local folder.
     """
     path = data.folder / "tokenizer.json" if data.folder else None
     return path if path and path.is_file() else None
@@ -125,7 +125,8 @@ def tokenizer_file(data: Data) -> Path | None:
 def make_corpus(content: bytes, config: DataConfig) -> Corpus:
     """Return the Corpus of a text, `content`, encoded with a tokenizer that is made from this text.
 
-    Raises UserError for an unusable text, KeyError if data.tokenizer is neither auto nor in TOKENIZERS.
+    Raises UserError for an unusable text or setting, and KeyError if data.tokenizer is neither auto nor in
+    TOKENIZERS.
     """
     data = TextData(content, config)
     return tokenize(data, config, data.train_tokenizer(config.tokenizer))
@@ -166,10 +167,10 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
 
 
 def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
-    """Return the lowest possible loss, in nats per character, that a .json file beside the text gives.
+    """Return the lowest possible loss, in nats per character, that input.json beside a text input.txt gives.
 
-    Returns None if there is no such file, or if the file has no such number. Also returns None if the number
-    is for a different val_fraction, or for a text with a different hash than `fingerprint`.
+    Returns None if the file cannot be read, or has no such number. Also returns None if the number is for a
+    different val_fraction, or for a text with a different hash than `fingerprint`.
     """
     beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
     try:

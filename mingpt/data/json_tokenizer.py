@@ -1,8 +1,9 @@
-"""Find and run any Hugging Face tokenizer.json with the package `tokenizers`, which is imported on first use.
+"""Find and run a Hugging Face tokenizer.json with the package `tokenizers`, which is imported on first use.
 
-`inspect_spec` finds out from the file whether the bytes of each token can be counted, and whether a text can
-be split into pieces without changing its tokens. Functions that take parsed content of a tokenizer.json raise
-KeyError, TypeError or AttributeError if the content has an unknown form.
+`inspect_spec` finds out from the file whether the bytes of each token can be counted. `inspect_spec` also
+finds out whether a text can be split into pieces without changing the text's tokens. Functions that take
+parsed content of a tokenizer.json may raise KeyError, TypeError or AttributeError if the content has an
+unknown form.
 """
 
 import codecs
@@ -53,8 +54,8 @@ def byte_alphabet() -> set[str]:
 def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     """Return the members of `part`, the pre-tokenizer or the decoder of a tokenizer.json.
 
-    The members of a Sequence are in the list `part[name]`. Any other part is its own only member. None has no
-    members.
+    If the type of `part` is Sequence, the members are in the list `part[name]`. For any other part, the
+    result is [part]; for None, [].
     """
     if part is None:
         return []
@@ -100,9 +101,9 @@ def inspect_spec(spec: dict[str, Any], is_bpe: bool) -> tuple[bool, bool, bool]:
 
 
 def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Return whether an added token might stand for bytes other than its `content`; False if it is special.
+    """Return whether an added token might stand for bytes other than its `content`.
 
-    `token` and `model` are entries of a tokenizer.json.
+    Returns False for a special token. `token` and `model` are entries of a tokenizer.json.
     """
     is_spelled_in_bytes = token["content"] in model["vocab"] and not token["content"].isascii()
     takes_blanks = token.get("lstrip") or token.get("rstrip")
@@ -114,7 +115,7 @@ def split_text(text: str, size: int) -> Iterator[str]:
 
     All pieces but the last have at least `size` characters. After `size` characters, a piece ends before the
     first line break among the next `size` characters. If there is none, the piece ends before the next line
-    break or space, however far away. A line break or space that follows whitespace does not count.
+    break or space, or at the end of the text. A line break or space that follows whitespace does not count.
     """
     start = 0
     while start < len(text):
@@ -204,8 +205,8 @@ class JsonTokenizer(Tokenizer):
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
         """Yield the text in pieces, as tokens arrive.
 
-        Text that ends in U+FFFD is held back until more tokens arrive or the tokens end, because its last
-        character may be incomplete. The tokens of a piece are decoded together with the previous piece's
+        Text that ends in U+FFFD is held back until later tokens complete the last character, or until the
+        tokens end. The tokens of a piece are decoded together with the previous piece's
         tokens, because a decoder may treat the first token specially.
         """
         before: list[int] = []
@@ -308,7 +309,7 @@ def load_with_package(content: bytes) -> "PackageTokenizer":
 
 
 def check_unicode(text: str) -> None:
-    """Raise UserError if the text has a lone surrogate, which UTF-8 cannot encode; the message names it."""
+    """Raise UserError if the text has a lone surrogate, which UTF-8 cannot encode, and name the surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -320,10 +321,11 @@ def check_unicode(text: str) -> None:
 
 
 def parse_tokenizer_json(content: bytes) -> Tokenizer:
-    """Return the tokenizer in a tokenizer.json: a CharTokenizer if that class wrote it, else a JsonTokenizer.
+    """Return the tokenizer in a tokenizer.json.
 
-    Raises ValueError for content that cannot be used. Raises UserError if a JsonTokenizer is needed and the
-    package `tokenizers` is missing.
+    The result is a CharTokenizer if that class wrote the file, else a JsonTokenizer. Raises ValueError for
+    content that cannot be used. Raises UserError if a JsonTokenizer is needed and the package `tokenizers` is
+    missing.
     """
     content = content.removeprefix(codecs.BOM_UTF8)
     with contextlib.suppress(ValueError):
@@ -354,10 +356,10 @@ def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
 
 
 def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
-    """Return the content of a tokenizer.json. `name` is gpt2, or a path or URL of the file or its folder.
+    """Return the content of a tokenizer.json. `name` is gpt2, or the path or URL of a .json file or a folder.
 
     Instead of a tokenizer.json, a local folder may hold vocab.json and merges.txt, or encoder.json and
-    vocab.bpe, in GPT-2's form. The result is then made from these two files. Raises UserError for files that
+    vocab.bpe, in GPT-2's form. The result is then made from the two files. Raises UserError for files that
     cannot be read or used; the message begins with `setting`, the setting's name.
     """
     if name == "gpt2":

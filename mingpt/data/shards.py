@@ -5,8 +5,8 @@ header. Files of llm.c and modded-nanogpt have a header of 256 int32, which begi
 number of tokens; uint16 or uint32 tokens follow. `python -m mingpt prepare` describes its shards in a
 meta.json beside them. A meta.json is checked before it is used.
 
-No file is mapped into memory: resident memory would grow with the data, and a signal would end the process if
-a mapped file became shorter or its network file system failed.
+No file is mapped into memory. Otherwise resident memory would grow with the data, and a signal would end the
+process if a mapped file became shorter.
 """
 
 import bisect
@@ -137,7 +137,7 @@ def has_pattern(path: str) -> bool:
 
 
 def is_validation(name: str) -> bool:
-    """Return whether a name has `val`, `valid` or `validation` in lower case, with no letter beside it."""
+    """Return whether a name has `val`, `valid` or `validation` in lower case, not beside another letter."""
     return VALIDATION.search(name) is not None
 
 
@@ -145,7 +145,7 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
     """Check a file's header, type and size; return its layout and fingerprint as a ShardFile.
 
     `entry` is the file's entry in meta.json; None if there is no such entry. The entry's numbers of tokens
-    and bytes must be those of the file. The entry's SHA-256 is not compared with the file, but is part of the
+    and bytes must equal the file's. The entry's SHA-256 is not compared with the file, but is part of the
     fingerprint. Raises UserError, which names the file, if the file cannot be read or used.
     """
     if not os.path.isfile(path):  # opening a pipe might wait forever
@@ -218,8 +218,8 @@ def check_type(path: str, sample: bytes) -> None:
 def read_meta(folder: Path) -> dict[str, Any] | None:
     """Return the checked content of the folder's meta.json; None if there is no such file.
 
-    Raises UserError if the file cannot be read, is damaged, was written by another program, or says that
-    `prepare` did not finish.
+    Raises UserError if the file cannot be read, does not have the form of `Meta`, or says that `prepare` did
+    not finish.
     """
     path = folder / "meta.json"
     try:
@@ -281,8 +281,8 @@ class TokenShards:
         """Return the `length` tokens from each of `starts` on, (len(starts), length) int64.
 
         A window may extend over several files. Raises IndexError for a window that is not all in the array.
-        Raises UserError if a file is gone, may not be read or has changed its size since the check, and
-        ExpectedError if reading fails for another reason.
+        Raises UserError if a file is gone, may not be read or has changed its size since the check. Raises
+        ExpectedError for any other OSError.
         """
         first = np.asarray(starts, dtype=np.int64) + self._first
         last = first + length
@@ -370,8 +370,8 @@ class ShardData:
     def encode(self, tokenizer: Tokenizer | None) -> tuple[TokenShards, TokenShards, int, int | None]:
         """Return (training part, validation part, size of the vocabulary, number of validation bytes).
 
-        If `tokenizer` is None, the size is the one in meta.json or, without a meta.json, GPT-2's. The number
-        counts the UTF-8 bytes of the validation text after its first token; None if it is not known.
+        If `tokenizer` is None, the size comes from meta.json; without a meta.json it is GPT-2's. The number
+        counts the UTF-8 bytes of the validation text after its first token; None if the number is not known.
         """
         size, val_bytes = GPT2_VOCABULARY, None
         if self.meta:
@@ -385,9 +385,9 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
     Files with the word val, valid or validation in their names are for validation. If no file has such a
     name, the last `val_fraction` of all tokens is for validation.
 
-    Raises UserError for a URL, for files that are missing, unreadable or not complete token shards, and for
-    an unusable meta.json. Also raises UserError if all files are for validation, or if a folder does not have
-    exactly the files that its meta.json lists.
+    Raises UserError for a remote URL, and if the files or their meta.json cannot be used. Also raises
+    UserError if all files are for validation, or if a folder does not have exactly the files that its
+    meta.json lists.
     """
     local = local_path(path)
     if local is None:

@@ -1,6 +1,6 @@
 """Read the bytes at a path or any fsspec URL; if reading fails, an error says why in one sentence.
 
-A remote text is cached; any text is checked against `data.sha256`, if that setting is not null.
+`read_bytes` caches a remote text, and checks a text against `data.sha256`, if this setting is not null.
 """
 
 import contextlib
@@ -32,8 +32,9 @@ class AbsentFile(UserError):
 def read_bytes(config: DataConfig) -> bytes:
     """Return the bytes at data.path. A remote text is read from the cache, if the cache has it.
 
-    If the SHA-256 of the cached bytes is not data.sha256, the text is downloaded again. Raises UserError if
-    the text cannot be read, or if the SHA-256 of a local or downloaded text is not data.sha256.
+    If data.sha256 is not null, it is compared with the SHA-256 of the text. If a cached text has a different
+    SHA-256, the text is downloaded again. Raises UserError if the text cannot be read, or if a local or
+    downloaded text has a different SHA-256.
     """
     path, sha256 = config.resolved_path, config.sha256
     is_remote = "://" in path and not path.startswith(LOCAL)
@@ -62,7 +63,7 @@ def write_cache(url: str, content: bytes) -> None:
 
 
 def cache_path(url: str) -> Path:
-    """Return the path of a URL's cache file. Raises RuntimeError if the home folder is not known."""
+    """Return the path of a URL's cache file. Raises RuntimeError if no cache folder is known."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mingpt"
     digest = hashlib.sha256(url.encode(errors="surrogateescape")).hexdigest()
     return folder / f"{digest[:16]}-{url.partition('?')[0].rsplit('/', 1)[-1][:80]}"
@@ -85,9 +86,10 @@ def download(path: str, setting: str) -> bytes:
 
 @contextlib.contextmanager
 def readable(path: str, begin: str = "") -> Iterator[None]:
-    """Turn an Exception raised in the `with` block, which reads `path`, into a UserError of one sentence.
+    """Turn an Exception raised in a `with` block that reads `path` into a UserError of one sentence.
 
-    The UserError is an AbsentFile if the file does not exist. The message begins with `begin` and `path`.
+    The UserError is an AbsentFile if the file does not exist. The message begins with `begin` and `path`. A
+    UserError raised in the block stays unchanged.
     """
     try:
         yield
@@ -108,7 +110,7 @@ def relative_to(path: str) -> str:
 
 
 def failed_request(error: Exception) -> BaseException | None:
-    """Return the cause of `error` if it is a failed HTTP request: no connection, a timeout or a refusal.
+    """Return the cause of `error` if the cause is a failed request: no connection, a timeout or a refusal.
 
     fsspec's HTTP driver raises FileNotFoundError for these failures, too. Returns None for any other cause,
     and for the HTTP statuses 404 and 410, which mean that the file is absent.
@@ -119,7 +121,10 @@ def failed_request(error: Exception) -> BaseException | None:
 
 
 def hint_to_prepare(path: str) -> str:
-    """Return, for an error message, a hint to run `prepare`; "" unless only `prepare` can read the file."""
+    """Return, for an error message, a hint to run `prepare`.
+
+    Returns "" unless the suffix of `path` shows that only `prepare` can read the file.
+    """
     is_for_prepare = suffix_of(path) in KINDS or name_of(path).endswith(COMPRESSED)
     return ": make token shards of it with `python -m mingpt prepare`" if is_for_prepare else ""
 
@@ -130,6 +135,6 @@ def name_of(path: str) -> str:
 
 
 def suffix_of(path: str) -> str:
-    """Return the suffix of a path or URL, without that of a compressed file: .jsonl for a.jsonl.gz."""
+    """Return the suffix of a path or URL, in lower case, without .gz or the like: .jsonl for a.jsonl.gz."""
     stem, suffix = os.path.splitext(name_of(path))
     return os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix

@@ -1,7 +1,7 @@
 """The interface of a tokenizer, for training, snapshots, sampling and export; a tokenizer of characters.
 
-TOKENIZERS has the class of each kind of tokenizer. json_tokenizer.py has the class that reads any
-tokenizer.json.
+TOKENIZERS maps each kind of tokenizer, such as "char", to a class. json_tokenizer.py has the class that reads
+a tokenizer.json.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Tokenizer(ABC):
     def from_bytes(cls, content: bytes) -> "Tokenizer":
         """Return the tokenizer whose `to_bytes` returned `content`.
 
-        Raises ValueError for other bytes, or if a package that the class needs is missing.
+        Raises ValueError if `content` cannot be used, or if a package that the class needs is missing.
         """
 
     @abstractmethod
@@ -53,7 +53,7 @@ class Tokenizer(ABC):
         """
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, as `encode` does for one."""
+        """Return a list of the tokens of each text, as `encode` returns them."""
         return [self.encode(text) for text in texts]
 
     def split(self, text: str) -> Iterable[str]:
@@ -103,7 +103,7 @@ class Tokenizer(ABC):
         return [end] if end is not None else self.encode("\n").tolist() or [0]
 
     def to_tokenizer_json(self) -> bytes | None:
-        """Return a tokenizer.json for Hugging Face's tokenizers; None for a class that has no such form."""
+        """Return a tokenizer.json for Hugging Face's tokenizers; None if this class makes no such file."""
         return None
 
     def tokens_by_meaning(self) -> dict[Any, int]:
@@ -120,7 +120,10 @@ class Tokenizer(ABC):
 
 
 def bytes_of_token(tokenizer: Tokenizer, token: int) -> int:
-    """Return the number of UTF-8 bytes that a token stands for; 0 for a special token."""
+    """Return the number of UTF-8 bytes of a token; 0 for a special token.
+
+    If `token_bytes` returns None, the token is decoded alone, and each incomplete character counts as U+FFFD.
+    """
     sizes = tokenizer.token_bytes()
     return len(tokenizer.decode([token]).encode()) if sizes is None else int(sizes[token])
 
@@ -136,7 +139,7 @@ def kind_of(tokenizer: Tokenizer) -> str:
 def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
     """Return the tokenizer of this kind (a key of TOKENIZERS) whose `to_bytes` returned `content`.
 
-    Raises ValueError for an unknown kind, for other bytes, or if a package that the kind needs is missing.
+    Raises ValueError for an unknown kind or unusable content, or if a package that the kind needs is missing.
     """
     if kind not in TOKENIZERS:
         raise ValueError(f"there is no tokenizer {kind!r}; there are {', '.join(TOKENIZERS)}")

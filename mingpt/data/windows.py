@@ -1,7 +1,7 @@
 """Read windows of tokens in batches, and choose the windows that each worker reads.
 
 A window is `block_size + 1` consecutive tokens: an input, and its targets one token to the right. The windows
-of an epoch are ordered by a seeded permutation, and split into micro-batches.
+of an epoch are ordered by a seeded permutation.
 """
 
 import itertools
@@ -58,8 +58,9 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> Tensor:
         """Return the `length` tokens from each of `starts` on, (len(starts), length) int64.
 
-        Raises IndexError if a window extends past the end of the tokens. With shards, also raises UserError
-        for a token outside of the vocabulary, and the errors of `TokenShards.read`.
+        Raises IndexError if a window extends past the end of the tokens. With shards, also raises the errors
+        of `TokenShards.read`. If `vocab_size` is known, a token of shards that is not below `vocab_size`
+        raises UserError.
         """
         if isinstance(self.tokens, Tensor):
             return self.tokens[torch.as_tensor(starts).unsqueeze(1) + torch.arange(length)].long()
@@ -99,16 +100,17 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     def split(
         self, on_cpu: tuple[Tensor, Tensor], batch_size: int, device: torch.device | str
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Split `on_cpu`, (inputs, targets) of many windows, and yield batches in the form of `batches`."""
+        """Split `on_cpu`, (inputs, targets) of many windows, and yield batches as `batches` does."""
         on_device = to_device(on_cpu, device)
         yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
 
     def eval_batches(self, batch_size: int, max_windows: int | None = None) -> list[tuple[np.ndarray, int]]:
         """Return the arguments of `read`, (starts, length), for each batch of an evaluation.
 
-        A batch has up to `batch_size` windows. The windows lie end to end: every token but the first is a
-        target exactly once. A last window of fewer than `block_size` targets is a batch of its own. If there
-        are more than `max_windows` windows, only `max_windows` whole windows are used, evenly spaced.
+        A batch has up to `batch_size` windows. Without `max_windows` the windows lie end to end, and every
+        token but the first is a target exactly once. A last window of fewer than `block_size` targets is a
+        batch of its own. If there are more than `max_windows` windows, only `max_windows` windows of
+        `block_size` targets are used, evenly spaced.
         """
         whole, rest = divmod(len(self.tokens) - 1, self.block_size)
         count = whole if max_windows is None else min(max_windows, whole)
@@ -125,7 +127,7 @@ CharDataset = WindowDataset  # the name of this class in minGPT, where tokens ar
 
 
 def to_device(batch: tuple[Tensor, Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
-    """Return inputs and targets, two tensors of equal shape, on `device`, without waiting for a GPU."""
+    """Return inputs and targets, two tensors of equal shape, on `device`. Does not wait for a CUDA device."""
     if torch.device(device).type != "cuda":
         return tuple(part.to(device) for part in batch)
     # The allocator of pinned memory does not use the pages again until the copy has ended.
@@ -146,9 +148,9 @@ def mix(*numbers: int) -> int:
 def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
     """Return the images of `indices`, (N,) uint64, in the permutation of range(size) that `key` selects.
 
-    Memory does not grow with `size`. A balanced Feistel network permutes the numbers below a power of four,
-    and is applied repeatedly until the result is below `size` (Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains"). Unlike numpy's and torch's, this permutation is the same in all versions.
+    Memory does not grow with `size`. A balanced Feistel network permutes the numbers below a power of four.
+    The network is applied again until the result is below `size` (Black and Rogaway 2002, "Ciphers with
+    arbitrary finite domains"). The result does not depend on the versions of numpy and torch.
     """
     half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -178,7 +180,7 @@ def micro_batch_shares(count: int, workers: int) -> list[range]:
 class ElasticSampler(DistributedSampler[int]):
     """Assign the samples of a shuffled epoch, called windows here, to any number of workers.
 
-    The order depends only on the data, `seed` and the epoch: if a different number of workers resumes, each
+    The order depends only on `dataset`, `seed` and the epoch: if a different number of workers resumes, each
     window of the epoch is still read exactly once. The only state is the integer `windows_seen`, the number
     of windows that all workers together have read before iteration begins. `seek` sets `windows_seen`;
     iteration does not change it.
@@ -224,7 +226,7 @@ class ElasticSampler(DistributedSampler[int]):
         self.windows_seen = windows_seen
 
     def micro_batches_by_rank(self) -> list[range]:
-        """Return, for each rank, the numbers of the micro-batches that it reads in a step.
+        """Return, for each rank, the numbers of the micro-batches that the rank reads in a step.
 
         `micro_batch_shares` computes them. With `takes_turns`, rank r of n ranks instead reads micro-batches
         r, r + n, r + 2 n, ... If there are more ranks than micro-batches, some ranks read none.

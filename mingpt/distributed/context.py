@@ -1,8 +1,8 @@
 """A worker's rank, device and dtype, and its collectives with the other workers.
 
-Tensors are exchanged by `DistributedContext.transport`. Every method that exchanges something is collective:
-all ranks must call it, in the same order. torch is imported inside functions, so that a wrong setting is
-reported before that import, which takes seconds.
+Tensors are exchanged by `DistributedContext.transport`. All ranks must call the methods that are collective
+in the same order. torch is imported inside functions, so that a wrong setting is reported before that import,
+which takes seconds.
 """
 
 import functools
@@ -57,13 +57,13 @@ class DistributedContext(Group):
 
     `device`, `dtype` and `threads` are the settings trainer.device, trainer.dtype and trainer.threads.
     `timeout_s` limits each collective. Without a launcher such as torchrun this worker is the only one. All
-    ranks raise UserError if any rank lacks the device, or if the ranks have different kinds of devices. All
-    ranks raise StopRequested after a request to stop. For further errors see `join_generation` and
-    `connect_gpus`.
+    ranks raise UserError if any rank lacks the device, or if the ranks have different kinds of devices. In a
+    job of several ranks, all raise StopRequested if any rank has received a request to stop. For further
+    errors see `join_generation` and `connect_gpus`.
 
-    While `on_rank`, `on_all` or `gather_on_all` run their work, this process exits if a peer is lost, or if
-    all ranks agree to stop before training begins. If the work raises UserError on any rank, all ranks raise
-    that error once the work has ended on all ranks.
+    While the work of `on_rank`, `on_all` or `gather_on_all` runs, this process exits if a peer is lost. The
+    process also exits if all ranks agree to stop before training begins. If the work raises UserError on any
+    rank, all ranks raise that error once the work has ended on all ranks.
     """
 
     shared_errors = UserError
@@ -135,7 +135,7 @@ class DistributedContext(Group):
     def find_own(
         self, wanted: str, dtype: str, address: "Address | None"
     ) -> "tuple[torch.device, torch.dtype, Place, Address | None]":
-        """Return (device, dtype, place, address) of this rank; the address is None if the device is a GPU.
+        """Return (device, dtype, place, address) of this rank; for a GPU, None in place of `address`.
 
         `wanted` and `dtype` are the settings trainer.device and trainer.dtype. `address` is where peers
         connect to share memory with this rank, or None if this rank cannot share memory. Raises UserError if
@@ -192,7 +192,7 @@ class DistributedContext(Group):
             torch.set_num_threads(recorded)
 
     def was_started(self) -> bool:
-        """Return whether an earlier generation of this job called `mark_started`.
+        """Return whether a call of `mark_started` is recorded in the job's TCPStore.
 
         If no agent hosts the job's TCPStore, return whether the launcher's restart count is above 0.
         """
@@ -251,7 +251,8 @@ class DistributedContext(Group):
     def should_stop(self) -> bool:
         """Return whether all ranks agreed to stop, so that the caller may end its work early.
 
-        The result may become true on some ranks later than on others. Not collective.
+        With one rank, a request that this rank has received is enough. With several ranks, the result may
+        become true on some ranks later than on others. Not collective.
         """
         if self.world_size == 1:
             self.agree_to_stop([self.stop_signal.reason])

@@ -20,7 +20,9 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def find_device(wanted: str, launch: Launch) -> "torch.device":
-    """Return the device for `wanted`, the setting trainer.device. Raises UserError if it cannot be used.
+    """Return the device for `wanted`, the setting trainer.device.
+
+    Raises UserError if the device cannot be used.
 
     auto means the GPU with the number `launch.local_rank` if the node has a GPU for each of its workers, else
     the CPU. If the device is a CUDA GPU, it becomes torch's current device.
@@ -62,7 +64,7 @@ def idle_gpus(wanted: str, launch: Launch) -> str | None:
 
 
 def check_device_types(types: list[str]) -> None:
-    """Raise UserError if the ranks' devices have different types, which a process group cannot connect.
+    """Raise UserError if the ranks' devices have different types.
 
     `types` has the type of each rank's device, such as "cuda", in the order of the ranks.
     """
@@ -100,8 +102,8 @@ def has_fast_bfloat16() -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32, judged by its instruction sets.
 
     Returns True for a CPU with AMX. Also returns True for a CPU with AVX512_BF16 but without AVX512_FP16,
-    such as AMD's Zen 4. Intel's cores from Sapphire Rapids on have AVX512_FP16. If a virtual machine hides
-    their AMX, bfloat16 takes twice the time of float32.
+    such as AMD's Zen 4. Intel's Sapphire Rapids has AVX512_FP16. If a virtual machine hides the AMX of
+    Sapphire Rapids, bfloat16 is slower than float32.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """How workers ended: the exit reason that each worker stores, and the sentence made of all exit reasons.
 
-An exit reason is {"why": text, "step": the worker's last completed step}. A worker that stored none was
-killed, or was cut off from the job's TCPStore. A generation is the workers between two restarts.
+An exit reason is {"why": text, "step": the worker's last completed step}. A worker that stored no exit reason
+was, for example, killed or cut off from the job's TCPStore. A generation is the workers between two restarts.
 """
 
 import re
@@ -33,9 +33,10 @@ class GenerationEnd:
     def sentence(self, stacks: Path | None = None) -> str:
         """Return why the workers ended, as a sentence such as "worker 1 vanished".
 
-        The sentence names the workers that failed or stored no exit reason. If all workers stored other exit
-        reasons, the sentence gives these reasons. `stacks` is the folder to which stuck workers wrote their
-        stacks. After a timeout, the sentence may also say at which lines of code workers hung.
+        The sentence names the workers that failed or stored no exit reason. If there are no such workers, the
+        sentence gives the exit reasons, but of several "lost a peer" reasons only the longest. `stacks` is
+        the folder to which stuck workers wrote their stacks. After a timeout, the sentence may also say at
+        which lines of code workers hung.
         """
         whys = {rank: reason["why"] for rank, reason in enumerate(self.exit_reasons) if reason}
         silent = [rank for rank, reason in enumerate(self.exit_reasons) if reason is None]

@@ -44,8 +44,8 @@ JOB_ENDS = ("SIGUSR1", "STOP", PAUSE)  # requests to stop that end the job; afte
 class SignalReceived(Exception):
     """A signal that ends this process at once.
 
-    This is a first signal before training begins (then `is_first` is true), a second signal, or a signal that
-    a stuck process has not obeyed in time.
+    `is_first` is true if this is the first signal and training has not begun. Otherwise this is a second
+    signal, or a signal that a stuck process has not obeyed in time.
     """
 
     def __init__(self, number: signal.Signals, is_first: bool) -> None:
@@ -83,9 +83,10 @@ def how_to_exit(
 ) -> ExitPlan:
     """Return the plan by which a worker exits because of `error`.
 
-    `error` is None if the worker's work is finished. `step` is the last completed step. `timed_out` is the
-    exit reason of a timeout if no collective has ended within the time limit, else "". `has_met` says whether
-    the workers have met at the rendezvous, and `is_orphan` says whether the agent is gone.
+    `error` is None if the worker's work is finished, or if the agent is gone. `step` is the last completed
+    step. `timed_out` is the exit reason of a timeout if no collective has ended within the time limit, else
+    "". `has_met` says whether the workers have met at the rendezvous, and `is_orphan` whether the agent is
+    gone.
     """
     is_last = not launch.has_restarts_left()
     if is_orphan:  # no generation follows
@@ -137,8 +138,8 @@ def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
     """Return the plan for an exit of all workers together.
 
     `request` is the request to stop, or None if the workers have finished. The exit code is 0, and the job
-    gives up its claims. But after a signal other than SIGUSR1 under torchrun's agent, the exit code is
-    128 + signal. The job then keeps its claims, because the agent decides whether workers start again.
+    gives up its claims. But after a signal other than SIGUSR1, under an agent, the exit code is 128 + signal.
+    The job then keeps its claims, because the agent decides whether workers start again.
     """
     status = "" if launch.rank else "0 "
     if request is None or request in JOB_ENDS or launch.agent_pid is None:
@@ -151,7 +152,7 @@ def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
 def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
     """Return the plan to exit at once because of a signal.
 
-    The exit code is 128 + signal, or 0 if this is the first signal and there is no agent.
+    The exit code is 128 + signal, or 0 if `received.is_first` is true and there is no agent.
     """
     line = before_first_step(received.number.name) if received.is_first and launch.rank == 0 else ""
     is_alone = launch.agent_pid is None
@@ -168,8 +169,8 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
 
     Local rank 0 of each node ends the node's agent; the node's other workers wait for the agent's SIGTERM.
     Rank 0 prints the error. Before the rendezvous (if `has_met` is false), and for NodeRefused and ClaimLost,
-    rank 0 may not have seen the error, so local rank 0 of each node prints it, too. Without an agent, every
-    worker does what local rank 0 would do.
+    rank 0 may not have seen the error. Then local rank 0 of each node prints the error, too. Without an
+    agent, every worker does what local rank 0 would do, but no agent is ended.
     """
     is_first = launch.local_rank == 0 or launch.agent_pid is None
     is_printed = launch.rank == 0 or not has_met or isinstance(error, (NodeRefused, ClaimLost))
@@ -203,7 +204,7 @@ class StackFile:
         faulthandler.register(signal.SIGUSR2, self.file)
 
     def note_progress(self) -> None:
-        """Restart the timer: the process counts as stuck only if nothing calls this for `limit_s` seconds.
+        """Restart the timer, so that the process does not count as stuck for about `limit_s` seconds.
 
         At the first call, or if the process was stuck until now, also empty the file.
         """
@@ -226,8 +227,8 @@ class StackFile:
 class ProcessExit:
     """Ends this process as `how_to_exit` decides, and holds the values that this decision needs.
 
-    Any thread may call the methods. Only the first thread that begins an exit carries the exit out, but
-    `exit_at_once` exits even while another thread is exiting.
+    Any thread may begin an exit. Only the first thread that does so carries the exit out, but `exit_at_once`
+    exits even while another thread is exiting.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -267,8 +268,8 @@ class ProcessExit:
 
         `last_step` returns the last completed step. `note_failure` records in run.json why the job failed; it
         is None on ranks that do not write to `run_dir`. If the StackFile cannot be opened, no stacks are
-        written. A rank with a `note_failure` first removes stack files of earlier generations: those that are
-        empty, and those that are not among the MAX_STACK_FILES newest.
+        written to `run_dir`. A rank with a `note_failure` first removes stack files of earlier generations:
+        empty files, and files that are not among the MAX_STACK_FILES newest.
         """
         self.last_step, self.note_failure = last_step, note_failure
         folder, name = run_dir / "stacks", self.rendezvous.generation if self.rendezvous else ""
@@ -295,7 +296,8 @@ class ProcessExit:
     def read_exit_reason(self, rank: int) -> tuple[bool, ExitReason | None]:
         """Return (whether the job's TCPStore answers in time, the exit reason that `rank` stored there).
 
-        The exit reason is None if the rank stored none. Returns (False, None) before the rendezvous.
+        The exit reason is None if the rank stored none, or if the store does not answer. Returns (False,
+        None) before the rendezvous.
         """
         return self.rendezvous.read_exit_reason(rank) if self.rendezvous else (False, None)
 
@@ -322,7 +324,7 @@ class ProcessExit:
     def exit_at_once(self, error: SignalReceived | None = None) -> NoReturn:
         """Exit because of the signal `error`, even if another thread is already exiting.
 
-        `error` None means that torchrun's agent is gone.
+        `error` None means that the agent is gone.
         """
         self.perform(self.plan(error))
 
@@ -393,14 +395,15 @@ def write_stderr(text: str) -> None:
 
 
 def before_first_step(reason: str) -> str:
-    """Return the line to print about a stop before the first step; `reason` is a signal's name or STOP."""
+    """Return the line to print about a stop before the first step; `reason` is the request to stop."""
     return f"stopped by {reason} before the first step: the same command goes on\n"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; for an NCCL error the last line, which has the reason.
+    """Return the first line of an error's text. At most 200 characters are returned.
 
-    At most 200 characters are returned, and the credentials in URLs are hidden.
+    For an NCCL error, returns "NCCL: " and the last line, which has the reason. Credentials in URLs are
+    hidden.
     """
     lines = redact(str(error)).split("\n")
     return (f"NCCL: {lines[-1]}" if lines[0].startswith("NCCL error") else lines[0])[:200]

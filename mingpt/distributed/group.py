@@ -29,9 +29,10 @@ Outcome = tuple[Any, Exception | None]  # (what some work returned, the error th
 
 
 def wait_for(work: "Work | None") -> None:
-    """Wait for an asynchronous collective.
+    """Wait for an asynchronous collective, send or receive.
 
-    Raises DistNetworkError for gloo's errors, which are plain RuntimeErrors. Other errors stay as they are.
+    Raises DistNetworkError in place of a plain RuntimeError, the type of gloo's errors. Other errors stay as
+    they are.
     """
     from torch.distributed import DistNetworkError
 
@@ -110,9 +111,10 @@ class Group:
         """Run `work` on all ranks; return this rank's own result. Collective.
 
         While the work runs, a thread exchanges heartbeats, so that timeouts do not fire, however long the
-        work takes. If the work raises one of `shared_errors` on any rank, all ranks raise this error once the
-        work has ended on all ranks. If it fails on several ranks, the error of the lowest of them is raised.
-        Any other error is raised at once, only on its own rank; the other ranks lose a peer.
+        work takes. If the work raises an error of type `shared_errors` on any rank, all ranks raise this
+        error once the work has ended on all ranks. An error that cannot be pickled becomes an OSError. If
+        several ranks have raised such errors, the error of the lowest rank counts. Any other error is raised
+        at once, only on its own rank; the other ranks lose a peer.
         """
         own: list[T] = []
         self.gather_on_all(lambda: own.append(work()))

@@ -54,8 +54,9 @@ class Launch:
     def from_environment(cls) -> "Launch":
         """Return the Launch that this process's environment variables describe.
 
-        Raises UserError if RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is missing, if a
-        variable that must be a number is not one, or if OMP_NUM_THREADS is more than MAX_THREADS.
+        Raises UserError if RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is missing. Also raises
+        UserError if a variable such as RANK is not a whole number, or if OMP_NUM_THREADS is more than
+        MAX_THREADS.
         """
         env = os.environ
 
@@ -108,7 +109,7 @@ class Launch:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether a launcher started this worker. If so, even a single worker has a process group."""
+        """Whether a launcher's variables are set. If so, even a single worker has a process group."""
         return self.master_addr is not None
 
     def describe_leftovers(self) -> str:
@@ -126,12 +127,12 @@ class Launch:
     def threads(self, wanted: int) -> int:
         """Return the number of CPU threads of a worker for `wanted`, the setting trainer.threads.
 
-        If `wanted` is 1, the default, and OMP_NUM_THREADS is set, return OMP_NUM_THREADS.
+        If `wanted` is 1, the default, and OMP_NUM_THREADS is a number above 0, return OMP_NUM_THREADS.
         """
         return self.omp_threads if wanted == 1 and self.omp_threads else wanted
 
     def has_restarts_left(self) -> bool:
-        """Return whether torchrun's agent will start new workers if the present ones fail."""
+        """Return whether the agent may start new workers if the present workers fail."""
         return self.agent_pid is not None and self.restart_count < self.max_restarts
 
     def is_orphan(self) -> bool:

@@ -1,7 +1,7 @@
 """How long NCCL's collectives have waited for a peer, according to torch's watchdog thread.
 
 The main thread waits for collectives in a CUDA synchronisation, which has no time limit and raises no NCCL
-error. The watchdog itself can only end the process by SIGABRT, minutes later.
+error. The watchdog itself can only end the process by SIGABRT, much later.
 """
 
 import json
@@ -23,7 +23,7 @@ SLACK = 10
 
 
 def set_defaults() -> None:
-    """Set torch's environment variables for NCCL, except those that the user has set.
+    """Set two of torch's environment variables for NCCL; a variable that the user has set stays as it is.
 
     Call this before init_process_group.
     """

@@ -2,9 +2,9 @@
 
 A generation is the workers between two restarts. The agent's store outlives a generation, and with several
 agents neither the restart count nor the port tells generations apart. So rank 0 draws a random name for the
-generation, with which the generation's keys begin. Each other rank writes a fresh nonce (a random text) to
-the store, and rank 0 answers with the name, under a key made of the nonce. So the answer to a dead worker's
-nonce misleads no other worker.
+generation; the keys of exit reasons, for example, begin with this name. Each other rank writes a fresh nonce
+(a random text) to the store. Rank 0 answers with the name, under a key made of the nonce. So the answer to a
+dead worker's nonce misleads no other worker.
 
 A new generation reads the exit reasons of the previous generation, to report how that generation ended.
 """
@@ -34,9 +34,9 @@ class Rendezvous:
     """A worker's connection to the job's TCPStore.
 
     Constructing it waits until all workers are connected; this is collective. Raises PeersMissing if other
-    workers, such as the store's host, do not arrive within `timeout_s` seconds. If there is no agent, rank 0
-    hosts the store, and raises UserError if rank 0 cannot listen at MASTER_PORT. For other failures of the
-    store, raises DistError.
+    workers, such as the store's host, do not arrive within `timeout_s` seconds. If no agent hosts the store,
+    rank 0 does. Without any agent, rank 0 raises UserError if it cannot listen at MASTER_PORT. For other
+    failures of the store, raises DistError.
     """
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
@@ -126,7 +126,8 @@ class Rendezvous:
     def _waited_for(self, name: str) -> list[int]:
         """Return the late ranks: all ranks that have not confirmed `name`, the generation's name.
 
-        Returns [0] if one of these ranks has no answer to its nonce, or if all ranks have confirmed.
+        Returns [0] if one of these ranks has written a nonce that has no answer, or if all ranks have
+        confirmed.
         """
         store, missing = self._store, self._missing(name)
         for rank in missing:
@@ -158,7 +159,7 @@ class Rendezvous:
         )
 
     def _replace_generation(self, name: str) -> None:
-        """Tell all ranks that generation `name` is complete, and how the previous generation ended.
+        """Tell all ranks that generation `name` is complete and, if known, how the previous one ended.
 
         Only rank 0 calls this.
         """
@@ -173,7 +174,7 @@ class Rendezvous:
     def record_exit_reason(self, rank: int, reason: ExitReason) -> None:
         """Store `reason` in the job's TCPStore, unless `rank` already has an exit reason there.
 
-        Never raises: if the store does not answer in time, nothing is recorded.
+        Never raises: if the store does not answer in time, the exit reason may be missing.
         """
         key, content = exit_reason_key(self.generation, rank), json.dumps(reason)
         with contextlib.suppress(Exception):  # if the store is gone, no later generation reads the reason
@@ -192,7 +193,7 @@ class Rendezvous:
             return False, None
 
     def is_restart(self) -> bool:
-        """Return whether an earlier generation called `mark_started`.
+        """Return whether a call of `mark_started` is recorded in the job's TCPStore.
 
         If no agent hosts the store, return whether the restart count is above 0.
         """
@@ -232,7 +233,7 @@ def exit_reason_key(generation: str, rank: int) -> str:
 
 
 def read_exit_reason(store: Any, generation: str, rank: int) -> ExitReason | None:
-    """Return the exit reason that `rank` of `generation` stored in the TCPStore `store`, or None."""
+    """Return the exit reason that `rank` of `generation` stored in a TCPStore; None if it stored none."""
     content = read_key(store, exit_reason_key(generation, rank))
     return None if content is None else json.loads(content)
 

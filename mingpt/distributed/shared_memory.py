@@ -1,10 +1,10 @@
 """Memory that the workers of one node share for their exchanges on the CPU.
 
-Ranks have segments, which all peers map. A segment is a file of `memfd_create`, without a name, so nothing is
-left of it once all workers are gone. Peers receive the files through Unix sockets. A rank signals progress by
-one byte to each peer, which takes 5 us between two idle cores. (A rank that waited in a busy loop would take
-the core of the worker that it waits for.) The kernel closes a dead worker's sockets, so that its peers notice
-the death at once. An exchange looks like this:
+Ranks have segments, which all peers map. A segment is a file of `memfd_create`, which is in no folder, so
+nothing is left of it once all workers are gone. Peers receive the files through Unix sockets. A rank signals
+progress by one byte to each peer, which takes about 5 us between two idle cores. (A rank that waited in a
+busy loop could take the core of the worker that it waits for.) The kernel closes a dead worker's sockets, so
+that waiting peers notice the death at once. An exchange looks like this:
 
     segments.begin(nbytes)
     ... write to `segments.of(rank, ...)`: to this rank's segment, or to parts that no other rank writes ...
@@ -113,7 +113,10 @@ class Peers:
 
 
 class Segments:
-    """A segment for each rank in `owners`; all ranks map all segments. Errors are those of `Peers`."""
+    """A segment for each rank in `owners`; all ranks map all segments.
+
+    Methods raise the errors of `Peers`, and OSError if a segment cannot be made or mapped.
+    """
 
     def __init__(self, peers: Peers, owners: Sequence[int]) -> None:
         self.peers, self.owners = peers, owners

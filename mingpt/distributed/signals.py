@@ -59,10 +59,11 @@ class StopSignal:
     stop. During training, a request is kept until all ranks have agreed on it. A second signal, more than
     REPEAT_S seconds after the first signal, ends this process at once.
 
-    The thread works even while the main thread is stuck. It also ends this process if torchrun's agent is
-    gone, if another worker of the agent was lost, or if a collective on GPUs has lost a peer or timed out
-    (after trainer.timeout_s seconds). If there are several workers, and no collective ends for
-    trainer.timeout_s seconds after a signal other than SIGUSR1, the thread ends this process.
+    The thread works even while the main thread is stuck. The thread also ends this process if the agent is
+    gone, or if another worker of the agent was lost. The same happens if a collective on GPUs has lost a
+    peer, or has waited for more than trainer.timeout_s seconds. During training with several workers, the
+    thread also ends this process if no collective ends for trainer.timeout_s seconds after a signal other
+    than SIGUSR1.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
@@ -105,7 +106,7 @@ class StopSignal:
         self.stop_file, self.note_stop = path, note_stop
 
     def defer(self) -> None:
-        """From now on, do not exit at a request to stop, but keep the request until all ranks agree on it.
+        """From now on, do not exit at a first request to stop, but keep it until all ranks agree on it.
 
         The ranks exchange their requests in each step.
         """
@@ -167,7 +168,10 @@ class StopSignal:
                     self.exit.exit_beside_main_thread(SignalReceived(number, is_first=False))
 
     def wait(self) -> None:
-        """Wait, at most POLL_S seconds, until a signal comes or a worker of the same agent exits."""
+        """Wait, at most POLL_S seconds, until a signal comes or a worker of the same agent exits.
+
+        Workers that have exited are moved from `siblings` to `exited_at`.
+        """
         timeout_s = POLL_S / 4 if self.exited_at else POLL_S
         for rank in wait_readable({READ_END: self.read_end, **self.siblings}, timeout_s):
             if rank != READ_END:
@@ -201,7 +205,11 @@ class StopSignal:
         self.received = self.received or reason
 
     def look_at_siblings(self) -> None:
-        """Exit if another worker of this node's agent failed, lost a peer, timed out or was killed."""
+        """Exit if a worker of this node's agent failed, lost a peer, timed out or stored no exit reason.
+
+        Also exits if the TCPStore does not answer for UNKNOWN_GRACE_S seconds after a worker's exit. Workers
+        that ended in other ways are removed from `exited_at`.
+        """
         for rank, exited_at in list(self.exited_at.items()):
             waited_s = time.monotonic() - exited_at
             if waited_s > PEER_GRACE_S:

@@ -1,7 +1,7 @@
 """How tensors travel among the ranks: by gloo or NCCL, or through memory that workers of one node share.
 
-`Transport` has the collectives on tensors, and only this file knows how the bytes travel. Collectives on
-Python objects, such as settings and errors, are in group.py.
+`Transport` has the collectives on tensors. Collectives on Python objects, such as settings and errors, are in
+group.py.
 """
 
 import copy
@@ -191,7 +191,7 @@ def chunks_by_rank(vectors: list[list[Tensor]], reduction: Reduction) -> list[Te
 class SharedMemoryTransport(Transport):
     """A transport for CPUs of one node.
 
-    The tensors that each training step exchanges go through shared memory, all others by gloo.
+    The methods that this class overrides, and FSDP2's all-gather, use shared memory; all others use gloo.
     """
 
     def __init__(self, rank: int, world_size: int, peers: Peers) -> None:

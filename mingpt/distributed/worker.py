@@ -1,6 +1,6 @@
 """A worker process, from its start to its exit code.
 
-This module imports little, so that a worker listens for signals a few hundredths of a second after its start.
+This module imports little, so that a worker listens for signals soon after its start.
 """
 
 import gc
@@ -21,9 +21,10 @@ class Worker:
     """This worker process. Used as a context manager, it exits the process at the end of the `with` block.
 
     The exit code is 0 if the block finished or was told to stop, 2 after a UserError, and 1 after any other
-    Exception. Under an agent (such as torchrun's), it is 128 + signal if the block was told to stop by a
-    signal other than SIGUSR1. If a request to stop ends the block early, the block sets `stopped_by` to the
-    name of this request, such as "SIGTERM".
+    Exception. Under an agent (such as torchrun's), the exit code is 128 + signal if a signal other than
+    SIGUSR1 told the block to stop. If the agent is gone, the exit code is 1. If a request to stop ends the
+    block early, the block sets `stopped_by` to the name of this request, such as "SIGTERM". An exception such
+    as SystemExit, which is no subclass of Exception, is not handled here.
 
     The constructor begins to listen for signals. It exits with code 2 if the launcher's environment variables
     are wrong or the working directory is gone.

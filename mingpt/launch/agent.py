@@ -1,7 +1,7 @@
-"""`python train.py` without a launcher: torchrun's agent in this process, with one worker per GPU or core.
+"""`python train.py` without a launcher: torchrun's agent in this process, with several workers.
 
 This works like `torchrun --standalone --nproc_per_node=N --max-restarts=M train.py ...`, but without
-torchrun's own output, and with the exit code of a single process: 0 finished or stopped, 2 a user's mistake,
+torchrun's own output. The exit code is that of a single process: 0 finished or stopped, 2 a user's mistake,
 1 anything else.
 """
 
@@ -182,9 +182,9 @@ def job_exit(
 def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
     """Run `python *command` in `workers` processes; then exit with the job's exit code.
 
-    If a worker fails, all workers are restarted, at most `max_restarts` times. A StopRequest takes over the
-    handling of signals from `stop_signal`. Raises UserError if the system allows too few open files, and
-    NonRetryableError if the system allows too few processes.
+    If a worker fails, and the failure does not end the job, all workers are restarted, at most `max_restarts`
+    times. A StopRequest takes over the handling of signals from `stop_signal`. Raises UserError if the system
+    allows too few open files, and NonRetryableError if the system allows too few processes.
     """
     allow_open_files(workers)
     from torch.distributed import TCPStore

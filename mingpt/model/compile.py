@@ -1,12 +1,13 @@
 """Decide whether a model is compiled; compile its loss module, and try the compiled module before use.
 
-With trainer.compile=auto a new run is compiled if this should save at least twice the time of the first
-compilation. These times are estimated from the planned FLOPs and the rates in COSTS, not measured. So the
-choice is the same for any number of workers, and on all machines with the same type of device. A resumed run
-with trainer.compile=auto stays compiled, or not compiled, as it was when its snapshot was computed.
+With trainer.compile=auto and trainer.recompute=none, a new run is compiled if compiling should save at least
+twice the time of the first compilation. These times are estimated from the planned FLOPs and the rates in
+COSTS, not measured. So the choice is the same for any number of workers, and on all machines with the same
+type of device. A resumed run with trainer.compile=auto stays compiled, or not compiled, as it was when its
+snapshot was computed.
 
 The compiler is torch.compile. If torch.compile fails, the model is trained without it. On a GPU, the kernels
-of a small model end sooner than Python can launch the next kernels. If the caller allows CUDA graphs, such a
+of a small model end sooner than Python can launch the next kernels. If the caller allows CUDA graphs, a small
 model's forward and backward passes are also captured as CUDA graphs. The graphs are used if their replays
 give the same bits as the first call.
 """
@@ -106,7 +107,7 @@ def choose_compile(
 def import_compiler() -> None:
     """Import torch.compile's compiler now, so that a later compilation starts sooner.
 
-    This import takes longer than that of torch.
+    Importing the compiler takes longer than importing torch.
     """
     importlib.import_module("torch._inductor.compile_fx")
 
@@ -144,10 +145,11 @@ def compile_model(
 
 
 def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dtype) -> bool:
-    """Compile a new block, like those of `model`, for (B, T, C) activations `x`; return whether it succeeds.
+    """Compile a new block, like the blocks of `model`, for (B, T, C) activations `x`.
 
-    This fills the compiler's cache. `dtype` is the type of the block's weights; only the shape and device of
-    `x` matter. A failure is logged. `autocast()` is the context of a forward pass.
+    Returns whether compiling succeeds. A failure is logged. Success fills the compiler's cache. `dtype` is
+    the type of the block's weights; only the shape and device of `x` matter. `autocast()` is the context of a
+    forward pass.
     """
     try:
         import torch._inductor.config as inductor

@@ -145,7 +145,7 @@ class GPT(nn.Module):
         self.lm_head = Linear(config.n_embd, self.vocab_size, bias=False)
 
     def make_block(self, config: ModelConfig) -> Block:
-        """Return a new block, whose weights have no values yet; `init_weights` sets them."""
+        """Return a new block, whose weights are not drawn yet; `init_weights` draws them."""
         attn, mlp = CausalSelfAttention(config, self.bias), MLP(config, self.activation, self.bias)
         return Block(config, self.norm, attn, mlp)
 
@@ -193,7 +193,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every parameter to the initial value that `draw_weight` draws for it from `seed`."""
+        """Set every parameter to the initial value that `draw_weight` draws with `seed`."""
         for name, weight in self.named_parameters():
             weight.copy_(self.draw_weight(name, tuple(weight.shape), seed))
 
@@ -242,7 +242,8 @@ def architecture(arch: str) -> type[GPT]:
 def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -> dict[str, Shape]:
     """Return {name: shape} for the parameters of GPT(config, ...), without allocating the parameters.
 
-    A call takes time proportional to n_layer. Raises UserError if a tensor would be too large for torch.
+    The first call takes time proportional to n_layer. Raises UserError if a tensor would be too large for
+    torch, and the error of `Positions`.
     """
     try:
         with torch.device("meta"):
@@ -270,9 +271,9 @@ def choose(
 ) -> int:
     """Draw a token from (V,) logits with `generator`; temperature 0 takes the most likely token.
 
-    Only the `top_k` most likely tokens can be drawn (all tokens if `top_k` is None or 0). Of these, the least
-    likely tokens are left out, as long as the other tokens' probabilities sum to at least `top_p` (Holtzman
-    et al. 2020, section 3.1).
+    Only the `top_k` most likely tokens, and tokens as likely as the last of them, can be drawn; all tokens if
+    `top_k` is None or 0. Among them the least likely tokens are left out, as long as the other tokens'
+    probabilities sum to at least `top_p` (Holtzman et al. 2020, section 3.1).
     """
     if temperature < torch.finfo(torch.float32).tiny:  # float32 may treat it as 0
         return int(logits.argmax())
@@ -302,7 +303,7 @@ def generate_batch(
     """Generate one sample per seed, a continuation of `prompt`; yield the samples' next tokens.
 
     The iterator yields up to `count` lists, with a token per sample. A sample ends with the token `end`; None
-    stands for this token and any later one. The iterator ends early once all samples have ended. Until the
+    stands for this token and all later tokens. The iterator ends early once all samples have ended. Until the
     iterator ends or is closed, the model is in eval mode. `prompt` must have at least one token; only its
     last `block_size` tokens are used. If `vocab_size` is not None, only tokens below it are drawn.
     `temperature`, `top_k` and `top_p` are arguments of `choose`.

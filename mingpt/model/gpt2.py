@@ -1,9 +1,9 @@
 """`model.arch=gpt2`: GPT-2 (Radford et al. 2019), and its form in transformers, GPT2LMHeadModel.
 
 Learned position embeddings, `wpe`, are added to those of the tokens, `wte`. Norms are LayerNorm with weight
-and bias, the MLP has a tanh-approximated GELU, every linear layer of a block has a bias, and the head is tied
-to `wte`. Initial weights are N(0, 0.02), in `c_proj` N(0, 0.02 / sqrt(2 n_layer)); the second number is the
-standard deviation.
+and bias, and the MLP has a tanh-approximated GELU. Every linear layer of a block has a bias, and the head is
+tied to `wte`. Initial matrices are N(0, 0.02), in `c_proj` N(0, 0.02 / sqrt(2 n_layer)); the second number is
+the standard deviation.
 """
 
 import math

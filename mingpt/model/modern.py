@@ -5,7 +5,7 @@
 | positions | learned, added (`wpe`) | rotary, on queries and keys (Su et al. 2021) |
 | normalisation | LayerNorm with weight and bias | RMSNorm, no parameters, on `wte`, queries and keys too |
 | MLP | 4 x, tanh-approximated GELU | 4 x, squared ReLU |
-| biases | everywhere | nowhere |
+| biases | in all linear layers of a block | nowhere |
 | head | tied to `wte` | its own matrix |
 | weights begin as | N(0, 0.02) | N(0, 1 / sqrt(fan_in)); `wte` N(0, 1); head zero |
 | `c_proj` begins as | N(0, 0.02 / sqrt(2 n_layer)) | zero |

@@ -4,7 +4,8 @@
 
 | | GPU | torch.compile for a CPU | CPU |
 |---|---|---|---|
-| norm, activations | torch's | torch's; GELU by one exponential | `CPUOps`, with its own backward passes |
+| RMSNorm, squared ReLU | torch's | torch's | own backward passes |
+| GELU | torch's | by one exponential | by a table in bfloat16, else torch's |
 | dropout | torch's | random bytes, vectorised | random bytes |
 | attention | torch's fused kernel | matrix products, up to MAX_MATH_ATTENTION tokens | likewise |
 
@@ -111,7 +112,7 @@ class TorchOps:
     def rms_norm(self, x: Tensor) -> Tensor:
         """Divide x by its root mean square along the last dimension.
 
-        The result has x's dtype. Under autocast it is float32 on a GPU, and autocast's dtype with CPUOps.
+        The result has x's dtype or, under autocast, float32 (on a GPU) or autocast's dtype (CPUOps).
         """
         return rms_norm(x)
 
@@ -133,7 +134,7 @@ class TorchOps:
 
         `qkv` has the queries, keys and values, (B, T, 3 C); the result is (B, T, C). With rotary positions,
         queries and keys are first divided by their root mean square and rotated. With a cache, keys and
-        values are appended to it, and the queries attend to all keys in it.
+        values are appended to the cache, and the queries also attend to the earlier keys in the cache.
         """
         batch, length, width = qkv.size(0), qkv.size(1), qkv.size(2) // 3
         start = cache.length if cache else 0
@@ -160,7 +161,7 @@ class TorchOps:
 class CompiledCPUOps(TorchOps):
     """The operations for torch.compile on a CPU.
 
-    The compiler makes faster code from these forms than from torch's own functions.
+    The compiler makes faster code from these methods than from torch's own functions.
     """
 
     def gelu(self, x: Tensor) -> Tensor:  # one exponential instead of a hyperbolic tangent
@@ -184,7 +185,7 @@ class CompiledCPUOps(TorchOps):
 
 
 class CPUOps(TorchOps):
-    """The operations for a CPU without torch.compile: autograd functions with few passes over memory."""
+    """The operations for a CPU without torch.compile, with few passes over memory."""
 
     def rms_norm(self, x: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
@@ -237,8 +238,8 @@ def ops_for(x: Tensor) -> TorchOps:
 def attention_bytes(heads: int, length: int, dropout: float, element: int, on_cpu: bool) -> float:
     """Return the bytes per token that attention keeps for the backward pass, besides its input and output.
 
-    On a CPU these are the softmax over earlier positions and, with dropout, a mask of the same size, both
-    with `element` bytes per number. FlashAttention, on a GPU or for more than MAX_MATH_ATTENTION tokens,
+    On a CPU attention keeps the softmax over earlier positions and, with dropout, a mask of the same size,
+    both with `element` bytes per number. FlashAttention, on a GPU or for more than MAX_MATH_ATTENTION tokens,
     keeps neither.
     """
     if not on_cpu or length > MAX_MATH_ATTENTION:
@@ -414,7 +415,7 @@ class _Attention(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D / 2) of x's last dimension; write to `out`, not x. With -sin, rotate back."""
+    """Rotate pairs (i, i + D / 2) of x's last dimension into `out`, not x; return `out`. -sin turns back."""
     half = x.size(-1) // 2
     first, second = x[..., :half], x[..., half:]
     out_first, out_second = out[..., :half], out[..., half:]

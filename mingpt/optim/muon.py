@@ -1,8 +1,8 @@
 """Muon (Jordan 2024): Nesterov momentum, orthogonalised by a Newton-Schulz iteration.
 
-Matrices of equal shape are orthogonalised in batched products, and the workers share the batches. One worker
-computes a whole batch, so the bits do not depend on the number of workers. If each worker holds rows of all
-matrices, a step has two phases:
+Matrices of equal shape (a matrix may be transposed) are orthogonalised in batched products. The workers share
+the batches. A single worker computes a whole batch, so the bits do not depend on the number of workers. If
+each worker holds rows of all matrices, a step has two phases:
 
 1. All-to-all: each worker sends its rows of each momentum matrix to the worker that computes the batch with
    this matrix. That worker then holds whole matrices, and orthogonalises them.

@@ -49,8 +49,8 @@ def make_buckets(weights: Mapping[str, Tensor]) -> list[list[str]]:
 class WholeWeights(Strategy):
     """The base of DDPReduction and ExactReduction, in which each rank holds all weights.
 
-    If updates are sharded, each rank has the gradients of its rows and updates only these rows. After the
-    update all ranks gather the rows of the weights, a bucket at a time.
+    If updates are sharded, each rank updates only its rows of the weights. After the update all ranks gather
+    the rows of the weights, a bucket at a time.
     """
 
     def __init__(self, setup: StrategySetup) -> None:

@@ -16,9 +16,10 @@ Each bucket is exchanged in two phases. A chunk is the part of a vector that one
 2. All-gather: each rank sends its chunk to all ranks, which then hold the whole gradient. If updates are
    sharded, a rank's chunk has exactly the rows that the rank updates, and there is no second phase.
 
-As many bytes are sent as in a ring all-reduce. Ranks whose micro-batches do not form one subtree have several
-partial sums, and send more bytes. DistributedDataParallel with the communication hook of hook.py does the
-same, but imports torch._dynamo, which takes as long as importing torch, at every start and restart.
+The two phases send as many bytes as a ring all-reduce if each rank has one partial sum. Ranks whose
+micro-batches do not form one subtree have several partial sums, and send more bytes. DistributedDataParallel
+with the communication hook of hook.py does the same, but imports torch._dynamo, which takes as long as
+importing torch, at every start and restart.
 """
 
 import contextlib
@@ -46,7 +47,8 @@ from mingpt.parallel.tree import PartialSums, add_lists, add_nodes, cover, push
 def naive_sum(gradients: list[Tensor], context: DistributedContext) -> Tensor:
     """Return the sum of all ranks' gradients, given a gradient for each micro-batch of this rank. Collective.
 
-    This is the definition of the sum. Training does not use it: each rank holds all gradients at once.
+    This is the definition of the sum. Training does not use this function, in which each rank holds all
+    gradients at once.
     """
     gathered = [gradient for of_rank in context.all_gather_object(gradients) for gradient in of_rank]
     leaves = [(0, number) for number in range(len(gathered))]
@@ -69,8 +71,8 @@ class Overlap:
     def run(self, exchange: Callable[[], Tensor], pieces: list[list[Tensor]]) -> Future[Tensor]:
         """Begin an exchange that reads `pieces`, and return a future of its result.
 
-        Do not change `pieces` before the future is done. On a GPU, the future's `wait` makes the current
-        stream wait, not the host. On a CPU, the future's `wait` raises the error of the exchange, if any.
+        Do not change `pieces` before you have called the future's `wait`. On a GPU, `wait` makes the current
+        stream wait, not the host. On a CPU, `wait` raises the error of the exchange, if any.
         """
         if self.stream is None:
             future = Future[Tensor]()
@@ -116,8 +118,8 @@ class Bucket:
 class ExactReduction(WholeWeights):
     """A strategy that sums gradients along the tree of tree.py: any number of workers gives the same bits.
 
-    With several workers, a bucket is exchanged as soon as the last backward pass has computed the bucket's
-    gradients.
+    With several workers, a bucket is exchanged during the last backward pass, once the gradients of this
+    bucket and of all earlier buckets are computed.
     """
 
     def __init__(self, setup: StrategySetup) -> None:
@@ -136,8 +138,8 @@ class ExactReduction(WholeWeights):
     def make_bucket(self, names: list[str]) -> Bucket:
         """Return an empty bucket for the parameters `names`.
 
-        If updates are sharded, a rank's chunk of the sum has the rows that the rank updates. Otherwise the
-        chunks of all ranks have about the same size.
+        If updates are sharded, a rank's chunk of the sum has the rows that the rank updates. Otherwise
+        `split_rows` splits the sum into chunks.
         """
         sizes = [sum(of_rank) for of_rank in zip(*map(self.rows.numel, names), strict=True)]
         if not self.updates_are_sharded:
@@ -191,7 +193,7 @@ class ExactReduction(WholeWeights):
     def send(self, bucket: Bucket) -> None:
         """Add the last micro-batch's gradients to a bucket, and begin the bucket's exchange. Collective.
 
-        The bucket drops its partial sums, so their memory is freed once the exchange has copied them.
+        The bucket drops its partial sums, so their memory is freed once the exchange no longer needs them.
         """
         if self.my_micro_batches:
             self.add_gradients(bucket, self.my_micro_batches[-1], copies=self.grads_are_static)

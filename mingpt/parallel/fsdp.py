@@ -7,13 +7,13 @@ For each unit, tensors are sent in two phases:
    `trainer.fsdp_reshard`, the weights of a block are freed after its forward pass, and gathered again for its
    backward pass. Other weights are kept until the end of the backward pass.
 2. Reduce-scatter, after the unit's backward pass: each rank sends to each other rank the gradients of the
-   other rank's rows. A rank then holds the summed gradients of its own rows, and needs no others.
+   other rank's rows. A rank then holds the summed gradients of its own rows, and needs no other gradients.
 
 So all ranks must make each forward and backward pass together. A step has turns: in a turn each rank computes
 one micro-batch. A rank that has no micro-batch left in the last turn computes a dummy, which is not counted.
 
-`reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all: each rank receives its rows of all ranks'
-gradients, and adds them up along the tree of tree.py. The bits are those of ExactReduction.
+`reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all. Each rank receives its rows of all ranks'
+gradients, and adds these rows along the tree of tree.py, as ExactReduction does.
 """
 
 import contextlib
@@ -109,7 +109,7 @@ class FSDPReduction(Strategy):
         self.finish_update()
 
     def note_digest(self, number: int, gradients: Tensor) -> None:
-        """Inside the context `unreduced`, record the digest of `gradients`, this rank's for unit `number`.
+        """Inside the context `unreduced`, record the digest of this rank's `gradients` of unit `number`.
 
         Outside of the context, do nothing.
         """
@@ -188,7 +188,7 @@ class ExactFSDPReduction(FSDPReduction):
         """Exchange the gradients of unit `number`, and add this rank's rows to the partial sums. Collective.
 
         In the last turn of a step, write the sum for this rank's rows to `rows`. Inside the context
-        `unreduced`, add nothing. `op` is ignored.
+        `unreduced`, add nothing and write zeros. `op` is ignored.
         """
         is_counted = self.found is None
         if is_counted and self.is_last_turn:
@@ -200,7 +200,7 @@ class ExactFSDPReduction(FSDPReduction):
                 rows.zero_()
 
     def add(self, partial_sums: PartialSums[Tensor], chunks: Sequence[Tensor], rows: Tensor) -> None:
-        """Add the chunks of a turn, one per rank, to the partial sums.
+        """Add the chunks of a turn, one per rank, to the partial sums; leave out the chunks of dummies.
 
         In the last turn of a step, write the sum over all micro-batches to `rows`.
         """

@@ -32,7 +32,7 @@ Forward = Callable[..., Tensor]  # a module; the trainer's maps tokens and targe
 def digest_factors(device: torch.device) -> Tensor:
     """Return the numbers by which `digest` multiplies elements: DIGEST_PIECE odd pseudo-random int64 numbers.
 
-    These numbers are always the same.
+    The numbers are drawn with a fixed seed, so they are the same on all ranks.
     """
     generator = torch.Generator().manual_seed(0)
     return (torch.randint(-(2**63), 2**63 - 1, (DIGEST_PIECE,), generator=generator) | 1).to(device)
@@ -43,9 +43,9 @@ def digest(tensor: Tensor) -> Tensor:
     """Return a digest of the tensor's bits, an int64 scalar on the same device, without waiting for a GPU.
 
     The elements are read as integers of up to 32 bits. Each integer is multiplied by a fixed number, and the
-    digest is the sum of these products modulo 2 ** 64. The fixed numbers are odd, so a change of one element
-    always changes the digest. The fixed numbers are pseudo-random, so changes of several elements cancel out
-    with a probability of at most 2 ** -32.
+    digest is the sum of these products modulo 2 ** 64. The fixed numbers are odd, so a change of a single
+    integer changes the digest. The fixed numbers are pseudo-random, so changes of several integers cancel out
+    only with a probability of about 2 ** -32.
     """
     bits = tensor.detach().reshape(-1).view(DIGEST_TYPES.get(tensor.element_size(), torch.int32))
     first, *pieces = bits.split(DIGEST_PIECE)
@@ -165,7 +165,7 @@ class Strategy(ABC):
         ... update strategy.pieces() from strategy.gradients(), which are means over all micro-batches ...
         strategy.finish_update()
 
-    All ranks call all methods. A piece is the rows of a parameter that this rank updates: all rows, unless
+    All ranks run these lines. A piece is the rows of a parameter that this rank updates: all rows, unless
     updates are sharded. The constructor raises UserError if a parameter is frozen.
     """
 
@@ -230,7 +230,10 @@ class Strategy(ABC):
 
     @property
     def loss_factor(self) -> float:
-        """The factor for a micro-batch's loss: its weight in the mean over the step, times the loss scale."""
+        """The factor by which the loop multiplies a micro-batch's loss.
+
+        After `finish_step`, the gradients are then means over the step's micro-batches, times the loss scale.
+        """
         return self.loss_weight * self.loss_scale
 
     @abstractmethod
@@ -273,7 +276,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def finish_update(self) -> None:
-        """Give all ranks the new weights, and free the gradients. Call this after the pieces were updated."""
+        """Free the gradients; if each rank holds all weights, also give all ranks the new weights.
+
+        Call this after the pieces were updated.
+        """
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to a norm of at most `max_norm`; return the norm before scaling, a scalar.

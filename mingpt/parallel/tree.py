@@ -2,8 +2,8 @@
 
 The leaves are the gradients of a step's micro-batches.
 
-Node (level, index) is the sum of leaves index * 2**level to (index + 1) * 2**level - 1, computed as its left
-half plus its right half. If the right half would lie past the last leaf, the node is its left half.
+Node (level, index) is the sum of leaves index * 2**level to (index + 1) * 2**level - 1. A node is computed as
+its left half plus its right half. If the right half would lie past the last leaf, the node is its left half.
 Floating-point addition is not associative, so the order of additions determines the bits of a sum. The tree
 fixes this order; which ranks add does not matter.
 """
@@ -41,7 +41,7 @@ def push(
 def add_nodes(
     nodes: Iterable[tuple[int, int]], values: Iterable[V], leaves: int, add: Callable[[V, V], V]
 ) -> V:
-    """Return the sum of all leaves. `nodes` cover all leaves, left to right; `values` are their sums."""
+    """Return the sum of all leaves. `nodes` cover the leaves, left to right; `values` are the nodes' sums."""
     stack: PartialSums[V] = []
     for (level, index), value in zip(nodes, values, strict=True):
         push(stack, level, index, value, leaves, add)

@@ -73,7 +73,7 @@ def read_job_start(history: dict[str, Any]) -> int | None:
 
 
 def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | None:
-    """Return the content of run_dir/run.json; None if the file is missing or damaged.
+    """Return the content of run_dir/run.json; None if the file is missing, unreadable or damaged.
 
     Also returns None if `run_id` is given and the file has the id of a different run.
     """
@@ -85,7 +85,7 @@ def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | N
 
 
 def mark_ended(run_dir: Path, status: str) -> None:
-    """If the status in run_dir/run.json is "running", replace it with `status`.
+    """If the status in run_dir/run.json is "running", replace "running" with `status`.
 
     Call this if the job ends before this generation has a RunLogger; a RunLogger records the end itself.
     Never raises: errors are ignored.
@@ -105,10 +105,11 @@ def plural(count: int, noun: str) -> str:
 
 
 def hosts_joined(last: Mapping[str, Any], start: RunStart) -> list[str]:
-    """Return the hosts that joined between generation `last` and the one that `start` begins.
+    """Return the hosts that joined between generation `last` and the generation that `start` begins.
 
-    `last` is the generation's entry in run.json. An agent stops a generation with SIGTERM so that hosts can
-    join. Returns [] if generation `last` ended in a different way, or if `start` begins a new job.
+    `last` is a generation's entry in run.json. An agent stops a generation with SIGTERM so that hosts can
+    join. Returns [] if generation `last` ended in a different way or has no hosts on record, or if `start`
+    begins a new job.
     """
     if not start.is_restart or last["end"] != "stopped by SIGTERM":
         return []
@@ -118,9 +119,10 @@ def hosts_joined(last: Mapping[str, Any], start: RunStart) -> list[str]:
 def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str, Any]:
     """Return the fields "exact", "to_step" and "end" of generation `last`, which did not record its end.
 
-    `last` is the generation's entry in run.json. The fields follow from the workers' exit reasons in
-    `start.previous`. If `start.previous` is None, "end" names the hosts of `last` that are not in
-    `start.hosts`. `stacks` is the folder to which stuck workers write their stacks.
+    `last` is the generation's entry in run.json. The fields follow from `last`, `start.step` and the workers'
+    exit reasons in `start.previous`. If `start.previous` is None, "end" names the hosts of `last` that are
+    not in `start.hosts`, or says that all workers vanished. `stacks` is the folder to which stuck workers
+    write their stacks.
     """
     reported = start.previous.step() if start.previous else None
     gone = [host for host in last.get("hosts", []) if host not in start.hosts]
@@ -135,16 +137,16 @@ def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str
 class RunHistory:
     """Writes run.json, on a rank that writes to the run folder.
 
-    Constructing a RunHistory reads the file, if there is one; a damaged file is renamed to damaged-run.json.
-    `note_step` and `note_durable` return before the file is written. Times are in seconds since 1970. The
-    file has these fields, among others:
+    Constructing a RunHistory reads the file, if there is one; a damaged file is renamed to damaged-run.json,
+    if possible. `note_step` and `note_durable` return before the file is written. Times are in seconds since
+    1970. The file has these fields, among others:
 
     - `status`: running, finished, stopped or failed
     - `durable_step`: the step of the newest snapshot on disk; 0 if none is known
     - `job`: the random token of the last job that passed the checks of its start
     - `job_began`: the time at which that job started
     - `inputs`: fingerprints of the last generation's data and tokenizer, and its software; the results depend
-      on these and the settings
+      on these inputs and the settings
     - `generations`: a list with an entry for each generation
 
     An entry has these fields:
@@ -197,7 +199,8 @@ class RunHistory:
     def start_generation(self, start: RunStart) -> str | None:
         """Add this generation's entry to run.json. Call this method before any other.
 
-        Returns what `close_generation` returns for the previous generation; None if there is none.
+        Returns one line about the end of the previous generation (see `close_generation`). Returns None if
+        there is nothing to tell, or no previous generation.
         """
         if start.changes:
             self.content["changes"].append({"step": start.step, "settings": start.changes})
@@ -232,7 +235,7 @@ class RunHistory:
 
         `last` is the generation's entry in run.json, and `start` begins the next generation. Returns one line
         about the end of generation `last` if that generation did not record its end, or if hosts joined after
-        it. Otherwise returns None.
+        `last`. Otherwise returns None.
         """
         recorded, waited, was_running = last["to_step"], 0.0, last["end"] == "running"
         joined = hosts_joined(last, start)
@@ -254,7 +257,7 @@ class RunHistory:
         )
 
     def repeated_failure(self) -> str | None:
-        """Return one sentence if the last MAX_REPEATS generations of this job failed at the same step.
+        """Return one sentence if this job's MAX_REPEATS previous generations failed at the same step.
 
         Otherwise, or if `exact` is false for one of these generations, returns None. A generation that was
         stopped, or that ended so that hosts could join, has not failed.
@@ -291,7 +294,7 @@ class RunHistory:
         """Record that the results of `workers` differed from those of other workers at `step`.
 
         Snapshots of steps after `after` are not used. Call this before any of these snapshots is set aside
-        (renamed), so that the record exists even if this worker is killed during the renames.
+        (renamed): the record must exist even if this worker is killed during the renames.
         """
         entry = {"step": step, "after": after, "workers": workers}
         self.content["suspects"] = [*self.content.get("suspects", []), entry]
@@ -326,7 +329,7 @@ class RunHistory:
         )
 
     def write(self, waits: bool = True) -> None:
-        """Write run.json in the background thread; with `waits`, return only after the file is written.
+        """Write run.json in the background thread; with `waits`, return only after the write has ended.
 
         If the write of older content has not begun yet, only the new content is written.
         """

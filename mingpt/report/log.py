@@ -1,7 +1,7 @@
 """The log goes to the terminal and, on ranks that write to a run folder, to log.txt in this folder.
 
-During training the terminal shows a progress bar, or one line per record of metrics. Each evaluation adds one
-line.
+During training the terminal shows a progress bar, or one line per record of metrics. Each evaluation adds a
+line, and the text of a sample, if any.
 """
 
 import logging
@@ -50,8 +50,8 @@ class FileHandler(logging.Handler):
 def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True) -> None:
     """Send the log to the terminal and, unless `run_dir` is None, to run_dir/log.txt.
 
-    Replaces what an earlier call set up. Ranks other than 0 show only warnings on the terminal. `may_write`
-    is called before each write to log.txt (see MayWrite).
+    Replaces what an earlier call set up. Ranks other than 0 show only warnings and errors on the terminal.
+    `may_write` is called before each write to log.txt (see MayWrite).
     """
     logger = logging.getLogger("mingpt")
     for handler in logger.handlers[:]:
@@ -69,7 +69,7 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True
 
 
 class ConsoleSink(Sink):
-    """Shows training as a progress bar if rank 0 has a terminal, and otherwise as log lines.
+    """Shows training as a progress bar on rank 0 if stderr is a terminal, and otherwise as log lines.
 
     With a bar, the log lines about training go only to log.txt. Evaluations are shown as lines in both cases.
     The time left is estimated from this generation's mean time per step after the first WARM_UP steps; the

@@ -147,4 +147,4 @@ class Sink:
         """Note that `step` is complete. Called after each step, even if the step has no record."""
 
     def close(self) -> None:
-        """Write what is left. Called when the run ends, fails or is stopped; not if the process is killed."""
+        """Write what is left. `RunLogger.ended` and `RunLogger.failed` call this method."""

@@ -1,4 +1,4 @@
-"""Plots of a run: loss.png (training and validation loss) and timeline.png (how its time was spent).
+"""Plots of a run: loss.png (training and validation loss) and timeline.png (how the time was spent).
 
 The losses are read from metrics.jsonl, and the times from run.json. While a run trains, a thread draws both
 plots.
@@ -48,7 +48,7 @@ class Curves(NamedTuple):
 def read_curves(path: Path) -> Curves:
     """Return the losses in the metrics.jsonl at `path`; empty curves if the file is missing.
 
-    Raises OSError if the file cannot be read.
+    Losses of MAX_LOSS or more are left out. Raises OSError if the file cannot be read.
     """
     points = {"train/loss": array("d"), "val/loss": array("d")}
     for record in (record for _, record in read_lines(path) if record is not None):
@@ -81,7 +81,7 @@ class LossPlot(Sink):
         self.background.submit(self.draw).result()
 
     def draw(self) -> None:
-        """Draw both plots and write them. Never raises: if a plot cannot be made, one log line says why."""
+        """Draw both plots and write them. A failure is not raised: `ReportFile.report` takes the error."""
         sources: list[tuple[Callable[..., object], object]]
         sources = [(draw_loss, self.run), (draw_timeline, self.run.run_dir)]
         for file, (draw, source) in zip(self.files, sources, strict=True):
@@ -147,7 +147,7 @@ def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = N
 
 
 def smooth(losses: np.ndarray) -> np.ndarray:
-    """Return the moving average of `losses`, (points,); each mean is over about a fifteenth of all points."""
+    """Return the moving average of `losses`, (N,); a mean includes up to N // 30 losses on either side."""
     reach, numbers = len(losses) // 30, np.arange(len(losses))
     first, end = np.maximum(numbers - reach, 0), np.minimum(numbers + reach + 1, len(losses))
     sums = np.append(0.0, losses.cumsum())
@@ -178,8 +178,8 @@ def phase_seconds(one: Generation, after: Generation | None) -> list[float]:
     """Return the seconds that generation `one` spent in each phase of COLORS, in the order of COLORS.
 
     `after` is the next generation, or None if `one` is the last. The time of the steps that `after` repeated
-    counts as lost. If `after` is a restart, so does the time between the last recorded step of `one` and the
-    start of the workers of `after`.
+    counts as lost. If `after` is a restart, the time between the last recorded step of `one` and the start of
+    the workers of `after` is lost, too.
     """
     start_s, evaluation_s, wait_s = (one.phases.get(phase, 0.0) for phase in PHASES)
     steps_s, twice_s, pause_s = max(0.0, one.seconds - evaluation_s - wait_s), 0.0, 0.0
@@ -236,7 +236,7 @@ def draw_timeline(figure: Any, run_dir: Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Draw RUN/timeline.png from RUN/run.json: how a run's time was spent, and how its workers ended.
 
-    A training job draws this picture by itself, at each evaluation and at the end.
+    A training job draws this picture by itself, at evaluations and at the end.
     """
     parser = CommandParser("python -m mingpt timeline", main.__doc__)
     parser.add_argument("run", type=typed_path, metavar="RUN", help="run folder on a disk of this machine")

@@ -72,10 +72,10 @@ class StepTimer:
 class RunLogger:
     """Reports a run from the step `start.step` on, on a rank that writes to a run folder.
 
-    Constructing a RunLogger writes config.yaml, begins a generation in run.json, and drops the records of
-    later steps from metrics.jsonl. If a file cannot be written, one log line says so, and the run goes on.
-    `environment` is the software and the device that this generation uses. Raises ClaimLost if by now another
-    job or a later generation writes to the run folder.
+    Constructing a RunLogger writes config.yaml, begins a generation in run.json, and drops from metrics.jsonl
+    the records of steps that are done again. If a file cannot be written, one log line says so, and the run
+    goes on. `environment` is the software and the device that this generation uses. Raises ClaimLost if by
+    now another job or a later generation writes to the run folder.
     """
 
     def __init__(self, start: RunStart, environment: Environment) -> None:
@@ -122,7 +122,7 @@ class RunLogger:
         assignment: Sequence[Sequence[int]],
         snapshots: str,
     ) -> None:
-        """Log how the previous generation ended, if `RunHistory.start_generation` returned a line about it.
+        """Log how the previous generation ended, if `RunHistory.start_generation` returned a line.
 
         Unless this is a restart, also log what the run is going to do. `step` is the step from which the run
         goes on. `compile_choice` says whether the model is compiled, and why. `assignment` has, for each

@@ -1,7 +1,7 @@
 """Sinks that pass metrics to other programs: TensorBoard, and trackers such as wandb and trackio.
 
-metrics.jsonl has every value. If TensorBoard or a tracker is unreachable, fails or is too slow, it lacks some
-of the values, and the run goes on.
+metrics.jsonl has every value. If TensorBoard or a tracker is unreachable, fails or is too slow, it may lack
+some of the values, and the run goes on.
 """
 
 import html
@@ -50,11 +50,12 @@ class TensorBoard(Sink):
 
 
 class Tracker(Sink):
-    """Sends values to the package `package`, which has wandb's functions `init`, `log` and `finish`.
+    """Sends values to the package `package`, which has wandb's `init`, `log`, `finish` and `Html`.
 
-    The tracker shows all generations as one run. Credentials and the place of the data are settings of the
-    package itself. The project's name is the value of the environment variable <PACKAGE>_PROJECT, by default
-    the name of the folder above the run folder.
+    The tracker shows all generations as one run. wandb's files are written to the run folder, unless
+    WANDB_DIR names a different folder. Credentials are settings of the package itself. The project's name is
+    the value of the environment variable <PACKAGE>_PROJECT, by default made from the name of the folder above
+    the run folder.
     """
 
     def __init__(self, run: RunStart, package: str) -> None:

@@ -41,7 +41,7 @@ class ReportFile:
         self.lock = threading.RLock()
 
     def replace(self, content: str | bytes) -> None:
-        """Replace the file and make it durable; earlier content that could not be written is dropped."""
+        """Replace the file, after an fsync; earlier content that could not be written is dropped."""
         with self.lock:
             self.waiting.clear()
             self.put(lambda: write_atomic(self.path, content, sync="file", before_rename=self.may_write))
@@ -51,13 +51,16 @@ class ReportFile:
         self.put(lambda: append(self.path, line, sync))
 
     def put(self, write: Callable[[], None]) -> None:
-        """Do the kept writes, then call `write`. A write that raises OSError, and all after it, are kept."""
+        """Add `write` to the kept writes, and do them as `retry` does."""
         with self.lock:
             self.waiting.append(write)
             self.retry()
 
     def retry(self) -> None:
-        """Do the kept writes in order, up to the first one that fails; none if `may_write` returns False."""
+        """Do the kept writes in order, up to the first that fails; none if `may_write` returns False.
+
+        Writes that have been done are no longer kept.
+        """
         with self.lock:
             if not self.may_write():
                 return
@@ -84,7 +87,7 @@ class ReportFile:
 def append(path: Path, line: bytes, sync: bool) -> None:
     """Append a line to the file at `path`; with `sync`, make the file durable.
 
-    Raises OSError if the line cannot be written; the file then has no part of the line.
+    Raises OSError on a failure. If only a part of the line could be written, the part is removed first.
     """
     # The file is opened each time, because a handle on NFS may become stale.
     with open(path, "ab", buffering=0) as file:

@@ -1,10 +1,10 @@
 """Snapshots, the saved states of a run, as files in a folder, at a URL or in /dev/shm.
 
 A snapshot consists of tensor files, the tokenizer's file if there is a tokenizer, and a manifest, a JSON file
-that lists the other files. A snapshot is valid if its manifest exists and all files have the checksums that
-the manifest lists. SnapshotSaver (saver.py) writes snapshots and deletes old ones, search.py chooses the same
-newest snapshot for all ranks, and claim.py lets only one job at a time write to a run folder. Only
-contents.py knows the names of the model's tensors; the other modules take tensors of any names and shapes.
+that lists the other files. A snapshot is valid if its manifest exists and the checks of `SnapshotStore.read`
+succeed. SnapshotSaver (saver.py) writes snapshots and deletes old ones. search.py chooses the same newest
+snapshot for all ranks. claim.py lets only one job at a time write to a run folder. Only contents.py knows
+which tensors a model has.
 """
 
 from mingpt.snapshot.lookup import open_snapshot

@@ -2,18 +2,18 @@
 
 The file `claim-<number>.json` is in the run folder, and the claim with the highest number counts. A job takes
 the folder over from another job by creating the file with the next number; if several jobs try, only one
-succeeds. If all agents (torchrun, or train.py) of the job that holds the claim have ended, another job takes
-the folder over at once. If one of these agents is alive, the other job is refused with an error. If an agent
-cannot be seen, because it runs on a different machine, the other job waits. That job is refused if the claim
-is renewed, and takes the folder over if the claim is not renewed for LEASE_S seconds.
+succeeds. The new job takes the folder over at once if it sees that all agents (torchrun, or train.py) of the
+claim's job have ended. If the new job sees an agent of that job alive, the new job is refused with an error.
+Otherwise, for example if these agents are on a different machine, the new job waits. The new job is then
+refused if the claim is renewed, and takes the folder over if LEASE_S seconds pass without a renewal.
 
-A later generation of the same job (its workers after a restart) shares an agent with the previous generation,
-and overwrites the claim at once. The network may split a job into two groups of workers that cannot reach
-each other. Then the group that claims the folder first goes on; the other waits while the claim is renewed.
+A generation is a job's workers between two restarts. A later generation of the same job overwrites the claim
+at once if it has an agent in common with the claim's generation. The network may split a job into two groups
+of workers that cannot reach each other. Then the group that claims the folder first goes on; the other group
+waits while the claim is renewed.
 
 The rank that writes the records of a run folder holds the job's claim to that folder. Before each record and
-each file of a snapshot, this rank calls `Claim.check`, which raises an error if the claim that counts is no
-longer that of this rank's generation.
+each file of a snapshot, this rank calls `Claim.check`, which raises ClaimLost if the claim is lost.
 """
 
 import json
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Holder:
-    """The generation of a job that holds a claim.
+    """The holder of a claim: one generation of a job.
 
-    `agents` are the processes that started the job's workers (torchrun, or train.py). A worker that has no
-    agent is listed there itself.
+    `agents` are the processes that started the generation's workers (torchrun, or train.py). A worker that
+    has no agent is listed there itself.
     """
 
     agents: tuple[Process, ...]
@@ -121,8 +121,8 @@ class Claim:
     def check(self) -> None:
         """Raise ClaimLost if the claim was removed, or is now that of another job or a later generation.
 
-        Returns without an error if `acquire` has not claimed the folder, or if the folder or the newest claim
-        cannot be read at this moment.
+        Returns without an error before `acquire` has claimed the folder, and after `release`. Also returns if
+        the folder or the newest claim cannot be read now, or if the claim's file is damaged.
         """
         if not self.number:
             return
@@ -150,10 +150,9 @@ class Claim:
     def acquire(self) -> None:
         """Claim the folder, and from then on renew the claim in a background thread.
 
-        Waits if the folder is claimed by a job that may be alive on a different machine, or by workers of
-        this job that this worker can no longer reach. The wait ends when that claim has not been renewed for
-        LEASE_S seconds. Raises UserError, which names the holder, if another job is seen to be alive, or
-        renews its claim during the wait. Raises OSError if the folder cannot be read or written.
+        Waits until `may_take` returns True, or until the newest claim has not been renewed for LEASE_S
+        seconds. Raises UserError, which names the holder, if another job is seen to be alive, or renews its
+        claim during the wait. Raises OSError if the folder cannot be read or written.
         """
         waited_for, deadline = NONE, 0.0
         while not self.number:
@@ -170,8 +169,8 @@ class Claim:
     def may_take(self, found: Found) -> bool:
         """Return whether the folder may be claimed at once; `found` is the claim with the highest number.
 
-        The folder may be claimed at once if there is no claim, if all agents of the job that holds the claim
-        have ended, or if the holder is an earlier generation of this job.
+        Returns True if there is no claim, or if all agents of the claim's holder have ended. Also returns
+        True if the holder and this generation have an agent in common.
         """
         holder = found.holder
         return not found.number or holder.is_alive() is False or self.holder.shares_agent(holder)
@@ -198,9 +197,9 @@ class Claim:
     def take(self, found: Found) -> None:
         """Try to claim the folder; on success set `number`. `found` is the claim that counted so far.
 
-        If an earlier generation of this job made that claim, its file is overwritten, which works even on a
-        full disk. Otherwise a file with the next number is created. If another job is faster, `number` stays
-        0. Raises OSError if the file cannot be written.
+        If the holder of `found` and this generation have an agent in common, the claim's file is overwritten.
+        Otherwise a file with the next number is created. If another job is faster, `number` stays 0. Raises
+        OSError if the file cannot be written.
         """
         is_ours = self.holder.shares_agent(found.holder)
         if is_ours:
@@ -232,7 +231,7 @@ class Claim:
     def renew(self) -> None:
         """Update the modification time of the claim's file, to show other machines that the job is alive.
 
-        Does nothing if this generation no longer holds the claim. A failure is only logged.
+        Does nothing if this generation does not hold the claim. A failure is only logged.
         """
         try:
             if self.number and self.may_write():

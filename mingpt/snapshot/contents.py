@@ -1,7 +1,7 @@
 """What a snapshot of a run must hold: the names, shapes and types of its tensors, and its tokenizer.
 
-All of this is checked before any tensor is read. A snapshot in memory may hold only one rank's part of a
-sharded state: the rows of each sharded tensor that this rank held.
+Names, shapes and types are checked before any weight is read. A snapshot in memory may hold only one rank's
+part of a sharded state (see `check_shard`).
 """
 
 import hashlib
@@ -23,12 +23,13 @@ from mingpt.snapshot.store import OLDER_TOKENIZER, Snapshot
 
 
 def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-    """Check that a snapshot holds the whole state of a run, and no other tensors; else raise CorruptSnapshot.
+    """Check that a snapshot holds the whole state of a run; else raise CorruptSnapshot.
 
-    The state is a model's parameters and the optimizer's state, in float32; the manifest's configuration
-    describes the model. `entries` has the types and shapes of the snapshot's tensors, and `tokenizer` the
-    tokenizer's bytes (None: there are none). No tensor is read. Raises UserError if the snapshot was written
-    by a training loop of the user's own, not by a run.
+    The state is a model's parameters and the optimizer's state, in float32, and the tokenizer, if the run has
+    one. The manifest's configuration describes the model. Other tensors raise CorruptSnapshot, except
+    OLDER_TOKENIZER. `entries` has the types and shapes of the snapshot's tensors, and `tokenizer` the
+    tokenizer's bytes (None: there are none). No tensor is read. Raises UserError if a training loop of the
+    user's own, not a run, wrote the snapshot.
     """
     if manifest.shard:
         raise CorruptSnapshot("it is a part of a sharded state")
@@ -39,9 +40,9 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     """Check that a snapshot holds a run's whole state, or one rank's part of it; else raise CorruptSnapshot.
 
     If `manifest.shard` is None, the snapshot must hold the whole state. Otherwise it must hold the rows of
-    each sharded tensor that rank `manifest.shard.rank` held. If it holds any tensor that is not sharded, it
-    must hold all tensors that are not sharded, and the tokenizer. A tokenizer.json is not parsed here,
-    because that takes a long time. For the arguments and the UserError see `check_model`.
+    each sharded tensor that rank `manifest.shard.rank` held. If the snapshot holds any tensor that is not
+    sharded, it must hold all tensors that are not sharded, and the run's tokenizer, if any. A tokenizer.json
+    is not parsed here, because that takes a long time. For the arguments and the UserError see `check_model`.
     """
     missing = sorted({"config", "tokenizer", "data", "software"} - manifest.model_fields_set)
     if len(missing) == 4:  # not corrupt: a different program wrote the snapshot, which stays as it is
@@ -106,9 +107,9 @@ def stored_rows(manifest: Manifest) -> RowMap:
 
 
 def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
-    """Return the tokenizer in a snapshot; None if the snapshot has no tokenizer.
+    """Return the tokenizer in a snapshot; None if the run has no tokenizer.
 
-    Raises UserError if the tokenizer cannot be used, and the errors of `Snapshot.read_tokenizer`.
+    Raises the errors of `make_tokenizer` and of `Snapshot.read_tokenizer`.
     """
     return make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())
 
@@ -116,7 +117,7 @@ def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
 def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | None:
     """Return a snapshot's tokenizer, whose bytes are `content`; None if the run has no tokenizer.
 
-    Raises UserError if the tokenizer cannot be used, or needs a package that is not installed.
+    Raises UserError if the tokenizer is missing, cannot be used, or needs a package that is not installed.
     """
     if manifest.tokenizer.kind == "none":
         return None
@@ -129,8 +130,9 @@ def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | Non
 def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
     """Return the tokenizer that the manifest describes, and whose bytes are `content`.
 
-    Raises ValueError if `content` is None, is not a tokenizer, or does not have the SHA-256 in the manifest.
-    Also raises ValueError if the tokenizer has more tokens than the model's embedding has rows.
+    Raises ValueError if `content` is None, is not a tokenizer, or does not have the SHA-256 in the manifest
+    (if the manifest has one). Also raises ValueError if the tokenizer has more tokens than the model's
+    embedding has rows, or needs a package that is not installed.
     """
     about = manifest.tokenizer
     if content is None or about.sha256 not in (None, hashlib.sha256(content).hexdigest()):
@@ -156,7 +158,7 @@ def describe_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> Tokenize
 def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin: str) -> dict[str, Tensor]:
     """Return views of the weights `tensors` that fit a model whose parameters have the shapes in `shapes`.
 
-    The weights may have more learned positions than the model: the views leave out the last ones. Raises
+    The weights may have more learned positions than the model: the views leave out the last positions. Raises
     UserError, whose message calls the weights `origin`, if the weights do not fit the model.
     """
     there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
@@ -197,7 +199,7 @@ def check_shapes(
 def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
     """Copy the weights `tensors` into `model`, except learned positions past the model's block_size.
 
-    Raises UserError, whose message calls the weights `origin`, if they are those of a different model.
+    Raises UserError, whose message calls the weights `origin`, if the weights do not fit the model.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     model.load_state_dict(fit_weights(tensors, shapes, origin), strict=False)  # buffers are not stored

@@ -1,7 +1,8 @@
 """Write files to a folder or fsspec URL. In a folder or an object store a file appears only when it is whole.
 
 In a folder a file is written under a temporary name, fsynced and renamed. For a URL the content is written to
-a temporary file in TMPDIR, which fsspec's driver then uploads: an object appears when its upload is complete.
+a temporary file in TMPDIR, which fsspec's driver then uploads. An object appears in an object store when its
+upload is complete.
 
 S3 keeps, and charges for, the parts of an unfinished upload until the upload is aborted. s3fs aborts an
 upload that fails, but a killed process aborts nothing: give the bucket a lifecycle rule
@@ -43,9 +44,10 @@ def write_chunks(
 ) -> str:
     """Write `chunks`, `size` bytes in all, to `file`; return the SHA-256 of these bytes, in hex.
 
-    A thread computes the hash during the writing. `name` is the file's name in progress events. If `handle`,
-    the descriptor of a local file, is given, another thread flushes the file during the writing, so that the
-    caller's fsync has little left to do. Raises the errors of `chunks`, of writing, and of flushing.
+    A thread computes the hash during the writing. `name` is the file's name in progress events. `handle` is
+    the descriptor of a local file, or None. With `handle`, another thread flushes the file during the
+    writing, so that the caller's fsync has less to do. Raises the errors of `chunks`, of writing, and of
+    flushing.
     """
     digest, written, flushed, flushing = hashlib.sha256(), 0, 0, Future[None]()
     flushing.set_result(None)
@@ -67,10 +69,10 @@ def write_chunks(
 class FileStore:
     """Writes, lists and removes the files at `url`, a folder or an fsspec URL.
 
-    If `list_names`, a read, or an upload to a URL fails, it is tried again after each pause of `retries_s`,
-    in seconds. `check_claim` is called before a file appears at `url`, and must raise ClaimLost if this job
-    no longer has the claim (the right to write there); by default nothing is checked. The constructor raises
-    UserError if the URL's driver is not installed.
+    If `list_names` or a read fails, `with_retries` tries again after each pause of `retries_s`, in seconds.
+    An upload to a URL is retried in the same way. `check_claim` is called before a file is uploaded or gets
+    its final name. `check_claim` must raise ClaimLost if this job no longer has the claim (the right to write
+    at `url`). The constructor raises UserError if the URL's driver is not installed.
     """
 
     def __init__(
@@ -102,25 +104,23 @@ class FileStore:
             return []
 
     def list_names(self) -> list[str]:
-        """Return what `names` returns; retry if it fails. Raises UnreadableSnapshot if all attempts fail."""
+        """Return what `names` returns, with retries. Raises UnreadableSnapshot if `url` cannot be listed."""
         try:
             return with_retries(self.names, f"the folder {self.url}", self.retries_s)
         except CorruptSnapshot as error:  # a loop of symbolic links
             raise UnreadableSnapshot(str(error)) from None
 
     def write_atomic(self, name: str, content: Content) -> None:
-        """Write `content` to the file `name`, which appears complete and durable, or not at all.
-
-        Raises the errors of `write_stream`.
-        """
+        """Write `content` to the file `name`, as `write_stream` does; raise the errors of `write_stream`."""
         self.write_stream(name, [memoryview(content)], len(content))
 
     def write_stream(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
-        """Write the file `name` atomically from `chunks`, `size` bytes in all; return its SHA-256 in hex.
+        """Write the file `name` from `chunks`, `size` bytes in all; return the file's SHA-256 in hex.
 
         The file is durable on return. An earlier file of this name is replaced. Raises ClaimLost if this job
         has lost the claim (the right to write at `url`). Raises UserError if the file to be uploaded cannot
         be written to TMPDIR. Raises OSError or an error of fsspec's driver if the write or the upload fails.
+        Also raises the errors of `chunks`.
         """
         partial, final = self.path(f"partial-{name}"), self.path(name)
         if self.is_local:

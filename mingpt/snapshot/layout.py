@@ -1,13 +1,13 @@
 """The names of a snapshot's files, the place of each tensor in its file, and a buffer for the tensors.
 
-The snapshot of step 1200 has the manifest `step_00001200.json`, the weights in `step_00001200.safetensors`,
-the optimizer's state in `step_00001200.optimizer.safetensors`, and the tokenizer, if there is one, in
-`step_00001200.tokenizer`. Sampling and export can therefore leave the optimizer's state unread. The place of
-a tensor in its file depends on the names, types and shapes of the tensors in this file, never on the number
-of workers.
+The snapshot of step 1200 has the manifest `step_00001200.json` and the weights in
+`step_00001200.safetensors`. The optimizer's state, if any, is in `step_00001200.optimizer.safetensors`, and
+the tokenizer, if any, in `step_00001200.tokenizer`. Sampling and export can therefore leave the optimizer's
+state unread. The place of a tensor in its file depends only on the names, types and shapes of the tensors in
+this file.
 
-Training waits only while the tensors are copied into a `StagingBuffer`, which is allocated once, in advance.
-The copy is then hashed and written in the background.
+A save copies the tensors into a `StagingBuffer`, which is allocated once. The copy is then hashed and written
+in the background.
 """
 
 import contextlib
@@ -89,7 +89,8 @@ def files_of(names: Iterable[str], step: int) -> list[str]:
 def are_files_of(names: Sequence[str], step: int) -> bool:
     """Return whether a manifest of this step may list exactly the files `names`, in this order.
 
-    The weights come first, then the optimizer's state, then the tokenizer. The last two may be missing.
+    The weights come first, then the optimizer's state, then the tokenizer. The optimizer's state, the
+    tokenizer or both may be missing.
     """
     weights, *others = [file_name(step, kind) for kind in (*KINDS, TOKENIZER)]
     return list(names[:1]) == [weights] and list(names[1:]) in ([], others[:1], others[1:], others)
@@ -124,8 +125,8 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 def make_layout(specs: Mapping[str, TensorSpec], step: int) -> list[FileLayout]:
     """Return the layouts of the tensor files of `step`: the weights, then the optimizer's state, if any.
 
-    `specs` describes the tensors as the files hold them: whole, or only one rank's rows. The names of the
-    tensors of the optimizer's state begin with OPTIMIZER.
+    `specs` describes the tensors as the files hold them: whole, or only one rank's rows. Tensors whose names
+    begin with OPTIMIZER belong to the optimizer's state.
     """
     weights = {name: spec for name, spec in specs.items() if not name.startswith(OPTIMIZER)}
     optimizer = {name: spec for name, spec in specs.items() if name.startswith(OPTIMIZER)}
@@ -136,7 +137,7 @@ def make_layout(specs: Mapping[str, TensorSpec], step: int) -> list[FileLayout]:
 def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
     """Return the layout of the file `name`, which holds all tensors of `specs`.
 
-    The tensors are sorted by the size of an element, largest first, so that each tensor is aligned; tensors
+    The tensors are sorted by the size of an element, largest first, so that each tensor is aligned. Tensors
     with elements of the same size are sorted by name.
     """
     return lay_out(name, dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))))
@@ -160,8 +161,8 @@ def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
 class StagingBuffer:
     """CPU memory for a copy of tensors that have the names, types and shapes of `tensors`.
 
-    The constructor only allocates the memory; `fill` copies tensors into it. If any of `tensors` is on a GPU,
-    the memory's pages are locked (pinned).
+    The constructor allocates the memory; `fill` copies tensors into it. If any of `tensors` is on a GPU, the
+    memory's pages are locked (pinned) if CUDA can lock them.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -196,7 +197,7 @@ class StagingBuffer:
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors` into the buffer, except tensors for which it has no place.
+        """Copy `tensors` into the buffer, except tensors for which the buffer has no place.
 
         On return the caller may change the tensors, because copies from GPUs have also ended.
         """

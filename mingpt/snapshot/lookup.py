@@ -1,7 +1,7 @@
 """Open a snapshot by the name of a file, or a folder's newest or best snapshot; list a run's snapshots.
 
-This is for commands, and for a new run that starts from another run's weights. No function here renames or
-removes a file.
+These functions are for commands, and for a new run that starts from another run's weights. No function here
+renames or removes a file.
 """
 
 import logging
@@ -27,13 +27,14 @@ log = logging.getLogger(__name__)
 def open_snapshot(
     where: str, check: Check = accept_all, weights_only: bool = False, best: bool = False
 ) -> Snapshot:
-    """Return the snapshot in the file or folder `where`, after a check of all its bytes.
+    """Return the snapshot in the file or folder `where`, after the checks of `SnapshotStore.read`.
 
-    `where` is the path or URL of a snapshot's file, of a run folder, or of a folder of snapshots. From a
-    folder, the newest valid snapshot is returned; with `best`, the one with the lowest validation loss. Each
-    snapshot there that is not valid, or that `check` refuses, is skipped with a log line. With
-    `weights_only`, the optimizer's state is not checked: only the header of its file is read. Raises
-    UserError if no snapshot can be used, if a schema version is unknown, or if `where` is a file with `best`.
+    `where` is the path or URL of a snapshot's file, of a run folder, or of a folder of snapshots. In a
+    folder, snapshots are tried from the newest on; with `best`, from the lowest validation loss on. The first
+    snapshot that can be used is returned; snapshots that were tried before are skipped with a log line. With
+    `weights_only`, only the header of the optimizer's file is read. Raises UserError if no snapshot can be
+    used, if `check` raises UserError, or if `best` is given with a file. Also raises UserError if a snapshot
+    that is tried has an unknown schema version.
     """
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)
@@ -96,11 +97,11 @@ def possible_places(where: str) -> list[str]:
 
 
 def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
-    """Yield (step, table row) for each snapshot in `store`; log why a snapshot is not valid.
+    """Yield (step, row of the printed table) for each snapshot in `store`.
 
-    Also yields rows for snapshots that were set aside: a run has renamed the files of such a snapshot,
-    because the snapshot is damaged, or suspect (a worker may have computed wrongly). Raises
-    UnreadableSnapshot if the folder cannot be read.
+    Logs why a snapshot is not valid. Also yields rows for snapshots whose files a run has renamed: a renamed
+    snapshot is damaged, or suspect (a worker may have computed wrongly). The tensors of a renamed snapshot
+    are not read. Raises UnreadableSnapshot if the folder cannot be read.
     """
     for match in filter(None, map(MANIFEST.fullmatch, store.list_names())):
         prefix, set_aside, step = match[1], match[2], int(match[3])
@@ -122,9 +123,10 @@ def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
 def main(arguments: Sequence[str]) -> int:
     """List the snapshots of a run: step, validation loss at that step, size, and state.
 
-    The state is valid, damaged, suspect (a worker may have computed wrongly), or unreadable (it cannot be
-    read now, or another version of this program wrote it). Each snapshot is read and checked byte by byte,
-    except those that a run has already renamed as damaged or suspect. Nothing is changed.
+    The state is valid, damaged, suspect (a worker may have computed wrongly), or unreadable. A snapshot is
+    unreadable if it cannot be read now, or if another version of this program wrote it. Each snapshot is read
+    and checked byte by byte, except snapshots that a run has already renamed as damaged or suspect. Nothing
+    is changed.
     """
     parser = CommandParser("python -m mingpt snapshots", main.__doc__)
     parser.add_argument(

@@ -1,8 +1,8 @@
 """The manifest: a JSON file about a snapshot, with the SHA-256 of each other file and a checksum of itself.
 
-Its field `files` lists the snapshot's other files, and `bytes` and `sha256` are computed over all of these
-files together. Checksums protect against accidents, but anybody may have written the manifest. Every field is
-therefore checked before it is used: `decode_manifest` returns a checked Manifest or raises an error.
+Its field `files` lists the snapshot's other files, and `bytes` and `sha256` are the joint size and hash of
+these files. Checksums protect against accidents, but anybody may have written the manifest. Its fields are
+therefore checked before they are used: `decode_manifest` returns a checked Manifest or raises an error.
 """
 
 import functools
@@ -53,7 +53,7 @@ class DataFields(Part):
     """What a manifest says about the data that the run trains on.
 
     `path` is data.path, `sha256` the fingerprint (a hash) of all data. `files` has the fingerprint of each
-    token shard, by the shard's name; it is empty for a text, or if there are too many shards.
+    token shard, by the shard's name; `files` is empty for a text, or if there are too many shards.
     """
 
     path: str
@@ -197,9 +197,10 @@ def validation_loss(manifest: Manifest) -> float | None:
 
 
 def finite_records(metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return those records of `metrics`, {kind: record}, in which all values are finite numbers.
+    """Return the entries of `metrics` in whose records all values are finite numbers.
 
-    JSON cannot hold other numbers.
+    `metrics` is {kind: record}, such as {"val": {"step": 100, "val/loss": 1.5}}. JSON has no infinite
+    numbers and no NaN.
     """
     return {
         kind: record
@@ -223,7 +224,7 @@ def add_checksum(manifest: dict[str, Any]) -> bytes:
 
 
 def decode_manifest(content: bytes) -> Manifest:
-    """Return the manifest in `content`, the bytes of its file, after checks of all fields.
+    """Return the manifest in `content`, the bytes of its file, after a check of the fields.
 
     Raises CorruptSnapshot if the manifest is damaged or a field is wrong. Raises UserError if the schema
     version is unknown, or if a tensor file is split into several files (see `check_files`).
@@ -242,9 +243,9 @@ def decode_manifest(content: bytes) -> Manifest:
 
 
 def from_older(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert the fields of a manifest of OLDER_SCHEMA to those of the present schema.
+    """Convert the fields of a manifest of OLDER_SCHEMA to fields of the present schema; return these fields.
 
-    The field `tokenizer` is derived from `vocabulary`, and `evaluated_step` from `metrics`.
+    If `tokenizer` is missing, it is derived from `vocabulary`. `evaluated_step` is derived from `metrics`.
     """
     vocabulary, metrics = fields.get("vocabulary"), fields.get("metrics")
     derived: dict[str, Any] = {}
@@ -283,7 +284,7 @@ def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
 
 
 def check_schema(manifest: dict[str, Any]) -> None:
-    """Raise UserError if the schema version is unknown, CorruptSnapshot if it is no positive integer."""
+    """Raise UserError if the schema version is unknown, CorruptSnapshot if it is not a positive integer."""
     schema = manifest.get("schema")
     if type(schema) is not int or schema < 1:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")

@@ -1,19 +1,18 @@
-"""Frequent snapshots in the nodes' memory, so that a killed worker costs a few steps at most.
+"""Frequent snapshots in the nodes' memory, so that a killed worker costs only a few steps.
 
 These are ordinary snapshots, written to a folder such as /dev/shm, whose files outlive the workers but not
 the node. This folder has one subfolder for each run, named after the random id in run.json and the path of
-the run folder. In the run's subfolder, each rank that saves has one folder for each generation (the workers
-between two restarts).
+the run folder. In the run's subfolder, each rank that saves writes to its own folder. A later generation (the
+workers after a restart) writes to new folders.
 
-If each rank holds the whole state, the first worker of each node writes it. A sharded state is written in
-parts, one per rank; each part is a snapshot whose manifest has the field `shard`. A worker of the next node
-writes a copy of each part, to a separate folder, so that the loss of a whole node also costs only a few
-steps. Training waits only while each rank copies its tensors to a buffer.
+If each rank holds the whole state, the first worker of each node writes the state. A sharded state is written
+in parts, one per rank; each part is a snapshot whose manifest has the field `shard`. If there are several
+nodes, a worker of the next node writes a copy of each part's sharded rows to a separate folder. The loss of a
+whole node then also costs only a few steps. Training goes on while the parts are written.
 
-A save counts when all its parts are written. Until then the previous save is kept, so that at any time one
-save is complete; the memory must have room for two saves. When a run ends without a failure, its snapshots in
-memory are removed. If the folder is missing or too small, one line in the log says so, and snapshots are
-saved only on disk.
+A save counts when all its parts are written. Until then the previous save is kept, so the memory must have
+room for two saves. When a run is complete, its snapshots in memory are removed. If the folder cannot be used,
+snapshots are saved only on disk.
 """
 
 import contextlib
@@ -76,16 +75,16 @@ class MemorySnapshots:
                     store.remove_file(name)
 
     def remove_leftovers(self) -> None:
-        """Remove the folders of other runs for which `is_leftover` is true, with a log line for each."""
+        """Remove other runs' folders for which `is_leftover` is true, with a log line for each folder."""
         for root in self.root.parent.glob("mingpt-*"):
             if root != self.root and is_leftover(root):
                 log.warning(f"removing {root} from memory: another run left it more than a day ago")
                 shutil.rmtree(root, ignore_errors=True)
 
     def remove(self, belongs: Callable[[str], bool]) -> None:
-        """Remove the folders of snapshots whose names `belongs` accepts, and the file LEFT_TO_AGENT.
+        """Remove the run's snapshot folders whose names `belongs` accepts, and the file LEFT_TO_AGENT.
 
-        Then removes the parent folder if it is empty. Errors are ignored.
+        Then removes the run's folder, `root`, if `root` is empty. Errors are ignored.
         """
         for path in self.folders():
             if belongs(path.name):
@@ -96,7 +95,10 @@ class MemorySnapshots:
 
 
 def is_leftover(root: Path) -> bool:
-    """Return whether a run's folder belongs to this user, and nothing in it has changed for a day."""
+    """Return whether a run's folder belongs to this user, and nothing in the folder has changed for a day.
+
+    Returns False for a symbolic link, and if files disappear during this call.
+    """
     try:
         if root.is_symlink() or root.stat().st_uid != os.getuid():
             return False
@@ -125,13 +127,14 @@ def plan_copies(node_of: Sequence[int]) -> list[int | None]:
 
 
 class MemorySaver:
-    """Saves the state to memory: each rank writes its part, and a rank of the next node a copy of that part.
+    """Saves the state to memory: each rank writes its part.
 
-    `rows` says which rows of each tensor each rank holds. If the state is not sharded, only the first worker
-    of each node saves, and no copies are made. `generation` is a random id, the same on all ranks and
+    With several nodes, a rank of the next node also writes a copy of the sharded rows in each part. `rows`
+    says which rows of each tensor each rank holds. If the state is not sharded, only the first worker of each
+    node may call `save`, and no copies are made. `generation` is a random id, the same on all ranks and
     different in each generation (the workers between two restarts). `tokenizer` has the bytes of the
-    tokenizer that is written with this rank's part (None: none is written). Only `write`, and what it calls,
-    runs in a background thread.
+    tokenizer that is written with this rank's part (None: none is written). Only `write`, and what `write`
+    calls, runs in a background thread.
     """
 
     def __init__(
@@ -169,9 +172,10 @@ class MemorySaver:
     def allocate(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the staging buffer, and create the folders.
 
-        The buffer is for tensors with the names, types and shapes of `tensors`. If a node's memory has no
-        room for two saves, copies included, saving to memory is disabled: on all ranks if the state is
-        sharded, else only on that node. A second call does nothing. Collective if the state is sharded.
+        The buffer is for tensors with the names, types and shapes of `tensors`. If a folder cannot be
+        created, or a node's memory has no room for two saves with copies, saving to memory is disabled. This
+        holds for all ranks if the state is sharded, else only for that node. A second call does nothing.
+        Collective if the state is sharded.
         """
         if self.own.staging or self.disabled:
             return
@@ -188,11 +192,11 @@ class MemorySaver:
             self.group = BackgroundGroup(self.rank, len(self.keepers))
 
     def create_folders(self, needed: int) -> None:
-        """Create this rank's folders, and write the path of the run's folder to a file for the agent.
+        """Create this rank's folders, and write the path of the run's folder to `launch.memory_file`, if any.
 
-        The agent may have to remove the run's folder. Raises OSError if a folder cannot be created, or if
-        there is no room for `needed` bytes. The space that older snapshots take counts as room, because new
-        snapshots replace them.
+        The agent reads this file, because the agent may have to remove the run's folder. Raises OSError if a
+        folder cannot be created, or if there is no room for `needed` bytes. The space that older snapshots of
+        the run take counts as room, because new snapshots replace the older ones.
         """
         root = self.snapshots.root
         root.mkdir(mode=0o700, exist_ok=True)
@@ -213,8 +217,8 @@ class MemorySaver:
 
         On return the tensors may change. The background thread adds the fields that `late_fields` returns to
         the manifest. The thread also receives and writes the copies of other ranks' parts that this rank
-        keeps. If one of the ranks that save together is still writing the previous save, all of them skip
-        this save. After a failed write, the next call disables saving. Collective if the state is sharded.
+        keeps. If any rank that saves with this rank is still writing the previous save, all these ranks skip
+        this save. After a failed write, a later call disables saving. Collective if the state is sharded.
         """
         self.allocate(tensors)
         if self.disabled or not self.is_free():
@@ -227,8 +231,8 @@ class MemorySaver:
     def is_free(self) -> bool:
         """Return whether a save may begin: none of the ranks `peers` is still writing or has failed.
 
-        After a failure on one of these ranks, saving is disabled on all of them. Collective if the state is
-        sharded.
+        If none of these ranks is still writing, but one has failed, saving is disabled on all of these ranks.
+        Collective if the state is sharded.
         """
         is_busy = bool(self.thread and self.thread.is_alive())
         states = self.peers.all_gather_object((is_busy, self.problem))
@@ -240,12 +244,12 @@ class MemorySaver:
         return not problem
 
     def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields, is_first: bool) -> None:
-        """Write this rank's part, send it to the rank that copies it, and write copies of other ranks' parts.
+        """Write this rank's part, send it to the rank that keeps a copy, and write copies of other parts.
 
         `save` runs this in a background thread. `transfer` has the bytes of this rank's part, `late_fields`
         returns further fields of the manifest, and `is_first` is true in the generation's first save. Before
-        any later save, the folders of earlier generations are removed, because the generation's first save is
-        complete by then. If another rank is gone, stops and sets `problem`.
+        any later save, the first worker of each node removes the folders of earlier generations, because the
+        generation's first save is complete by then. If another rank is gone, stops and sets `problem`.
         """
         try:
             manifest = manifest.model_copy(update=late_fields())
@@ -299,7 +303,7 @@ class MemorySaver:
         }
 
     def plan_copy(self, rank: int, step: int) -> Transfer:
-        """Return the Transfer that sends the part of `rank` at `step` to the rank that keeps a copy of it."""
+        """Return the Transfer that sends the sharded rows of `rank` to the rank that keeps a copy of them."""
         specs, keeper = self.part_specs(rank), self.keepers[rank]
         assert self.group and self.own.staging and keeper is not None
         return Transfer(
@@ -332,10 +336,10 @@ class MemorySaver:
             (self.snapshots.root / LEFT_TO_AGENT).touch()
 
     def remove(self) -> None:
-        """Wait until the background write has ended, and remove the run's snapshots from memory.
+        """Wait until the background write has ended, and remove this rank's snapshots from memory.
 
-        Call this on all ranks that save to memory. Each rank removes its own snapshots, and the first worker
-        of a node also removes those of earlier generations.
+        Call this on all ranks that save to memory. Each rank removes its own snapshots and the copies that it
+        keeps. The first worker of a node also removes the snapshots of earlier generations.
         """
         if self.thread:
             self.thread.join()

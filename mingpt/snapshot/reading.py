@@ -2,9 +2,9 @@
 
 A file has 8 bytes with the header's length, the header as JSON, then the tensors. `TensorFile` reads and
 checks the header before memory for a tensor is allocated, and later reads single tensors. The header must be
-the one that `lay_out` writes for the same types and shapes, and must describe all bytes of the file. No
-pickle is read, and nothing is executed. A missing file or wrong content raises CorruptSnapshot, and a failure
-to read raises UnreadableSnapshot.
+the one that `lay_out` writes for the same names, types and shapes, and must describe all bytes of the file.
+No pickle is read, and nothing is executed. A missing file or a wrong header raises CorruptSnapshot, and a
+failure to read raises UnreadableSnapshot.
 https://huggingface.co/docs/safetensors
 """
 
@@ -35,9 +35,9 @@ def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...])
     """Return the result of `work`. If `work` fails, call it again after each pause of `retries_s` (seconds).
 
     `work` reads a file or folder, which messages call `what`. If the file or folder is missing, or if
-    there is something else in the place of a file, CorruptSnapshot is raised without another attempt. If the
-    last attempt fails, UnreadableSnapshot is raised. If `work` itself raises CorruptSnapshot or
-    UnreadableSnapshot, that error is raised without another attempt.
+    there is something else in the place of a file, CorruptSnapshot is raised without another attempt. If
+    `work` itself raises CorruptSnapshot or UnreadableSnapshot, that error is raised without another attempt.
+    If the last attempt fails with any other error, UnreadableSnapshot is raised.
     """
 
     def on_failure(error: Exception) -> None:
@@ -70,16 +70,17 @@ def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnaps
 class SourceFile:
     """Reads the file at `path` in the fsspec file system `files`; messages call the file `what`.
 
-    All methods retry after a failure, and raise the errors of `with_retries`.
+    All methods use `with_retries`, and raise the errors of `with_retries`.
     """
 
     def __init__(self, files: Any, path: str, what: str, retries_s: tuple[float, ...]) -> None:
         self.files, self.path, self.what, self.retries_s = files, path, what, retries_s
 
     def size(self) -> int:
-        """Return the file's size in bytes. Raises CorruptSnapshot if there is no regular file at `path`.
+        """Return the file's size in bytes. Raises CorruptSnapshot if the file is missing or is a folder.
 
-        Call this before the file is read, because opening a pipe, for example, would block.
+        On a local disk, also raises CorruptSnapshot for anything else that is not a regular file. Call this
+        before the file is read, because opening a pipe, for example, would block.
         """
         return with_retries(lambda: size_of(self.files, self.path), self.what, self.retries_s)
 
@@ -192,8 +193,8 @@ class TensorFile(StoredFile):
 def parse_specs(text: bytes, what: str) -> dict[str, TensorSpec]:
     """Return the type and shape of each tensor in a safetensors header, in the header's order.
 
-    `text` is the header's JSON. Raises CorruptSnapshot, whose message calls the header `what`, if the header
-    is wrong.
+    `text` is the header's JSON. Raises CorruptSnapshot, whose message calls the header `what`, if `text` is
+    not JSON, or if a type or shape is missing or wrong.
     """
     try:
         specs = {

@@ -1,13 +1,14 @@
 """Write snapshots in the background, one at a time, and remove old ones.
 
-A save first copies the tensors into a staging buffer; training waits only for this copy. A background thread
-then writes the weights, the optimizer's state and the tokenizer to a file each, and the manifest last. A rank
-that holds the whole state writes it by itself. If the state is sharded, all ranks save together: the main
-rank receives the other ranks' rows, one tensor after the other, and writes them with its own. The files do
-not depend on the sharding. The ranks' background threads exchange the rows over a process group of their own.
+A save first waits until the previous save is written, then copies the tensors into a staging buffer. A
+background thread then writes the weights, the optimizer's state and the tokenizer to a file each, and the
+manifest last. A rank that holds the whole state writes the state by itself. A sharded state is saved by all
+ranks together. The main rank receives the other ranks' rows, one tensor after the other, and writes all rows.
+The files do not depend on the sharding. The ranks' background threads exchange the rows over a process group
+of their own.
 
-A `SnapshotSaver` writes to a disk, to a URL or to a node's memory. In a save to memory, no rank receives the
-rows of all ranks: each rank saves only its own rows, as a separate snapshot (memory.py).
+A `SnapshotSaver` writes to a disk, to a URL or to a node's memory. A sharded state is saved to memory
+differently: each rank's rows are a separate snapshot (memory.py).
 """
 
 import functools
@@ -50,11 +51,11 @@ class Keep(NamedTuple):
 class Transfer:
     """Writes the tensor files of one snapshot on rank `writer`, to which the other ranks send their rows.
 
-    `layouts` has a plan of each file, and `staging` holds this rank's rows. `sources` takes a tensor's name
-    and returns, in the order of the rows, (rank, size in bytes) for each rank whose rows go into the file.
-    The writer goes through the tensors in a file's order, and receives the rows of one rank after the other,
-    at most PIECE_BYTES at a time. The writer and each rank that sends construct a Transfer with the same
-    layouts and call `write_files`; a rank that only sends may call `exchange` instead.
+    `layouts` has a plan of each file, and `staging` holds this rank's rows. `sources` takes a tensor's name.
+    It returns (rank, size in bytes) for each rank whose rows go into the file, in the order of the rows. The
+    writer goes through the tensors in a file's order. The writer receives the rows of one rank after the
+    other, at most PIECE_BYTES at a time. The writer and each rank that sends construct a Transfer with the
+    same layouts and call `write_files`. A rank that only sends may call `exchange` instead.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class Transfer:
     def write_files(self, store: SnapshotStore) -> list[FileRecord]:
         """On the writer, write all files and return their records; on other ranks, send rows and return [].
 
-        The files are durable on return. An error in writing is raised only on the writer, after the writer
-        has received all rows; the error of a lost peer is raised on the ranks that notice the loss.
+        On the writer, the files are durable on return. An error in writing is raised only on the writer,
+        after the writer has received all rows. The error of a lost peer is raised on the ranks that notice
+        the loss.
         """
         try:
             return [store.write_file(layout, chunks) for layout, chunks in self.files if self.is_writer]
@@ -89,8 +91,8 @@ class Transfer:
     def exchange(self) -> None:
         """Exchange the rows that `write_files` has not exchanged.
 
-        A rank that is not the writer begins to send its rows. The writer receives rows here only if writing a
-        file has failed, and drops these rows.
+        A rank that is not the writer begins to send its rows. The writer receives rows here only if a write
+        has failed, and drops these rows.
         """
         for _, chunks in self.files:
             for _ in chunks:
@@ -121,13 +123,12 @@ class Transfer:
 
 
 class SnapshotSaver:
-    """Saves a state in the background; if the state is sharded, each rank has a saver and all save together.
+    """Saves a state in the background: this rank by itself or, if `group` is given, all ranks together.
 
-    If all ranks save together, `group` has all ranks, `rows` says which rows each rank holds, and rank
-    `main_rank` writes and removes the files. Without `group`, this rank saves by itself. `tokenizer` has the
-    tokenizer's bytes (None: there is no tokenizer). After a failed write, on a full disk for example,
-    training continues, and the next save tries again; the caller has to make sure that a run's last write
-    succeeds.
+    If all ranks save together, each rank has a saver. Then `group` has all ranks, `rows` says which rows each
+    rank holds, and rank `main_rank` writes and removes the files. `tokenizer` has the tokenizer's bytes
+    (None: there is no tokenizer). After a failed write, on a full disk for example, training continues, and
+    the next save tries again. The caller has to make sure that a run's last write succeeds.
     """
 
     def __init__(
@@ -179,8 +180,8 @@ class SnapshotSaver:
         """Wait until the previous save is written, copy this rank's tensors, and begin to write the copy.
 
         On return the tensors may change. The background thread adds the fields that `late_fields` returns to
-        the manifest. Once the snapshot is written, the thread removes all snapshots except those that `keep`
-        describes. If the write fails, the attribute `error` keeps the error. Collective if `group` was given.
+        the manifest. Once the snapshot is written, the main rank's thread removes old snapshots: see `prune`.
+        If the write fails, the attribute `error` keeps the error. Collective if `group` was given.
         """
         self.wait()
         transfer = self.stage(manifest.step, tensors)
@@ -188,10 +189,11 @@ class SnapshotSaver:
         self.thread.start()
 
     def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields, keep: Keep) -> None:
-        """Write a snapshot, then remove old ones. `save` runs this in a background thread.
+        """Write a snapshot; then, on the main rank, call `prune`. `save` runs this in a background thread.
 
-        Never raises: the attribute `error` keeps the error of a failed write. Failures are logged, except a
-        lost peer or claim, which the main thread reports. Collective if there is a `group`.
+        Never raises: the attribute `error` keeps the error of a failed write. A failed write is logged,
+        except after a lost peer or claim, which the main thread reports. A failure of `prune` is only logged.
+        Collective if there is a `group`.
         """
         step = manifest.step
         try:
@@ -222,8 +224,8 @@ class SnapshotSaver:
     def write_once(self, manifest: Manifest, transfer: Transfer) -> None:
         """Write a snapshot, durable on return. If a rank fails, all ranks raise its error. Collective.
 
-        After an error the files of this step are removed, unless the claim (the right to write there) is
-        lost, or the step has a manifest, written before the error or by an earlier save.
+        After an error the main rank removes the files of this step. But the files stay if the claim (the
+        right to write to the store) is lost, or if the step's snapshot is complete.
         """
         step, is_complete = manifest.step, False
 
@@ -247,9 +249,9 @@ class SnapshotSaver:
             raise
 
     def prune(self, keep: Keep) -> None:
-        """Delete snapshots that `keep` does not describe, and files that interrupted removals have left.
+        """Delete snapshots that `keep` does not describe, and the files of older steps without a manifest.
 
-        Snapshots that could not be read are neither counted nor deleted.
+        Snapshots that could not be read are neither counted nor deleted. Also updates `best`.
         """
         _, best = min(self.store.losses_of(self.store.steps()), default=NO_LOSS)
         steps = [step for step in self.store.steps() if step not in self.store.unreadable]

@@ -1,14 +1,13 @@
 """Find and read the newest valid snapshot that any rank sees, on disk or in a node's memory.
 
-The first worker of each node lists the snapshots that it could read from its SnapshotStores; for this it
-reads only manifests and headers. All ranks exchange these lists, and `choose`, a pure function, picks the
-newest save whose parts are all listed. A whole state is one part; a sharded state has one part for each
-worker that saved it, and the number of workers may have changed in the meantime. The ranks that are to read
-the chosen parts then check all bytes of these parts. If a part is bad, it is left out, and the ranks choose
-again.
+The first worker of each node lists the newest snapshots that it could read from its SnapshotStores; for this
+it reads no weights. All ranks exchange these lists, and `choose`, a pure function, picks the newest save
+whose parts are all listed. A whole state is one part; a sharded state has one part for each worker that saved
+the state. The number of workers may have changed in the meantime. The ranks that are to read the chosen parts
+then check all bytes of these parts. If a part is bad, it is left out, and the ranks choose again.
 
-The result is a StoredState, which says for each tensor which rank reads which rows. All ranks read it
-together: `StoredState.stream` reads some rows at a time on one rank and broadcasts them, so that no rank
+A chosen save becomes a StoredState, which says for each tensor which rank reads which rows. All ranks read
+the state together: `StoredState.stream` reads some rows at a time on one rank and broadcasts them. So no rank
 needs memory for a second whole state.
 """
 
@@ -99,7 +98,7 @@ class Reader:
         """Open the newest snapshots of each store; return a View that offers those without a known fault.
 
         At most one snapshot on disk, and OFFERS_IN_MEMORY snapshots of each store in memory, are offered.
-        Raises UserError if the schema version of a snapshot is unknown, and the UserErrors of `check`.
+        Raises the UserErrors of `SnapshotStore.open`, for example for an unknown schema version.
         """
         offers, completed_step = list[Offer](), 0
         for number, store in enumerate(self.stores):
@@ -121,8 +120,8 @@ class Reader:
     def can_open(self, number: int, step: int) -> bool:
         """Return whether the snapshot of `step` in store `number` can be opened and has no known fault.
 
-        Opening checks the manifest, the files' sizes and their headers. A snapshot is opened only once, and
-        `opened` keeps it.
+        Opening checks the manifest, the files' sizes and headers, and calls `check`. A snapshot is opened
+        only once, and `opened` keeps the snapshot.
         """
         if (number, step) not in self.opened.keys() | self.faults.keys():
             with self.faults_noted(number, step):
@@ -136,7 +135,8 @@ class Reader:
     def faults_noted(self, number: int, step: int) -> Iterator[None]:
         """Return a context that catches CorruptSnapshot and UnreadableSnapshot, and adds them to `faults`.
 
-        After such an error, the snapshot of `step` in store `number` is no longer offered.
+        After such an error, the snapshot of `step` in store `number` is no longer offered. An
+        UnreadableSnapshot is also added to the store's `unreadable`.
         """
         try:
             yield
@@ -170,20 +170,20 @@ class Reader:
 
 
 def key_of(manifest: Manifest) -> str:
-    """Return a hash of those fields of the manifest that are the same in all parts of one save."""
+    """Return a hash of manifest fields that are the same in all parts of one save."""
     fields = manifest.model_dump(include=AGREEING, exclude={"shard": {"rank"}})
     fields |= {"config": result_settings(manifest.config), "data": manifest.data.sha256}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def choose(offers: Iterable[Offer], saved_after: int | None) -> tuple[list[Offer], Offer] | None:
-    """Return the parts of the newest save whose parts are all offered; None if there is none.
+    """Return the parts of the newest save whose parts are all offered; None if there is no such save.
 
-    The result is a pair: the offers of the parts, sorted by the rank whose rows they hold, and the offer from
-    which to read the tensors that are not sharded. `offers` must be sorted by `reader`. A save in memory does
-    not count if the newest step on disk was already past `saved_after` when the save was made; if
-    `saved_after` is None, all saves count. If a step was saved both on disk and in memory, the save on disk
-    is chosen.
+    The result is a pair. The first item has the offers of the parts, sorted by the rank whose rows they hold.
+    The second is the offer from which to read the tensors that are not sharded; a save without such an offer
+    does not count. `offers` must be sorted by `reader`. A save in memory does not count if its `after` is
+    more than `saved_after`; if `saved_after` is None, `after` is ignored. If a step was saved both on disk
+    and in memory, the save on disk comes first.
     """
     saves: dict[tuple[int, bool, str], list[Offer]] = {}
     for offer in offers:
@@ -224,8 +224,8 @@ class StoredState:
     def stream(self, names: Iterable[str], context: DistributedContext) -> Iterator[tuple[str, int, Tensor]]:
         """Yield (name, number of first row, rows) for each Source of these tensors, the same on all ranks.
 
-        The rank of a Source reads its rows and broadcasts them; the rows of several small Sources are sent in
-        one message. The rows are float32 on the CPU. Collective: all ranks must iterate to the end.
+        The rank of a Source reads the rows and broadcasts them; the rows of several small Sources may be sent
+        together. The rows are float32 on the CPU. Collective: all ranks must iterate to the end.
         """
         for batch in self.batches(names):
             sizes, rank = [source.numel for source in batch], batch[0].rank
@@ -247,10 +247,10 @@ class StoredState:
             copy_rows(parts[name], held.of(name, rank).start, begin, rows)
 
     def batches(self, names: Iterable[str]) -> Iterator[list[Source]]:
-        """Yield lists of Sources of the tensors `names`; the rows of all Sources in a list go in one message.
+        """Yield lists of Sources of the tensors `names`; the rows of all Sources in a list are sent together.
 
-        One rank reads all Sources of a list. Their rows have at most PIECE_BYTES together, unless the list
-        has only one Source.
+        One rank reads all Sources of a list. The rows of these Sources have at most PIECE_BYTES together,
+        unless the list has only one Source.
         """
         sources = [source for name in names for source in self.sources[name]]
         by_rank = itertools.groupby(sorted(sources, key=lambda one: one.rank), lambda one: one.rank)
@@ -290,14 +290,14 @@ class Found:
     def corrupt(self, rank: int) -> dict[int, str]:
         """Return {step: reason} for the snapshots on disk that rank `rank` found corrupt.
 
-        A step is left out if any rank could not read the snapshot of that step, because it may be valid.
+        A step is left out if any rank could not read the step's snapshot, because that snapshot may be valid.
         """
         unreadable = {fault.step for fault in self.unreadable()}
         faults = self.views[rank].faults
         return {one.step: one.reason for one in faults if one.is_corrupt and one.step not in unreadable}
 
     def unreadable(self) -> list[Fault]:
-        """Return the faults of the snapshots on disk that any rank could not read, each once, newest first.
+        """Return the faults of the snapshots on disk that any rank could not read, newest first.
 
         If a rank could not list the folder, the fault has step -1. Snapshots that could not be read may be
         valid.
@@ -317,11 +317,10 @@ def find_latest(
     """Find, for all ranks, the newest valid snapshot on disk or in memory that passes `check`. Collective.
 
     The first worker of each node reads `disk` and `memory`. After a restart, all snapshots in memory count,
-    because snapshots on disk may be lost with a node. In a job's first generation, a snapshot in memory
-    counts only if some disk still has a snapshot, valid or not, of step `after` or a later step. (The field
-    `after` is the newest step that was on disk when the snapshot in memory was saved.) A user who deletes
-    snapshots on disk can thus go back to an earlier step. For `check` and `rows_of` see `Reader`, for
-    UserErrors `Reader.view`.
+    because snapshots on disk may be lost with a node. In a job's first generation, not all count. The field
+    `after` is the newest step on disk when the snapshot in memory was saved. If `after` is above 0, some disk
+    must have a snapshot, valid or not, of step `after` or later. A user who deletes snapshots on disk can
+    thus go back to an earlier step. For `check` and `rows_of` see `Reader`; for UserErrors see `Reader.view`.
     """
     stores = [disk, *memory] if context.launch.local_rank == 0 else []
     reader = Reader(stores, check, rows_of, context.rank)
@@ -344,8 +343,9 @@ def load_latest(
     """Copy the newest valid snapshot that any rank sees into `tensors`, on all ranks; return its manifest.
 
     Use this in a training loop of your own in which each rank has the whole state, `tensors`, in float32.
-    Returns None if there is no snapshot. All ranks raise UserError if `tensors` are not float32, if their
-    names or shapes differ from those in the snapshot, or if no snapshot is valid. Collective.
+    Returns None if there is no snapshot. All ranks raise UserError if `tensors` are not float32, or if the
+    snapshot has other names or shapes. All ranks also raise UserError if there are snapshots, but none can be
+    used. Collective.
     """
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float32:
@@ -374,7 +374,7 @@ def assemble(
 ) -> tuple[StoredState, str]:
     """Return the state that consists of the chosen parts, and the folder or URL from which `whole` is read.
 
-    No tensor is read yet. `parts` are sorted by the rank whose rows they hold. The tensors that are not
+    No weights are read yet. `parts` are sorted by the rank whose rows they hold. The tensors that are not
     sharded will be read from the offer `whole`. Collective.
     """
     content = None

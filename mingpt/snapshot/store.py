@@ -2,14 +2,14 @@
 
 `step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state,
 `step_00001200.tokenizer` the tokenizer, and `step_00001200.json`, the manifest, describes these files. The
-manifest is written last, after all other files are on disk: **a snapshot exists when its manifest exists and
+manifest is written last, when all other files are durable: **a snapshot exists when its manifest exists and
 the manifest's checksums match.** Until then an empty file `partial-step_00001200` marks the files of this
 step as an unfinished save. In a folder, the name of any file begins with `partial-` while the file is being
 written. No pickle is ever loaded.
 
-`verify` and `read` check all bytes: each file must have the SHA-256 in the manifest, and all numbers must be
-finite. `open` checks only the manifest, and the files' sizes and headers. `quarantine` renames the files of a
-snapshot that must not be used.
+By default `verify` and `read` check all bytes: each file must have the SHA-256 in the manifest, and all
+numbers must be finite. `open` itself checks only the manifest, and the files' sizes and headers. `quarantine`
+renames the files of a snapshot that must not be used.
 """
 
 import contextlib
@@ -62,10 +62,10 @@ def verify_file(file: StoredFile, sha256: str, step: int) -> None:
     """Read a file once and check all its bytes. Raises CorruptSnapshot if a check fails.
 
     The file must have this SHA-256 (hex), all numbers must be finite, and the optimizer must have counted at
-    most `step` updates (fewer if the run has changed its optimizer or skipped updates). Raises
-    UnreadableSnapshot if the file cannot be read. The file is read in pieces of at most 16 MiB: a thread
-    hashes a piece while the numbers of this piece are checked and the next piece is read. Two pieces are in
-    memory at a time.
+    most `step` updates. (It has counted fewer if the run has changed its optimizer or skipped updates.)
+    Raises UnreadableSnapshot if the file cannot be read. The file is read in pieces of at most 16 MiB. A
+    thread hashes a piece while the piece's numbers are checked and the next piece is read. At most two pieces
+    are in memory at a time.
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
@@ -167,8 +167,8 @@ class SnapshotStore(FileStore):
     def losses_of(self, steps: Sequence[int]) -> list[tuple[float, int]]:
         """Return (validation loss, step) for each of `steps` whose manifest has the loss at that step.
 
-        Each manifest is read only once. If a manifest cannot be read or used, that is logged, and its step is
-        left out.
+        Each manifest is read at most once. If a manifest cannot be read or used, that is logged once, and its
+        step is left out.
         """
         for step in {*steps} - self.losses.keys() - self.unreadable.keys():
             try:
@@ -185,8 +185,8 @@ class SnapshotStore(FileStore):
     def prepare(self) -> None:
         """Create the folder and remove unfinished files. Raises UserError if the folder cannot be written to.
 
-        Call this only while the job holds the claim (the right to write there); otherwise ClaimLost is
-        raised. A full disk is only logged, because there may be room again by the time of a save.
+        Call this only while the job holds the claim (the right to write to the folder). Raises ClaimLost if
+        the claim is lost. A full disk is only logged, because there may be room again by the time of a save.
         """
         try:
             self.make_ready()
@@ -203,7 +203,7 @@ class SnapshotStore(FileStore):
     def make_ready(self) -> None:
         """Create the folder, remove unfinished files, and write a file as a test.
 
-        Raises ClaimLost, OSError or an error of fsspec's driver.
+        Raises the errors of `write_stream`.
         """
         self.is_ready, probe = False, f"probe-{os.getpid()}"
         self.files.makedirs(self.root, exist_ok=True)
@@ -221,9 +221,9 @@ class SnapshotStore(FileStore):
     def begin(self, step: int) -> bool:
         """Prepare to save `step`; return whether the step already has a manifest. Call this on one rank only.
 
-        If the step has a manifest, the save writes the same state over each file, so that the snapshot stays
-        valid. Otherwise the step is marked as unfinished, and files of an earlier attempt are removed. Raises
-        the errors of `write_stream`.
+        If the step has a manifest, the caller must write the same state over each file, so that the snapshot
+        stays valid. Otherwise the step is marked as unfinished, and files of an earlier attempt are removed.
+        Raises the errors of `write_stream`.
         """
         self.check_claim()
         if not self.is_ready:
@@ -250,7 +250,7 @@ class SnapshotStore(FileStore):
         return FileRecord(name=name, sha256=sha256, bytes=len(content))
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, which makes the files of its step a snapshot; it is durable on return.
+        """Write the manifest, which makes the files of its step a snapshot. The file is durable on return.
 
         Raises UserError if the manifest would be too large, and the errors of `write_stream`.
         """
@@ -300,9 +300,9 @@ class SnapshotStore(FileStore):
     def read_manifest(self, step: int, prefix: str = "") -> Manifest:
         """Return the checked manifest of a step.
 
-        If `quarantine` has renamed the snapshot's files, `prefix` is the text that it put before the names.
-        Raises CorruptSnapshot if the manifest is missing or wrong, UnreadableSnapshot if the manifest cannot
-        be read, and UserError if the schema version is unknown.
+        If `quarantine` has renamed the snapshot's files, `prefix` is the text that now precedes their names.
+        Raises CorruptSnapshot if the manifest is missing or wrong, and UnreadableSnapshot if the manifest
+        cannot be read. Raises UserError if the schema version is unknown, or if a tensor file is split.
         """
         file = self.file(f"{prefix}{file_name(step, 'json')}", "its manifest")
         size = file.size()
@@ -330,8 +330,8 @@ class SnapshotStore(FileStore):
     def verify(self, snapshot: Snapshot, weights_only: bool = False) -> None:
         """Read each file once and check all its bytes; with `weights_only`, leave out the optimizer's state.
 
-        Raises CorruptSnapshot or UnreadableSnapshot. Several files are read at a time, with 32 MiB of memory
-        each.
+        Raises CorruptSnapshot or UnreadableSnapshot. At most MAX_FILES_AT_ONCE files are read at a time, with
+        at most 32 MiB of memory each.
         """
         files, digests, step = [], [], snapshot.manifest.step
         # A snapshot without a configuration is that of a user's own loop, in which a step may have several

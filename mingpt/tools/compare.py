@@ -1,9 +1,9 @@
 """Say which run is best, where runs begin to differ, and why: python -m mingpt compare RUN RUN [RUN ...]
 
-A RUN is a run folder, or a metrics.jsonl that was copied from one. The snapshots of a run may also lie at the
+A RUN is a run folder, or the metrics.jsonl of a run. The snapshots of a run may also lie at the
 run's snapshot.path. The command prints a row for each run, and draws the losses of all runs into one picture,
-compare.png in the working directory; an earlier compare.png is replaced. Then it compares each run with the
-first run, and prints for each pair:
+compare.png in the working directory; an earlier compare.png is replaced. Then the command compares each run
+with the first run, and prints for each pair:
 
 - which of the two has the lower validation loss at the last step that both have evaluated
 - the settings, data and versions that differ, with * if they can change the result
@@ -96,7 +96,8 @@ def read_run(name: str) -> Run:
     """Return a run whose folder is on a disk of this machine. The run's snapshots are listed, not read.
 
     `name` is the path of a run folder or a metrics.jsonl. Raises UserError if there is no such path, or if
-    the folder's config.yaml is damaged, and OSError if the records cannot be read.
+    the folder's config.yaml is damaged. Raises OSError if the records cannot be read, and UnreadableSnapshot
+    if the snapshots cannot be listed.
     """
     path = Path(name)
     if not path.exists():
@@ -124,8 +125,8 @@ def read_facts(run: Run) -> dict[str, str]:
     """Return {name: value} of a run's settings, data, tokenizer, software and numbers of workers.
 
     The values are from config.yaml and run.json; the result is empty if either file is missing, or if
-    run.json has no `inputs`. A setting has the value that it had at the run's start. Each later change of the
-    setting has a name of its own, such as "optimizer.lr after step 100".
+    run.json is damaged or has no `inputs`. If run.json records changes of a setting, the setting has its
+    first value. Each change has a name of its own, such as "optimizer.learning_rate after step 100".
     """
     config, inputs = run.folder / "config.yaml", run.history.get("inputs")
     if not inputs or not config.is_file():
@@ -168,7 +169,7 @@ def can_act(key: str, facts: Sequence[Facts], moment: tuple[int, int]) -> bool:
 
 
 def share(pair: Pair) -> float:
-    """Return the difference of two values as a share of the larger one."""
+    """Return the difference of two values as a share of the larger absolute value."""
     return abs(pair[0] - pair[1]) / max(map(abs, pair))
 
 
@@ -194,8 +195,8 @@ def classify(first: Mapping[str, tuple[int, Pair]], steps: Sequence[int]) -> str
 def explain(able: Sequence[str], facts: Sequence[Facts], kind: str) -> str:
     """Return in words why two runs differ.
 
-    `able` has the names of the facts that differ and can have had an effect (`can_act`), `facts` the Facts of
-    both runs; `kind` is what `classify` returned.
+    `able` has the names of the facts that differ and can have had an effect (`can_act`). `facts` has the
+    Facts of both runs. `kind` is what `classify` returned.
     """
     is_fast = "fast" in [known.get("trainer.reduction") for known in facts]
     has_dropout = any(float(known.get("model.dropout", 0)) for known in facts)
@@ -214,7 +215,8 @@ def explain(able: Sequence[str], facts: Sequence[Facts], kind: str) -> str:
 def compare_tensors(runs: Sequence[Run], step: int) -> Iterator[str]:
     """Yield the name and the difference of each tensor that differs in the two runs' snapshots of `step`.
 
-    Raises CorruptSnapshot, whose message names the run, if a snapshot has other bytes than were written.
+    Raises CorruptSnapshot, whose message names the run, if a snapshot is damaged. For further errors see
+    `SnapshotStore.read`.
     """
     opened = list[Snapshot]()
     for run in runs:
@@ -234,8 +236,8 @@ def compare_tensors(runs: Sequence[Run], step: int) -> Iterator[str]:
 def compare(one: Run, other: Run) -> Comparison:
     """Compare the metrics of two runs, and their snapshots of the newest step at which both have a snapshot.
 
-    Raises UserError if the runs have no record and no snapshot of the same step, and UnreadableSnapshot if a
-    snapshot cannot be read.
+    Raises UserError if the runs have no value and no snapshot of the same step, or if a config.yaml cannot be
+    used. Raises UnreadableSnapshot if a snapshot cannot be read.
     """
     runs = (one, other)
     ours, theirs = map(read_values, runs)

@@ -148,10 +148,10 @@ def find_facts(launch: Launch, config: Config) -> Facts:
 
 
 def find_addresses() -> dict[str, str]:
-    """Return {interface: IPv4 address} of this host; the first address is that at which gloo will listen.
+    """Return {interface: address} of this host; gloo will listen at the first address.
 
     gloo listens on the interface that GLOO_SOCKET_IFNAME names. If this variable is not set, the first key is
-    "host name", and the address is that of the host's name, or 127.0.0.1 if the name does not resolve.
+    "host name", for the address of the host's name. If the first address cannot be found, it is 127.0.0.1.
     """
     used, own, found = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], "127.0.0.1", {}
     with contextlib.suppress(OSError):  # not on Linux, or the name does not resolve
@@ -182,8 +182,8 @@ def receive_from_all(rank: int, workers: list[Facts]) -> list[tuple[int, str, fl
     """Measure the link from each other node; return (rank of the sender, problem, MB/s) for each link.
 
     `workers` has the facts of each worker. Only the first worker of a node measures; other workers return [].
-    `problem` is as in `receive_from`. Each node begins with a different sender, so that at any time a node
-    receives from one node and sends to one node.
+    `problem` is as in `receive_from`. Each node begins with a different sender, so that the nodes do not all
+    receive from the same sender.
     """
     nodes = [number for number, there in enumerate(workers) if there["port"]]
     if rank not in nodes:
@@ -198,9 +198,9 @@ def receive_from_all(rank: int, workers: list[Facts]) -> list[tuple[int, str, fl
 def receive_from(there: Facts, own: Collection[str] = ()) -> tuple[str, float]:
     """Measure the link from another node, whose facts are `there`; return (problem, MB/s).
 
-    First the address at which gloo listens there is tried. Then the other addresses of that node are tried
-    until one answers, except addresses in `own`, the addresses of this node. The problem says what failed and
-    what to do; "" if nothing failed.
+    First the address at which gloo listens on that node is tried. If this address fails, the node's other
+    addresses are tried until one answers, except addresses in `own`, the addresses of this node. The problem
+    says what failed and what to do; "" if nothing failed.
     """
     problem, first = "", next(iter(there["addresses"].values()))
     for interface, address in there["addresses"].items():
@@ -220,7 +220,11 @@ def receive_from(there: Facts, own: Collection[str] = ()) -> tuple[str, float]:
 
 
 def receive_mb_s(address: str, port: int) -> float:
-    """Return the MB/s that arrive from the ZeroServer at `address`. Raises OSError if nothing arrives."""
+    """Return the MB/s that arrive from the ZeroServer at `address`.
+
+    Raises OSError if the connection fails, or if no data arrive for CONNECT_S seconds. Returns 0.0 if the
+    server closes the connection without sending anything.
+    """
     buffer, received = bytearray(CHUNK), 0
     with socket.create_connection((address, port), CONNECT_S) as connection:
         began = time.monotonic()
@@ -260,8 +264,8 @@ def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
     """Return (lines about the facts and links, sentences that name each fault, its nodes and what to do).
 
     `answers` has the facts of each worker, in the order of the ranks; None for a worker that did not answer.
-    If ADVICE has advice on a fact, a value that differs from that of most nodes is a fault. If two values are
-    equally frequent, the value of the lower rank counts as right.
+    If ADVICE has advice on a fact, a value that differs from the most frequent value is a fault. If two
+    values are equally frequent, the value of the lower rank counts as right. An empty value is no fault.
     """
     workers = [there for there in answers if there is not None]
     rows, first = [], workers[0]
@@ -307,7 +311,7 @@ def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
 
 
 def group(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Group pairs (node, value) by value; return {value: the nodes that have this value, each once}."""
+    """Group pairs (node, value) by value; return {value: the nodes that have this value, without repeats}."""
     found: dict[str, list[str]] = {}
     for node, value in dict.fromkeys(pairs):
         found.setdefault(value, []).append(node)

@@ -1,8 +1,8 @@
 """Write a run's newest or best snapshot in Hugging Face's format: python -m mingpt export RUN OUT_DIR.
 
-RUN is the path or URL of a run, such as out/default. A model with `model.arch: gpt2` becomes a
-GPT2LMHeadModel of transformers, and a model with `model.arch: modern` becomes a NanoChatForCausalLM. The
-folder OUT_DIR appears only when all its files are complete.
+RUN is the path or URL of a run, such as out/default, or of a snapshot. A model with `model.arch: gpt2`
+becomes a GPT2LMHeadModel of transformers, and a model with `model.arch: modern` becomes a
+NanoChatForCausalLM. The files appear in OUT_DIR only when all of them are complete.
 """
 
 import json
@@ -157,9 +157,9 @@ def export(run: str, out: str, best: bool = False) -> str:
 
     `run` is the path or URL of a snapshot, or of a run: then the newest snapshot is written, or with `best`
     the snapshot with the lowest validation loss. Returns a line that says what was written, and a second line
-    if no tokenizer was written. The folder appears as `out` only when all files are on disk. Raises UserError
-    if `out` is a URL, is not empty or cannot be written, if no snapshot can be used, or if transformers is
-    missing.
+    if no tokenizer was written. The files appear in `out` only when all of them are on disk. Raises UserError
+    if `out` is a URL, is not empty or cannot be written. Also raises UserError if no snapshot can be used or
+    converted, or if transformers is missing.
     """
     if "://" in out:
         raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")

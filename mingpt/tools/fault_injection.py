@@ -2,8 +2,8 @@
 
     python -m mingpt.tools.fault_injection FOLDER section.key=value ...
 
-FOLDER/kills.json is a list with the fields of each Kill. Each kill is done once, in the order of the list;
-just before a kill, a file is created at the path that `marker` returns.
+FOLDER/kills.json is a list with the fields of each Kill. Each kill is done at most once, in the order of the
+list. Just before a kill, a file is created at the path that `marker` returns.
 """
 
 import functools
@@ -45,7 +45,7 @@ def marker(folder: Path, number: int) -> Path:
 
 
 class FaultInjector:
-    """Kills this worker at the moments that `folder`/kills.json plans. Construct it before the Worker."""
+    """Kills this worker at the moments that `folder`/kills.json plans. Construct the Worker later."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -12,10 +12,10 @@ ROOT = PROJECT
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return the environment for an independent job: the variables of this process, and those in `more`.
+    """Return the environment for an independent job: this process's variables, and those in `more`.
 
-    Left out are the variables that torchrun or this program sets for a worker: OMP_NUM_THREADS, RANK,
-    WORLD_SIZE, LOCAL_RANK, TORCHELASTIC_* and MINGPT_*.
+    This process's OMP_NUM_THREADS, RANK, WORLD_SIZE, LOCAL_RANK, TORCHELASTIC_* and MINGPT_* are left out,
+    because torchrun or this program sets them for a worker.
     """
     dropped = re.compile("OMP_NUM_THREADS|RANK|WORLD_SIZE|LOCAL_RANK|(TORCHELASTIC|MINGPT)_.*")
     return {name: value for name, value in os.environ.items() if not dropped.fullmatch(name)} | more
@@ -24,8 +24,8 @@ def clean_environment(**more: str) -> dict[str, str]:
 def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ()) -> list[str]:
     """Return a torchrun command that starts `workers` ranks per node; the caller appends the program.
 
-    torchrun restarts the ranks at most `restarts` times. `options` are further options of torchrun. The
-    default options do what `--standalone` does, but do not resolve this host's name.
+    torchrun restarts the ranks at most `restarts` times. `options` are further options of torchrun. By
+    default they do what `--standalone` does, but do not resolve this host's name.
     """
     address = loopback_address()
     one_node = (

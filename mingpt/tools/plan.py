@@ -2,11 +2,11 @@
 
     python -m mingpt plan [CONFIG.yaml] [section.key=value ...] [--workers N] [--gpu_memory 80GB]
 
-Nothing is trained. The bytes of weights, optimizer, gradients and snapshots are exact; those of activations
-follow equation 2 of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
-The total is right to within a third. With --gpu_memory, which trainer.device=cuda requires, each worker has a
-GPU; without it, all workers share this machine's memory. With data.vocab_size=N the data are not read. The
-exit code is 0, even if no strategy fits; it is 2 if the settings or the options are wrong.
+Nothing is trained. The bytes of weights, optimizer, gradients and snapshots are exact. Activations are
+estimated by equation 2 of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+Models". The total is right to within a third. With --gpu_memory, which trainer.device=cuda requires, each
+worker has a GPU; without it, all workers share this machine's memory. With data.vocab_size=N the data are
+not read. The exit code is 0, even if no strategy fits; it is 2 if the settings or the options are wrong.
 """
 
 import math
@@ -138,7 +138,7 @@ def render(config: Config, vocab_size: int, workers: int, limit: float, on_cpu: 
 
 
 def spelled(size: float) -> str:
-    """Return `size`, in bytes, as text with two digits and a suitable unit, such as "1.5 GB"."""
+    """Return `size`, in bytes, rounded to two significant digits, with a suitable unit, as in "1.5 GB"."""
     return ByteSize(float(f"{size:.2g}")).human_readable(decimal=True, separator=" ").replace(".0 ", " ")
 
 
@@ -149,7 +149,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def find_vocab_size(config: Config) -> int:
-    """Return the vocabulary size of the data's tokenizer; if need be, train the tokenizer for this.
+    """Return the size of the data's vocabulary; if need be, make a tokenizer from the text.
 
     Raises UserError if the data or the tokenizer cannot be used, or if snapshot.init_from is set and
     data.tokenizer is auto.

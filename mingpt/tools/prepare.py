@@ -8,13 +8,13 @@ A compressed file, such as a.jsonl.gz, is decompressed. Memory grows with the lo
 file is one document.
 
 DIR must be new or empty. The command writes train_00000.bin, ..., val_00000.bin, ... in llm.c's format there,
-tokenizer.json and, last, meta.json. The validation part is a share of the text, counted in bytes: the last
-documents, or the last characters of a single document. If the tokenizer has an end-of-text token, this token
+tokenizer.json and, last, meta.json. The validation part is a share of the text: the last documents, counted
+in bytes, or the last characters of a single document. If the tokenizer has an end-of-text token, this token
 follows each document; if a text contains the token's name, the name is encoded as plain text. If the
 command was killed, remove DIR and start the command again.
 
-`--tokenizer bpe` trains a byte-level BPE, like GPT-2's, on the first 200 MB of the training part, or on less
-if the first 200 MB have more than 4 MB of distinct words.
+`--tokenizer bpe` trains a byte-level BPE, like GPT-2's, on the first 200 MB of the training part. If the
+first 200 MB have more than 4 MB of distinct words, less text is used.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ def find_files(names: Sequence[str]) -> list[Any]:
     """Return an fsspec OpenFile for each file that `names` (paths, URLs and patterns) stand for.
 
     The files are in the order of `names`; files that match the same pattern are sorted by their names. Raises
-    UserError if a pattern matches no file.
+    UserError if a pattern matches no file, or if a name cannot be used.
     """
     found = list[Any]()
     for name in names:
@@ -114,7 +114,7 @@ def read_parquet(stream: io.BufferedReader) -> Iterator[dict[str, Any]]:
 def split(
     files: Sequence[Any], sizes: np.ndarray, val_fraction: float
 ) -> tuple[Iterator[str], Iterator[str]]:
-    """Return (iterator over the documents for training, iterator over those for validation).
+    """Return (iterator over documents for training, iterator over documents for validation).
 
     Read the first iterator to its end before the second. `sizes` has the number of bytes of each document.
     Documents that begin in the last `val_fraction` of all bytes are for validation; the last document always
@@ -171,9 +171,9 @@ def measure(files: Sequence[Any], wants_alphabet: bool) -> tuple[np.ndarray, set
 def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
     """Return the tokenizer.json of a byte-level BPE, like GPT-2's, trained on `sample(texts)`.
 
-    The tokenizer has `vocab_size` tokens: the 256 bytes, the merges and, last, end-of-text. It has fewer
-    tokens if the texts have too few pairs to merge. The same texts give the same tokenizer.json on any number
-    of cores. In training, but not in encoding, words of more than 256 characters are split.
+    The tokenizer has at most `vocab_size` tokens: the 256 bytes, the merges and, last, end-of-text. It has
+    fewer tokens if the texts have too few pairs to merge. The same texts give the same tokenizer.json on any
+    number of cores. In training, but not in encoding, words of more than 256 characters are split.
     """
     library = import_tokenizers("--tokenizer bpe")
     package = byte_level_bpe(library.models.BPE())
@@ -195,9 +195,9 @@ def pieces(texts: Iterable[str]) -> Iterator[str]:
 
 
 def sample(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts in pieces, from the first text on, until the pieces together have SAMPLE_BYTES.
+    """Yield the texts in pieces, from the first text on, until the pieces together have SAMPLE_BYTES bytes.
 
-    Stops earlier if the distinct words of these pieces have SAMPLE_WORD_BYTES.
+    Stops earlier if the distinct words of these pieces have SAMPLE_WORD_BYTES bytes.
     """
     words = set[str]()
     size = word_bytes = 0
@@ -212,7 +212,7 @@ def sample(texts: Iterable[str]) -> Iterator[str]:
 
 
 def read_batches(texts: Iterable[str], tokenizer: Tokenizer, bar: "tqdm[Never]") -> Iterator[list[str]]:
-    """Yield lists of pieces of the texts; a list has about BATCH_CHARACTERS characters.
+    """Yield lists of pieces of the texts; a list ends when it has BATCH_CHARACTERS characters or more.
 
     `tokenizer` splits the texts into pieces. A piece "" marks the end of each text. `bar` is advanced by the
     number of bytes of each piece.
@@ -235,8 +235,8 @@ def encode_all(
 ) -> Iterator[np.ndarray]:
     """Yield an array of tokens for each batch, with `end` in place of each piece "", which ends a text.
 
-    `end` has the id of the end-of-text token, or is empty. The package `tokenizers` encodes on all cores. Two
-    threads call this package, so that one batch is encoded while the tokens of another batch are copied.
+    `end` has the id of the end-of-text token, or is empty. Two threads encode, so that one batch is encoded
+    while the tokens of another batch are copied.
     """
 
     def encode(batch: list[str]) -> np.ndarray:

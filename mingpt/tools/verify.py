@@ -52,9 +52,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
     """Draw `kills` kills with the random seed `seed`; return them in the order of their steps.
 
-    The steps of a run are divided into `kills` equal parts, with one kill in each part. After each kill the
-    job has a number of workers drawn from `workers`, and a strategy drawn from STRATEGIES. Kills 0 to 4 have
-    five different phases, and so have kills 5 to 9, and so on.
+    The first STEPS - 2 steps are divided into `kills` equal parts, with one kill in each part. After each
+    kill the job has a number of workers drawn from `workers`, and a strategy drawn from STRATEGIES. Kills 0
+    to 4 have five different phases, and so have kills 5 to 9, and so on.
     """
     rng = random.Random(seed)
     steps = sorted(int((number + rng.random()) * (STEPS - 2) / kills) for number in range(kills))

@@ -40,9 +40,9 @@ class Evaluator:
         """Return {"val/loss": mean nats per token of the validation split}, on all ranks. Collective.
 
         The loss is computed without dropout, over all windows of the split or, if trainer.eval_windows is
-        set, over that number of windows. If the size of the text in bytes is known, the result also has
-        "val/bits_per_byte". Returns None on all ranks if a stop was requested during the evaluation. Raises
-        UserError on all ranks if the data cannot be used. `step` is only put into events.
+        set, over at most that number of windows. If the size of the evaluated text in bytes is known, the
+        result also has "val/bits_per_byte". Returns None on all ranks if the ranks have agreed to stop.
+        Raises UserError on all ranks if the data cannot be used. `step` is only put into events.
         """
         events.emit("evaluation_start", step=step)
         by_rank = self.context.gather_on_all(self.local_sums)
@@ -102,9 +102,9 @@ class Evaluator:
     def sample(self, is_wanted: bool) -> str:
         """Return the text of `trainer.sample_tokens` tokens that the model writes after the default prompt.
 
-        The text is the same on all devices of one kind. A request to stop ends the text early. Returns "" if
-        there is no tokenizer. If weights are sharded, all ranks must call this method, and all of them return
-        the text. Otherwise `is_wanted` says whether this rank needs the text; if not, the result is "".
+        The tokens are drawn with the run's seed. A request to stop ends the text early. Returns "" if there
+        is no tokenizer. If weights are sharded, all ranks must call this method, and all ranks return the
+        text. Otherwise `is_wanted` says whether this rank needs the text; if not, the result is "".
         """
         tokenizer = self.corpus.tokenizer
         if tokenizer is None or not (is_wanted or self.strategy.weights_are_sharded):

@@ -58,10 +58,10 @@ class InitialWeights:
 def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_from=") -> InitialWeights:
     """Return the weights that `where` names: a path or URL, or one of GPT2_NAMES, which is downloaded.
 
-    If `where` is a run folder, its newest snapshot is read; with `best`, or if "@best" is appended to the
-    folder, the snapshot with the lowest validation loss. `where` may also be a file of a snapshot, or a
-    folder in Hugging Face's format. Raises UserError if the weights cannot be used. For weights in Hugging
-    Face's format, the message begins with `asked` (how the user asked for the weights) and `where`.
+    If `where` is a run folder, the newest snapshot is read. With `best`, or if "@best" is appended to
+    `where`, the snapshot with the lowest validation loss is read. `where` may also be a file of a snapshot,
+    or a folder in Hugging Face's format. Raises UserError if the weights cannot be used. For weights in
+    Hugging Face's format, the message begins with `asked` (how the user asked for the weights) and `where`.
     """
     asks_best = where.endswith("@best") and not os.path.exists(where)
     if asks_best:
@@ -130,8 +130,8 @@ def download(name: str) -> str:
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors in a folder's safetensors files, except BUFFERS, by their names in transformers.
 
-    Raises UserError if the index names a file outside of the folder, if a tensor's type is not one of FLOATS,
-    or if the folder has a pickle instead of safetensors files.
+    Raises UserError if the index names a file outside of the folder, or if a tensor's type is not one of
+    FLOATS. Also raises UserError if the folder has a pickle instead of safetensors files.
     """
     files = {WEIGHTS}
     if not (folder / WEIGHTS).exists():
@@ -180,8 +180,8 @@ def match_weights(
 ) -> dict[str, Tensor]:
     """Return the weights of `initial`, by name, made to fit a new run with parameters of the shapes `shapes`.
 
-    `config` has the new run's model settings, and `tokenizer` is its tokenizer. A token that both
-    tokenizers have keeps its row of each embedding (see `match_rows`); any other token gets its row of
+    `config` has the new run's model settings, and `tokenizer` is the new run's tokenizer. A token that both
+    tokenizers have keeps its row of each embedding (see `match_rows`). Any other token gets its row of
     `draw(name, shape)`, which is random. Learned positions past those in `shapes` are left out. Raises
     UserError if the models differ otherwise.
     """

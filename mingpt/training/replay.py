@@ -1,11 +1,11 @@
-"""Replay: a check that all workers compute alike. They compare copies of the state, and gradients.
+"""Replay: a check that all workers compute alike. The workers compare copies of the state, and gradients.
 
-Workers with processors of one kind compute the same bits. So if two results differ, one of them is wrong: a
-core, a GPU or its memory has failed without an error. If the processors are of different kinds, nothing is
-compared. A replay is made before a step. First the workers compare their copies of the weights and of the
-optimizer's state, unless these are sharded. Then each worker computes the gradients of two micro-batches of
-the step: its own first, and the first of the next worker. The gradients are not summed over workers. The
-workers compare digests (hashes) of these gradients.
+Workers with processors of one kind compute the same bits. So if two results differ, at least one result is
+wrong: a core, a GPU or its memory has failed without an error. If the processors are of different kinds,
+nothing is compared. A replay is made before a step. First the workers compare their copies of the weights and
+of the optimizer's state, unless these are sharded. If the copies are equal, each worker computes gradients of
+two micro-batches: its own first micro-batch of the step, and that of the next worker. The gradients are not
+summed over workers. The workers compare digests (hashes) of these gradients.
 """
 
 import logging
@@ -85,9 +85,9 @@ class Replay:
     def is_due(self) -> bool:
         """Return whether a replay is due before the coming step.
 
-        A replay is due before a generation's first step, before the run's last step, and whenever the number
-        of completed steps is a multiple of trainer.replay_every. If that setting is 0, or if the workers'
-        processors are of different kinds, a replay is never due.
+        A replay is due before a generation's first step and before the run's last step. A replay is also due
+        if the number of completed steps is a multiple of trainer.replay_every. If that setting is 0, or if
+        the workers' processors are of different kinds, a replay is never due.
         """
         every, step = self.every, self.state.step
         is_end = step in (self.first_step, self.config.trainer.max_steps - 1)
@@ -98,7 +98,7 @@ class Replay:
 
         If copies or gradients differ, the snapshots that are newer than the last replay in which all workers
         agreed are discarded (`Saving.discard_after`). Then all ranks of each node with a worker that may be
-        wrong raise NodeRefused. The ranks of all other nodes raise PeersMissing, and go on in the next
+        wrong raise NodeRefused. The ranks of all other nodes raise PeersMissing, and may go on in the next
         generation. But if every node has a worker that may be wrong, all ranks raise NonRetryableError.
         """
         if not self.is_due():
@@ -170,8 +170,9 @@ class Replay:
     def digests(self, number: int) -> dict[str, torch.Tensor]:
         """Compute the gradients of micro-batch `number` on this rank; return a digest (hash) of each.
 
-        The gradients are those before any sum over ranks. A digest is a scalar tensor; its key is the name of
-        a parameter, or of a block that is reduced as a whole. Collective if weights are sharded.
+        The gradients are those before any sum over ranks. A digest is a scalar tensor. Its key is the name of
+        a parameter, or a phrase for a part of the model that is reduced as a whole. Collective if weights are
+        sharded.
         """
         inputs, targets = self.read(number)
         if self.config.model.dropout:

@@ -1,7 +1,8 @@
 """The decision whether a run may go on from the snapshot that was found or, without one, start at step 0.
 
-Corrupt snapshots on disk are renamed, so that they are not used again. A run that has completed a snapshot
-past step 0 never starts again at step 0 unless the user asks for that.
+Unless trainer.eval_only is set, corrupt snapshots on disk are renamed, so that they are not used again. A run
+whose snapshots past step 0 are lost or damaged does not silently start again at step 0
+(`check_nothing_is_lost`).
 """
 
 import contextlib
@@ -29,13 +30,14 @@ log = logging.getLogger(__name__)
 def make_check(config: Config, data: Data, job_start: int | None, discarded_after: list[int]) -> Check:
     """Return a check that raises CorruptSnapshot or UnreadableSnapshot for a snapshot that must not be used.
 
-    The check raises CorruptSnapshot if a snapshot has wrong tensors (`check_shard`), is past the max_steps of
-    its own settings, or may hold wrong results of a worker (`is_discarded`, which needs `discarded_after`).
+    The check raises CorruptSnapshot if a snapshot has wrong tensors, or is past the max_steps of its own
+    settings. Also raises CorruptSnapshot if the snapshot may hold wrong results of a worker (`is_discarded`,
+    which needs `discarded_after`). For further errors see `check_shard`.
 
     `job_start` is the step from which this job began. The check raises UnreadableSnapshot if a later snapshot
-    has other settings or data than this job: a node that joined may have brought that snapshot, and it must
-    not be renamed. If `job_start` is None (in a job's first generation, or if the step is not known),
-    settings and data are not compared.
+    has different data than this job, or different settings (`changed_settings`). A node that joined may have
+    brought such a snapshot, which must not be renamed. If `job_start` is None (in a job's first generation,
+    or if the step is not known), settings and data are not compared.
     """
 
     def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
@@ -58,8 +60,7 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
 def changed_settings(manifest: Manifest, config: Config) -> list[str]:
     """Return the settings that affect the result and differ from the manifest's, as "key: old -> new".
 
-    trainer.compile=auto never counts as a difference, because the model is then compiled if, and only if, the
-    model of the snapshot was compiled.
+    If trainer.compile is auto in `config`, a difference in trainer.compile is left out.
     """
     changes = differences(manifest.config, to_dict(config))
     if config.trainer.compile != "auto":
@@ -72,13 +73,14 @@ def check_snapshot(
 ) -> list[str]:
     """Raise UserError if a generation may not start from `snapshot`; None means: start without a snapshot.
 
-    A restart (`is_restart`) requires only that the data are those of the snapshot. A job's first generation
-    (before any restart) has three more requirements:
+    trainer.eval_only requires a snapshot. If there is a snapshot, its data must be those of the run. A job's
+    first generation (not `is_restart`) has three more requirements:
 
     - snapshot.resume allows the start.
-    - The snapshot is of run `run_id`. With `run_id` None, or trainer.eval_only, it may be of any run.
-    - The settings that affect the result are those of the snapshot. With snapshot.resume=changed they may
-      differ, but the weights must fit the model, and snapshot.init_from must not be new.
+    - The snapshot is of run `run_id`, unless `run_id` or the snapshot's id of a run is None. With
+      trainer.eval_only, the snapshot may be of any run.
+    - The settings that affect the result are those of the snapshot. With snapshot.resume=changed settings may
+      differ, but the weights must fit the model, and snapshot.init_from must not have a new value.
 
     Returns "key: old -> new" for each setting that differs; an empty list in a restart. With
     trainer.eval_only, only settings that can change an evaluation count. Messages call the snapshot's place
@@ -160,10 +162,10 @@ def describe_other_data(path: str, data: Data, url: str, then: DataFields) -> st
 def check_nothing_is_lost(found: Found, config: Config, is_restart: bool, recorded_step: int = 0) -> None:
     """Raise UserError if the run has, or may have, written a snapshot past step 0.
 
-    Call this if no valid snapshot past step 0 was found. If a snapshot or a folder cannot be read, UserError
-    is always raised. Otherwise no error is raised if the job begins anew (snapshot.resume=never, without
-    `is_restart`) or only evaluates (trainer.eval_only). `recorded_step` is the step of the newest snapshot
-    that any run.json records; 0 for none.
+    Call this if no valid snapshot past step 0 was found. If a snapshot on disk, or the folder of snapshots,
+    cannot be read, UserError is always raised. Otherwise no error is raised if the job begins anew
+    (snapshot.resume=never, without `is_restart`) or only evaluates (trainer.eval_only). `recorded_step` is
+    the step of the newest snapshot that any run.json records; 0 for none.
     """
     errors = [str(fault) for fault in found.unreadable()]
     if errors:
@@ -214,8 +216,9 @@ def prepare_store(
 ) -> None:
     """Rename corrupt snapshots on disk, and remove useless snapshots from memory. Collective.
 
-    The rank that writes a folder's snapshots renames its corrupt ones, and prepares the folder for saving.
-    The first worker of each node removes what `MemorySnapshots.remove_leftovers` and `make_room` describe.
+    A rank that writes snapshots to a folder renames the corrupt snapshots that it found there, and prepares
+    the folder for saving. The first worker of each node removes from memory what
+    `MemorySnapshots.remove_leftovers` and `make_room` describe.
     Raises the errors of `refuse_where_it_fails` if a folder cannot be written to.
     """
 

@@ -249,8 +249,8 @@ def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, mod
     """Compile each block of `model` in place; return whether the blocks are compiled. Collective.
 
     If the compiler fails on any rank, no block is compiled on any rank. Each rank first tries to compile one
-    block that is not sharded: a failure on one rank during a collective forward pass would leave the other
-    ranks waiting.
+    block that is not sharded. Otherwise a failure on one rank, during a collective forward pass, would leave
+    the other ranks waiting.
     """
     trainer = config.trainer
     x = torch.zeros(

@@ -104,9 +104,9 @@ def load_corpus(
 ) -> Corpus:
     """Tokenize `data` for a run that goes on from `snapshot`; None means a fresh run. Collective.
 
-    `initial` has the weights of snapshot.init_from on rank 0 of a fresh run, and is None on other ranks. With
-    `is_restart`, data.tokenizer is not compared with the snapshot's tokenizer. All ranks raise UserError if
-    there is no suitable tokenizer, or if the data cannot be used.
+    On rank 0 of a fresh run, `initial` has the weights of snapshot.init_from, if that is set; otherwise
+    `initial` is None. With `is_restart`, data.tokenizer is not compared with the snapshot's tokenizer. All
+    ranks raise UserError if there is no suitable tokenizer, or if the data cannot be used.
     """
     if snapshot is None:
         has_initial = config.snapshot.init_from is not None
@@ -134,8 +134,9 @@ def snapshot_tokenizer(
 ) -> Tokenizer | None:
     """Return the tokenizer of the snapshot; None if the snapshot has no tokenizer. Collective.
 
-    Raises UserError if the tokenizer cannot be used or, without `keeps_it`, if data.tokenizer names a
-    different tokenizer. If the tokenizer that data.tokenizer names cannot be read, that is only logged.
+    Raises UserError if the tokenizer cannot be used. Without `keeps_it`, also raises UserError if
+    data.tokenizer names a different tokenizer. If the named tokenizer cannot be read or made, a warning is
+    logged, and the snapshot's tokenizer is returned.
     """
     carried = context.on_all(lambda: make_tokenizer(snapshot.manifest, snapshot.tokenizer))
     if keeps_it:
@@ -206,8 +207,8 @@ def broadcast_tokenizer(
 ) -> Tokenizer | None:
     """Return, on all ranks, the tokenizer of `initial`, the weights that rank 0 has. Collective.
 
-    Returns None if `initial` is None on rank 0, or if the data cannot use the tokenizer of these weights.
-    Raises UserError if the data need a tokenizer and the weights have no tokenizer.
+    Returns None if `initial` is None on rank 0, or if `data.take_tokenizer` returns None there. If
+    `data.take_tokenizer` raises UserError, all ranks raise this error.
     """
     content = b""
 
@@ -234,8 +235,8 @@ def initial_rows(
 ) -> int | None:
     """Return, on all ranks, how many embedding rows rank 0's weights `initial` have. Collective.
 
-    Returns None if `initial` is None on rank 0, if data.vocab_size is set, if the tokenizer of these weights
-    is not `tokenizer`, or if there are fewer rows than tokens.
+    Returns None if `initial` is None on rank 0, or if data.vocab_size is set. Also returns None if the
+    tokenizer of these weights is not `tokenizer`, or has more tokens than there are rows.
     """
     rows = None
     if initial is not None and config.vocab_size is None:

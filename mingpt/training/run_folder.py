@@ -1,9 +1,9 @@
 """The run folder on each node: one folder that all nodes share, or a different folder on each node's disk.
 
-If nodes share no disk, the first worker of each node writes the records and snapshots of the run to the
-node's own folder. When a generation (the workers between two restarts) begins, the nodes agree on the run's
-id, and the run's records are copied to all nodes. So any node may die, and a node that joins gets the
-records.
+If nodes share no disk, the first worker of each node writes the run's records to the node's own folder. If
+the state is not sharded, the first worker also writes snapshots there. When a generation (the workers between
+two restarts) begins, the nodes agree on the run's id, and the run's records are copied to all nodes. So any
+node may die, and a node that joins gets the records.
 """
 
 import errno
@@ -78,8 +78,8 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
 def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     """Make the run folder on every node, and find out which ranks write to it. Collective.
 
-    With trainer.eval_only no folder is made, and no rank writes. If a folder cannot be written to, raises the
-    errors of `refuse_where_it_fails`.
+    With trainer.eval_only no folder is made, and no rank writes. If a folder cannot be written to, or a disk
+    does not answer, raises the errors of `refuse_where_it_fails`.
     """
     path = Path(config.run_dir)
     if config.trainer.eval_only:
@@ -106,7 +106,7 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
 
 
 def claim_run_folder(context: DistributedContext, folder: RunFolder) -> Claim:
-    """Claim the run folder until the job ends, on the rank that writes the run's records. Collective.
+    """Claim the run folder until the job ends, on each rank that writes the run's records. Collective.
 
     All other ranks get a Claim that is not acquired. Waits as `Claim.acquire` does. If another job holds the
     folder, or if the folder cannot be written to, raises the errors of `refuse_where_it_fails`.
@@ -202,9 +202,10 @@ def not_writable(path: Path, error: OSError) -> UserError:
 def lowest_ranks_there(path: Path, context: DistributedContext) -> list[int]:
     """Return, for each rank, the lowest rank whose node sees the same folder at `path`. Collective.
 
-    To find out, the first worker of each node writes a file, and all ranks check which of these files they
-    see. Each file has a name that no node has looked for before, because network file systems remember which
-    files were missing. A rank that sees none of the files is taken to see the folder that rank 0 sees.
+    If there are several nodes, the first worker of each node writes a file, and all ranks check which of
+    these files they see. Each file has a name that no node has looked for before, because network file
+    systems remember which files were missing. A rank that sees none of the files is taken to see the folder
+    that rank 0 sees.
     """
     if not context.launch.has_several_nodes:
         return [0] * context.world_size

@@ -33,10 +33,11 @@ MAX_FILES = 10_000  # if there are more token shards, a manifest lists none, bec
 class Saving:
     """Saves the snapshots of this generation (the workers between two restarts).
 
-    The constructor is collective. One rank writes to each folder of snapshots on disk
-    (`RunFolder.keeps_snapshots`), and the first worker of each node writes to the node's memory. If the state
-    is sharded, all ranks take part in both kinds of saves. A snapshot counts as durable once the main rank,
-    which is the lowest of the ranks that write to disk, has written it to disk.
+    The constructor is collective. One rank has `RunFolder.keeps_snapshots` for each folder of snapshots on
+    disk; the lowest such rank is the main rank. If the state is not sharded, these ranks write to disk, and
+    the first worker of each node writes to the node's memory. If the state is sharded, the main rank writes
+    the rows of all ranks to disk, and each rank writes its rows to memory. A snapshot counts as durable once
+    the main rank has written the snapshot to disk.
     """
 
     def __init__(self, run: Run, audit: Audit, run_logger: RunLogger | None) -> None:
@@ -85,9 +86,9 @@ class Saving:
 
     @property
     def writes_to_memory(self) -> bool:
-        """Whether this rank writes snapshots to memory.
+        """Whether this rank takes part when the state is saved to memory.
 
-        If the state is sharded, all ranks write to memory; otherwise only the first worker of each node.
+        If the state is sharded, all ranks take part; otherwise only the first worker of each node.
         """
         return self.is_sharded or self.context.launch.local_rank == 0
 
@@ -120,7 +121,7 @@ class Saving:
                 self.run_logger.history.note_durable(step)
 
     def is_new_best(self, loss: float) -> bool:
-        """Return whether `loss` is the lowest validation loss so far; if it is, remember it.
+        """Return whether `loss` is the lowest validation loss known so far; if so, remember `loss`.
 
         Always returns False without snapshot.keep_best.
         """
@@ -130,7 +131,7 @@ class Saving:
         return is_best
 
     def is_missing(self) -> bool:
-        """Return whether any rank that writes to disk has not begun to save the present step. Collective."""
+        """Return whether any rank that writes to disk has yet to save the present step. Collective."""
         is_missing_here = self.writes_to_disk and self.own_step < self.state.step
         return any(self.context.all_gather_object(is_missing_here))
 
@@ -148,12 +149,12 @@ class Saving:
     def save_to_disk(self, is_last: bool = False) -> None:
         """Copy the present state, and write the copy to disk in the background. Collective.
 
-        On return the state may change. `is_last` means that this generation saves no later step: each rank
-        that writes to disk then saves this step, even if its own saves are less frequent. If `is_last`, or if
+        On return the state may change. `is_last` means that this generation saves no later step. With
+        `is_last`, each rank that writes to disk saves this step, unless already saved. If `is_last`, or if
         the previous snapshot is not known to be durable, first waits for the previous save. The new snapshot
         becomes valid only after an earlier save to memory has ended. Raises ClaimLost on a rank whose
-        previous write failed because the claim (the right to write there) is lost. Any other failed write is
-        only logged; but if the generation's last write fails, `finish` raises an error.
+        previous write failed because the claim (the right to write there) is lost. No other failed write
+        raises an error here; `finish` raises an error if the main rank's last write failed.
         """
         memory_thread = self.memory.thread
         events.emit("save_start", kind="disk", step=self.state.step)
@@ -270,9 +271,9 @@ class Saving:
     def finish(self) -> None:
         """Wait until the last snapshot is on disk. Raise an error if the main rank could not write it.
 
-        If the disk or URL cannot be written to, all ranks raise NonRetryableError. If the write failed with
-        ClaimLost or an unexpected error, only the main rank raises that error. After a failure the snapshots
-        in memory are kept, because they may be newer than those on disk. Collective.
+        If the disk or URL cannot be written to, all ranks raise NonRetryableError. But the errors that
+        `describe_failure` raises are raised only on the main rank. After a failure the snapshots in memory
+        are kept, because they may be newer than those on disk. Collective.
         """
         self.wait()
         failure = self.describe_failure() if self.is_main else None
@@ -284,10 +285,10 @@ class Saving:
         raise NonRetryableError(failure)
 
     def describe_failure(self) -> str | None:
-        """Return a sentence on why the last snapshot is not on disk; None if it is on disk.
+        """Return a sentence on why the last write to disk failed; None if no write failed.
 
-        Call this only on the main rank. If the write failed with ClaimLost, or with an error that is not a
-        storage error, raises that error instead.
+        Call this only on the main rank. If the write failed with ClaimLost, raises this error instead. On a
+        local disk, an error that is neither an OSError nor a UserError is also raised.
         """
         error = self.saver.error
         if error is None:
@@ -306,7 +307,7 @@ class Saving:
         )
 
     def discard_after(self, step: int) -> int:
-        """Rename the snapshots on disk that are newer than `step`; remove all those in memory. Collective.
+        """Rename the snapshots on disk newer than `step`; remove the run's snapshots in memory. Collective.
 
         In each folder only one rank renames, even if all ranks take part in writing. Returns the step of the
         newest snapshot that is left on the main rank's disk; 0 if none is left.
@@ -324,9 +325,10 @@ class Saving:
         """Remove this run's snapshots from memory, because the last snapshot is on disk.
 
         Call this on all ranks. `stopped_by` is the request that stopped this generation; None means that the
-        run is complete. If only one node's disk has the last snapshot, and `stopped_by` is neither None nor
-        in JOB_ENDS, nothing is removed yet, because another generation may follow. That generation removes
-        the snapshots in memory. If no generation follows, the agent removes them when it exits.
+        run is complete. JOB_ENDS has the requests after which no generation follows. After any other request,
+        nothing is removed if only one of several nodes has the last snapshot on disk. The next generation may
+        need the snapshots in memory. If no generation follows, the agent of launch/elastic removes the
+        snapshots when the agent exits.
         """
         if self.is_on_one_disk and stopped_by not in (None, *JOB_ENDS):
             self.memory.leave_to_agent()

@@ -1,9 +1,9 @@
 """The start of a generation (the workers between two restarts), in the same order on all ranks.
 
-`find_start` opens the run folder, claims it (a claim is one job's right to write there), and opens the data.
-Then it finds the newest snapshot that any rank sees, and checks the snapshot against the configuration. If
-there is no snapshot, it opens snapshot.init_from. Finally it tokenizes the data. The result is a StartPoint,
-from which run.py builds the state.
+`find_start` opens and claims the run folder (a claim is one job's right to write there), and opens the data.
+Then `find_start` finds the newest valid snapshot that any rank sees, and checks the snapshot against the
+configuration. Without a snapshot, `find_start` opens the weights of snapshot.init_from, if set. Then the data
+are tokenized. The result is a StartPoint, from which run.py builds the state.
 """
 
 import logging
@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 class StartPoint(RunStart):
     """Everything that this generation starts from. `find_start` makes a StartPoint on each rank.
 
-    All fields are the same on all ranks, except `initial`, `is_main`, `process_began`, and the fields about
-    files on this node, such as `folder` and `store`.
+    Most fields are the same on all ranks. Fields about this process, or about files on this node, may differ,
+    such as `is_main` and `folder`.
     """
 
     folder: RunFolder
@@ -66,7 +66,7 @@ class StartPoint(RunStart):
 
     @property
     def manifest(self) -> Manifest:
-        """The snapshot's manifest; in a fresh run, NOT_BEGUN, which has only the fields that are used."""
+        """The snapshot's manifest; in a fresh run NOT_BEGUN, an incomplete manifest of step 0."""
         return self.snapshot.manifest if self.snapshot else NOT_BEGUN
 
     @property
@@ -76,11 +76,11 @@ class StartPoint(RunStart):
 
     @property
     def evaluation_missing(self) -> bool:
-        """Whether an evaluation is due at this step and must be made before training.
+        """Whether an evaluation must be made before training goes on from this step.
 
-        At step 0 it is always made, because a run that starts again at step 0 drops the records of that step.
-        At a later step the evaluation is made if a request to stop prevented it: then the `evaluated_step` of
-        the snapshot's manifest is a different step.
+        False if `is_due` says that no evaluation is due, or if the step is past trainer.max_steps. Otherwise
+        true at step 0, because a run that starts again at step 0 drops the records of step 0. At a later
+        step, true unless the snapshot's manifest records an evaluation of the step (`evaluated_step`).
         """
         trainer = self.config.trainer
         if self.step > trainer.max_steps or not is_due(trainer, self.step):
@@ -89,10 +89,10 @@ class StartPoint(RunStart):
 
     @property
     def nothing_left(self) -> bool:
-        """Whether a new job has nothing to do: the run has reached max_steps, and its end is on record.
+        """Whether a new job has nothing to do: the run has reached max_steps and is not recorded as running.
 
-        False in a restart, or if an evaluation is missing. The end is not on record if the last job died
-        after its last snapshot, before it recorded the end.
+        False in a restart, or if an evaluation is missing. A run stays recorded as running if the last job
+        died before it recorded the end.
         """
         is_complete = self.snapshot is not None and self.step >= self.config.trainer.max_steps
         return is_complete and self.known.is_reported and not self.is_restart and not self.evaluation_missing
@@ -101,9 +101,9 @@ class StartPoint(RunStart):
 def find_start(config: Config, context: DistributedContext) -> StartPoint:
     """Claim and open the run folder, open the data, and find the state to start from. Collective.
 
-    Raises UserError if the settings, folders, data or snapshots do not allow the start, and NonRetryableError
-    for another failure that a restart would repeat. If the job goes on without one of the nodes, raises
-    NodeRefused on that node's ranks and PeersMissing on all others. A request to stop raises StopRequested.
+    Raises UserError if the settings, folders, data or snapshots do not allow the start. If the job goes on
+    without some nodes, raises NodeRefused on the ranks of these nodes, and PeersMissing on all other ranks. A
+    request to stop raises StopRequested.
     """
     check_same_settings(config, context)
     folder = open_run_folder(config, context)
@@ -176,7 +176,8 @@ def find_snapshot(
 ) -> Found:
     """Find the newest snapshot that the run may go on from, on disk or in memory. Collective.
 
-    Raises the UserErrors of `check_nothing_is_lost` if no valid snapshot past step 0 is found.
+    Raises the UserErrors of `find_latest` and, if no valid snapshot past step 0 is found, those of
+    `check_nothing_is_lost`.
     """
     in_memory: list[SnapshotStore] = []
     if known.run_id:
@@ -195,7 +196,7 @@ def find_snapshot(
 
 
 def open_store(config: Config, context: DistributedContext, claim: Claim) -> SnapshotStore:
-    """Return the SnapshotStore of this run's snapshots, which writes nothing once `claim` is lost.
+    """Return the SnapshotStore of this run's snapshots, which calls `claim.check` before it writes a file.
 
     Raises UserError, only on this rank, if the driver for a URL is not installed or, under a launcher, if the
     URL begins with memory://.
@@ -217,7 +218,7 @@ def go_on_as_before(
 
     The snapshot's dtype is used only if it is float16 and trainer.dtype is auto. Raises UserError if the run
     would go on with a different kind of device or a different dtype. Such changes are allowed in a job's
-    first generation (not `is_restart`) with snapshot.resume=changed. They are always allowed with
+    first generation (not `is_restart`) with snapshot.resume=changed. Such changes are also allowed with
     trainer.eval_only, or if the run has reached max_steps. The message calls the snapshots' place `url`.
     """
     then = manifest.software

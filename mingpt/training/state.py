@@ -24,8 +24,8 @@ MAX_LOSS_SCALE = 2.0**100
 class LossScale:
     """The power of two by which a run in float16 multiplies its loss (Micikevicius et al. 2018, section 3.2).
 
-    Without the factor, small gradients become zero in float16. The scale begins, grows and shrinks like that
-    of torch.amp.GradScaler with its default settings.
+    Without the factor, small gradients become zero in float16. The scale begins, grows and shrinks like the
+    scale of torch.amp.GradScaler with default settings, but only between 1 and MAX_LOSS_SCALE.
     """
 
     scale: float = 65_536.0
@@ -91,9 +91,9 @@ class TrainState:
 def load_state(state: TrainState, stored: StoredState, context: DistributedContext) -> None:
     """Copy the weights of `stored` into `state`, and the optimizer's state if it fits. Collective.
 
-    The optimizer's state fits if its tensors have the same names; otherwise `state` keeps its own. Learned
-    positions past block_size are left out. Raises UserError if the weights are those of a different model.
-    The counters `step`, `windows_seen` and `skipped` are not set.
+    The optimizer's state fits if its tensors have the same names in `stored` and `state`; otherwise it is not
+    copied. Learned positions past block_size are left out. Raises UserError if the weights are those of a
+    different model. The counters `step`, `windows_seen` and `skipped` are not set.
     """
     parts, held = state.tensors(), state.rows
     names = [name for name in stored.shapes if name.startswith("model.")]

@@ -1,10 +1,10 @@
 """The training loop. With trainer.reduction=exact, a run's bits do not depend on the number of its workers.
 
-This holds on hardware of one kind, with one version of torch and one number of threads per worker. A step has
-`batch_size / micro_batch_size` micro-batches, which the workers share. The windows (training sequences) of a
-micro-batch depend on the seed and on the number of windows read before; its dropout depends on (seed, step,
-micro-batch). The gradients are summed in one fixed order. A snapshot holds the state between two steps, a
-`TrainState`.
+The hardware must be of one kind, with one version of torch and one number of threads per worker. A step has
+`batch_size / micro_batch_size` micro-batches, which the workers share. The seed and the number of windows
+(training sequences) read before determine a micro-batch's windows; (seed, step, micro-batch) determines the
+dropout. The gradients are then summed in one fixed order. A snapshot holds a `TrainState`, the state between
+two steps.
 """
 
 import contextlib
@@ -64,9 +64,9 @@ class Trainer:
     def open_run_logger(self, run: Run) -> RunLogger | None:
         """Return a new RunLogger; None on a rank that writes no records, or if there is nothing to train.
 
-        If there is something to train, also registers with `context.exit` how to get the last step and, on a
-        rank with a RunLogger, how to record a failure in run.json. Rank 0 also sets the time at which
-        trainer.pause_after stops the job.
+        If there is something to train, also registers with `context.exit` how to get the last step. A rank
+        with a RunLogger also registers how to record a failure in run.json. If trainer.pause_after is set,
+        rank 0 also sets the time at which the job stops.
         """
         if self.nothing_left or run.config.trainer.eval_only:
             return None
@@ -88,8 +88,8 @@ class Trainer:
 
         All ranks raise UserError if the data cannot be used, and NonRetryableError if the same failure
         repeats or the last snapshot cannot be written. A rank raises ExpectedError if it has too little
-        memory, and ClaimLost if another job or a later generation has taken over the run folder. For further
-        errors see `handle_nonfinite` and `Replay.check`.
+        memory, and ClaimLost if the claim (the right to write to the run folder) is lost. For further errors
+        see `handle_nonfinite` and `Replay.check`.
         """
         with self.failure_handled():
             if not self.begin_run():
@@ -237,8 +237,8 @@ class Trainer:
 
         With float16, a gradient that is not finite only halves the loss scale, until the scale is 1.
         Otherwise, with trainer.on_nonfinite=skip, a gradient that is not finite is counted as a skipped
-        update, up to MAX_SKIPPED - 1 in a row. In all other cases all ranks raise NonFiniteError. If a rank
-        could not use its data, all ranks raise UserError instead.
+        update, up to MAX_SKIPPED - 1 in a row. For any other gradient or loss that is not finite, all ranks
+        raise NonFiniteError. If a rank could not use its data, all ranks raise UserError instead.
         """
         config, state = self.config.trainer, self.state
         total, in_a_row = state.skipped
@@ -321,11 +321,11 @@ class Trainer:
 
     @contextlib.contextmanager
     def failure_handled(self) -> Iterator[None]:
-        """Return a context that, if its block raises an error, waits for the write of the last save.
+        """Return a context that cleans up after an error in its block, then raises the error again.
 
-        Then the error is raised again. After a UserError, the snapshots in memory are also removed. After any
-        other error, the context waits only if the run has one worker: with several workers a peer may be
-        gone, and the write would never end.
+        After a UserError, the context waits for the write of the last save, and removes the run's snapshots
+        from memory. After any other error, the context waits only if the run has one worker. With several
+        workers a peer may be gone, and the write might never end.
         """
         try:
             yield

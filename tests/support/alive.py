@@ -1,4 +1,4 @@
-"""Counts the bytes of all living tensors."""
+"""Counts the bytes of living tensors that operations have returned."""
 
 import weakref
 from typing import Any
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_iter
 
 
 class AliveTensors(TorchDispatchMode):
-    """Counts the memory of operations' results until it is freed: `now_bytes`, and `peak_bytes`."""
+    """Counts the bytes of operations' results not freed yet (`now_bytes`), and the peak (`peak_bytes`)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,6 +24,6 @@ def run_workers(rows: RowMap, work: Callable[[RowMap, Transport], R]) -> list[R]
 
 
 def pieces(tensors: Mapping[str, Tensor], rows: RowMap, rank: int) -> dict[str, Tensor]:
-    """Copies of a rank's rows, or of all rows if it holds tensors whole."""
+    """Copies of the rows that `rows` gives to a rank: all rows of a tensor that is not split."""
     own = {name: rows.of(name, rank) for name in tensors}
     return {name: tensor[own[name].start : own[name].stop].clone() for name, tensor in tensors.items()}

@@ -17,7 +17,7 @@ def path_of(descriptor: int) -> str:
 class FaultyDisk:
     """Calls of os.<function> on paths that contain `name` raise OSError with `code` while `broken`.
 
-    With `partly`, os.write first writes half of its data.
+    With `partly`, for os.write, calls take turns: a call writes half of its data, the next call raises.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ FORKS.set_forkserver_preload(
 
 
 def run_forked(command: str, folder: Path) -> str:
-    """Run the module that a command names, in as many forks as torchrun has workers; return the output."""
+    """Run a command's module in `--nproc_per_node` forks (without this option 1); return stdout."""
     link_root(folder)
     workers, deadline = re.search(r"--nproc_per_node=(\d+)", command), time.monotonic() + TIMEOUT_S
     size, port, words = int(workers[1]) if workers else 1, free_port(), command.partition(" -m ")[2].split()
@@ -41,7 +41,7 @@ def run_forked(command: str, folder: Path) -> str:
 
 
 def become_worker(rank: int, size: int, port: int, words: list[str], folder: Path, output: str) -> None:
-    """Run a module as the program of this process, with torchrun's variables."""
+    """Run a module as this process's program, with torchrun's main variables; output goes to two files."""
     os.chdir(folder)
     for descriptor in (1, 2):
         os.dup2(os.open(f"{output}/{descriptor}", os.O_CREAT | os.O_APPEND | os.O_WRONLY), descriptor)

@@ -40,7 +40,7 @@ class ForkedContext(DistributedContext):
 
 
 def share_memory(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> Transport:
-    """Give the context a worker's transport, by shared memory if possible; returns it. Collective."""
+    """Set and return the context's transport: a worker's, with shared memory if possible. Collective."""
     listener, address = shared_memory.listen()
     addresses = context.all_gather_object(address)
     context.transport = connect(context.rank, listener, addresses, context.all_gather_object, timeout_s)
@@ -52,7 +52,7 @@ def fork_ranks(
 ) -> list[T | Exception | None]:
     """The results of `work` by rank: what it returns or raises, None for a rank that died.
 
-    Raises TimeoutError if a rank does not end.
+    Raises TimeoutError if a rank has sent no result after `timeout_s`.
     """
     forks, deadline = multiprocessing.get_context("fork"), time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +73,7 @@ def fork_ranks(
 
 
 def receive(receiver: Connection, deadline: float) -> Any:
-    """The object that a rank sends; None if the rank dies. Raises TimeoutError."""
+    """The object that a rank sends; None if the rank dies. Raises TimeoutError after `deadline`."""
     is_there = receiver.poll(max(0.0, deadline - time.monotonic()))
     if not is_there:
         raise TimeoutError("a rank has not ended in time")
@@ -86,7 +86,10 @@ def receive(receiver: Connection, deadline: float) -> Any:
 def results_of(
     world_size: int, work: Callable[[DistributedContext], T], timeout_s: float = TIMEOUT_S
 ) -> list[T]:
-    """The values that `work` returns, by rank. Raises an exception that a rank has raised."""
+    """The values that `work` returns, by rank.
+
+    Raises an exception that a rank has raised, or AssertionError if a rank died or returned None.
+    """
     values: list[T] = []
     for result in fork_ranks(world_size, work, timeout_s):
         if isinstance(result, Exception):

@@ -28,7 +28,7 @@ def their_model(config: ModelConfig, vocab_size: int = 31, block_size: int = 24)
 
 
 def save_run(folder: Path | str, config: Config, characters: str, step: int = 30, loss: float = 0.5) -> GPT:
-    """Write a run folder with one snapshot: random weights, biases and norms included. Returns the model."""
+    """Write a snapshot of a model with random weights, biases and norms to a run folder; return the model."""
     torch.manual_seed(5)
     tokenizer = CharTokenizer(characters)
     model = GPT(config.model, vocab_size=len(characters), block_size=config.data.block_size).eval()

@@ -1,4 +1,4 @@
-"""DistributedDataParallel with ExactHook, as a strategy, to be compared with the others."""
+"""DistributedDataParallel with ExactHook, as a strategy, to be compared with other strategies."""
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -8,7 +8,7 @@ from mingpt.parallel.strategy import Forward
 
 
 class HookedDDP(ddp.DDPReduction):
-    """A strategy that keeps DDP: all micro-batches but the last are under `no_sync`, as in DDPReduction."""
+    """DistributedDataParallel with ExactHook. All micro-batches but the last are under `no_sync`."""
 
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
         if not dist.is_initialized():  # there is a single rank

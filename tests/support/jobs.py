@@ -1,4 +1,4 @@
-"""Whole jobs, started and watched from outside, and what they leave; for tests and benchmarks. Linux only."""
+"""Whole jobs, started and watched from outside, and what they leave; for tests and benchmarks."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def descendants(pid: int) -> list[int]:
 
 
 class Job:
-    """A command in the folder `cwd`; its output is appended to `<output>.out` and `<output>.err`."""
+    """A command that is started in `cwd`. Its output is appended to `<output>.out` and `<output>.err`."""
 
     def __init__(self, command: Sequence[str], output: Path, *, cwd: Path = ROOT, **env: str) -> None:
         self.out_path, self.err_path = Path(f"{output}.out"), Path(f"{output}.err")
@@ -54,7 +54,7 @@ class Job:
         self.pid = self.process.pid
 
     def workers(self) -> list[int]:
-        """Process ids of living workers, by rank: children with train.py in their command line."""
+        """Process ids of living children that run train.py, sorted: usually in the order of the ranks."""
         need_proc()
         found = []
         for pid in children(self.pid):
@@ -70,7 +70,7 @@ class Job:
         return self.process.poll() is None
 
     def wait(self, timeout_s: float = 120) -> int:
-        """Wait for the exit code. Kills the job and raises TimeoutError if the job does not end in time."""
+        """Wait for the exit code. After `timeout_s`, kill the job and raise TimeoutError."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -98,7 +98,7 @@ class Job:
             time.sleep(POLL_S)
 
     def kill(self) -> None:
-        """Send SIGKILL to the command and to all processes that it started."""
+        """Send SIGKILL to the command and its descendants, and wait for the end of the command."""
         for pid in [*descendants(self.pid), self.pid]:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -124,7 +124,7 @@ def read_history(run_dir: Path) -> dict[str, Any]:
 def tensor_hash(run_dir: Path, step: int | None = None) -> str:
     """One SHA-256 for all tensor files of a step, by default the newest; "none" without a snapshot.
 
-    It is computed from the files' own SHA-256, in the manifest's order.
+    The hash is computed from the SHA-256 of each file, in the manifest's order.
     """
     folder = run_dir / "snapshots"
     manifests = sorted(folder.glob("step_*.json" if step is None else f"step_{step:08d}.json"))
@@ -153,5 +153,5 @@ def read_metric(run_dir: Path, name: str = "train/loss") -> dict[int, float]:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step on record; -1 before the first."""
+    """The largest step with a training loss on record; -1 if there is none."""
     return max(read_metric(run_dir), default=-1)

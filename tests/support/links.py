@@ -1,4 +1,4 @@
-"""Finds files, headings and names that a page mentions and that do not exist in the repository."""
+"""Finds files, headings, names and commands on a page that do not exist in the repository."""
 
 import re
 from collections.abc import Iterator, Set
@@ -21,7 +21,7 @@ SUFFIXES = (".py", ".yaml", ".sbatch", ".sh", ".txt", ".md", ".svg")
 
 
 def wrong_statements(page: Path, root: Path, added: Set[str] = frozenset()) -> list[str]:
-    """A line for each thing on the page that a reader would not find in the repository at `root`.
+    """A line for each link, path, name or command on the page that the repository at `root` does not have.
 
     `added` are files that the page tells the reader to write.
     """
@@ -59,7 +59,11 @@ def anchors(text: str) -> set[str]:
 
 
 def wrong_paths(prose: str, root: Path, added: Set[str]) -> Iterator[str]:
-    """Lines on missing files and folders in backticks: paths from the root, or file names like `exact.py`."""
+    """Yield a line for each missing file or folder that the page names in backticks.
+
+    A path that begins with one of FOLDERS starts at `root`. A different path with one of SUFFIXES, and a name
+    of a .py file, may be anywhere below `root`.
+    """
     for name in dict.fromkeys(CODE.findall(prose)):
         if name in added or not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", name):
             continue
@@ -72,7 +76,10 @@ def wrong_paths(prose: str, root: Path, added: Set[str]) -> Iterator[str]:
 
 
 def wrong_names(prose: str, page: Path) -> Iterator[str]:
-    """Lines on links [`name`](file.py) whose file does not define the name, or has a different file name."""
+    """Yield a line for each link [`name`](file.py) to an existing file that does not define the name.
+
+    If the name ends in .py, it must be the name of the file.
+    """
     for name, target in NAME_LINK.findall(prose):
         file = (page.parent / target).resolve()
         if not file.exists():
@@ -84,7 +91,7 @@ def wrong_names(prose: str, page: Path) -> Iterator[str]:
 
 
 def is_defined(name: str, program: str) -> bool:
-    """Whether a line of the program defines this name; for `Class.name`, a line of any class."""
+    """Whether a line begins with this name, perhaps after def or class. `Class.name` must be indented."""
     last, indent = name.rpartition(".")[2], "    " * name.count(".")
     return re.search(rf"^{indent}(?:async def |def |class )?{last}\b", program, re.MULTILINE) is not None
 

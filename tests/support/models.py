@@ -16,7 +16,7 @@ CONFIG = ModelConfig(n_layer=3, n_head=4, n_embd=48)
 
 
 def make_model(arch: Arch, vocab_size: int = 31, block_size: int = 24, spread: bool = True) -> GPT:
-    """A model in eval mode; `spread` gives all matrices random weights, even those that begin at zero."""
+    """A model in eval mode, with weights from a fixed seed; with `spread`, `add_noise` changes them."""
     torch.manual_seed(0)
     model = GPT(replace(CONFIG, arch=arch), vocab_size=vocab_size, block_size=block_size)
     if spread:

@@ -1,12 +1,13 @@
-"""Nodes on one machine: each with its own network, host name, processes, disk, memory and storage mount.
+"""Nodes on one machine: each with its own network card, host name, processes, disk and /dev/shm.
 
     with Cluster(3, folder) as cluster:
         jobs = [node.start(["torchrun", ...]) for node in cluster.nodes]
         cluster.nodes[0].kill()
 
-A node is a set of Linux namespaces. Its network card is one end of a veth pair, whose other end is in a
-switch: a bridge in its own network namespace. Each node sees the shared folder through a FUSE mount (bindfs).
-Nothing outlives the cluster, even if the process that made it is killed. Needs root.
+A node is a set of Linux namespaces. Its network card is one end of a veth pair. The other end is in a switch:
+a bridge in its own network namespace. A node sees the shared folder, if the cluster has one, through a FUSE
+mount (bindfs). The nodes' processes end with the process that made the cluster, even if a signal kills that
+process. Needs root.
 """
 
 import atexit
@@ -47,7 +48,7 @@ read -r _ || exit 0
 
 
 def why_no_cluster() -> str | None:
-    """One sentence if this machine cannot run the test bed, else None."""
+    """The first reason found why this machine cannot run a Cluster, or None."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "the test bed for several nodes needs Linux and root"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -62,7 +63,7 @@ def why_no_cluster() -> str | None:
 
 
 class NodeJob(Job):
-    """A command on a node; `pid` is its process id as this machine sees it."""
+    """A command on a node; `pid` is the command's process id here (nsenter's if it ended at once)."""
 
     def __init__(self, node: "Node", command: Sequence[str], output: Path, env: dict[str, str]) -> None:
         super().__init__([*node.enter, "setsid", "env", f"--chdir={ROOT}", *command], output, cwd=ROOT, **env)
@@ -87,7 +88,7 @@ class Node:
         self.boot()
 
     def boot(self, *, wipe: bool = False) -> None:
-        """Start a node that is down, with an empty disk if `wipe`. Cut connections work again."""
+        """Start a node that is down, with an empty disk if `wipe`. Earlier cuts have no effect any more."""
         assert not self.is_up(), f"{self.name} is up"
         if wipe:
             shutil.rmtree(self.disk)
@@ -175,7 +176,7 @@ class Node:
         return sorted(found)
 
     def kill(self) -> None:
-        """Send SIGKILL to everything on the node at once; its kernel still resets its connections."""
+        """Kill all processes of the node; the kernel resets their connections. Then unplug the node."""
         if not self.process:
             return
         if self.is_up():
@@ -193,11 +194,11 @@ class Node:
         self.cluster.switch.unplug(self.link)
 
     def cut_network(self) -> None:
-        """Drop all traffic of the node: its connections, and attempts to connect, time out."""
+        """Drop the IP packets to and from the node: connections, and attempts to connect, time out."""
         self.cluster.switch.cut(self.link)
 
     def cut_storage(self) -> None:
-        """Let accesses to the shared folder hang until the node is healed."""
+        """Let the node's accesses to the shared folder hang until the node is healed."""
         assert self.daemon, "this cluster has no shared folder"
         daemon = children(self.daemon.pid)
         send_to(signal.SIGSTOP, daemon)
@@ -215,7 +216,7 @@ class Node:
             send_to(signal.SIGCONT, [*children(self.daemon.pid), self.daemon.pid])
 
     def freeze(self) -> None:
-        """Send SIGSTOP to every process of the node but its first, which does nothing."""
+        """Stop the node's processes except the first, which does nothing, and the storage mount's daemon."""
         # A process that waits for storage (state D) stops when the storage answers.
         wait_until(lambda: self._signal_unless(signal.SIGSTOP, "TZX", "TZXD") and self._outer_are("TZXSD"))
 
@@ -228,20 +229,23 @@ class Node:
         wait_until(lambda: self._signal_unless(signal.SIGCONT, "RSDZX", "RSDZX") and self._outer_are("RSDZX"))
 
     def _signal_unless(self, number: signal.Signals, done: str, enough: str) -> bool:
-        """Signal processes whose state is not in `done`; return whether all are then in `enough`."""
+        """Signal the node's processes whose state is not in `done`, except the first process.
+
+        Returns whether the states of these processes are then in `enough`.
+        """
         pids = [pid for pid in self.pids() if pid != self.init and state_of(pid) not in done]
         send_to(number, pids)
         return all(state_of(pid) in enough for pid in pids)
 
     def _outer_are(self, states: str) -> bool:
-        """Whether each nsenter, which stops itself when its command stops, is in one of these states."""
+        """Whether each job's nsenter has one of these states. An nsenter stops when its command stops."""
         return all(state_of(job.process.pid) in states for job in self.jobs)
 
 
 class Cluster:
     """`count` nodes in one network, with a shared folder if `shared`.
 
-    The attributes `shared` and `disk` are paths on every node: the shared folder and the node's own disk.
+    The attributes `shared` and `disk` are a node's paths of the shared folder (if any) and of its own disk.
     """
 
     def __init__(self, count: int, folder: Path, *, shared: bool = True) -> None:
@@ -270,7 +274,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Kill all nodes; the folder stays."""
+        """Kill all nodes and close the switch; the folder stays."""
         for node in self.nodes:
             node.kill()
         self.switch.close()

@@ -24,7 +24,7 @@ QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join
 
 @dataclass(frozen=True)
 class Progress:
-    """The newest generation on record, and its last step."""
+    """The newest generation on record, and the last step on record."""
 
     began: float  # seconds since 1970
     seen: float  # the time of the last step in run.json, in seconds since 1970
@@ -34,11 +34,12 @@ class Progress:
 
 
 class NodesJob:
-    """train.py with one worker per node. `disk` is "shared" (one run_dir) or "own" (one on each node's disk).
+    """train.py with one worker per node.
 
+    `disk` is "shared" (all nodes have one run_dir) or "own" (each node has a run_dir on its own disk).
     `launch` is "folder" or "hosts" (launch/elastic.sh, with a shared folder or a list of all nodes) or
-    "stock" (torchrun's c10d store on the first node). `minimum` is MIN of --nnodes=MIN:MAX. No wait is longer
-    than `limit_s`.
+    "stock" (torchrun's c10d store on the first node). `minimum` is MIN of --nnodes=MIN:MAX. A wait ends
+    after `limit_s` seconds.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class NodesJob:
             self.running[node] = node.start([*self.launcher(node), self.program, *given], env)
 
     def launcher(self, node: Node) -> list[str]:
-        """The beginning of the command line on this node."""
+        """The words of the node's command line before the program."""
         nodes, shared = f"{self.minimum}:{len(self.nodes)}", self.cluster.shared
         if self.launch in ("folder", "hosts"):
             hosts = ",".join(f"{other.address}:{PORT}" for other in self.nodes)
@@ -85,11 +86,11 @@ class NodesJob:
         return [node.disk / "run" for node in nodes]
 
     def newest_run_dir(self, nodes: Sequence[Node]) -> Path:
-        """The run folder whose last generation began last; of several, the one with most steps on record."""
+        """The run folder whose last generation began last; among equals, the one with the highest step."""
         return max(self.run_dirs(nodes), key=lambda path: (last_began(path), last_recorded_step(path) or 0))
 
     def progress(self, nodes: Sequence[Node]) -> Progress | None:
-        """The job's progress; None before the first step."""
+        """The progress in `newest_run_dir`; None before a generation and a step are on record."""
         run_dir = self.newest_run_dir(nodes)
         generations = read_history(run_dir)["generations"]
         step = last_recorded_step(run_dir)
@@ -99,25 +100,28 @@ class NodesJob:
         return Progress(last["began"], last["seen"], last["workers"], last["from_step"], step)
 
     def goes_on(self, nodes: Sequence[Node], since: float, workers: int | None = None) -> bool:
-        """Whether a generation of `workers` (None: any) that began after `since` has completed a step."""
+        """Whether the newest generation, of `workers` (None: any), began after `since` and has a step."""
         now = self.progress(nodes)
         if now is None or now.began < since or now.step <= now.from_step:
             return False
         return workers is None or now.workers == workers
 
     def all_train(self, since: float) -> bool:
-        """Whether a generation of all nodes, new or old, has completed a step after `since`."""
+        """Whether the newest generation has all nodes, and has completed a step after `since`."""
         now = self.progress(self.nodes)
         if now is None or now.workers < len(self.nodes):
             return False
         return now.seen > since and now.step > now.from_step
 
     def last_step(self) -> int:
-        """The last step on record anywhere; 0 before the first."""
+        """The highest step on record in any run folder; 0 without a record."""
         return max(last_recorded_step(run_dir) or 0 for run_dir in self.run_dirs(self.nodes))
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Poll until the condition holds; False if it does not in time, or the job has ended on all nodes."""
+        """Poll until the condition holds; return whether the condition holds.
+
+        Polling ends after `limit_s`, or when the job has ended on all nodes.
+        """
         deadline = time.monotonic() + self.limit_s
         while time.monotonic() < deadline:
             if condition():
@@ -128,18 +132,19 @@ class NodesJob:
         return False
 
     def reach(self, step: int) -> bool:
-        """Wait until this step is on record; False if that takes too long."""
+        """Wait, as `wait_until` does, until `last_step` is at least `step`; return whether it is."""
         return self.wait_until(lambda: self.last_step() >= step)
 
     def seconds_until(self, condition: Callable[[], bool], since: float) -> float | None:
-        """The seconds from `since` until the condition holds; None if it does not hold in time."""
+        """The seconds from `since` until the condition holds; None if `wait_until` returns False."""
         holds = self.wait_until(condition)
         return round(time.time() - since, 2) if holds else None
 
     def longest_pause(self, nodes: Sequence[Node], since: float) -> float | None:
-        """The longest time without a completed step, in seconds, until these nodes train again for a while.
+        """The longest time without a completed step, in seconds, until these nodes have trained again.
 
-        None if they do not within `limit_s`.
+        The nodes have trained again TRAINED_S seconds after the last pause of PAUSE_S seconds, and at the
+        earliest FAULT_S seconds after `since`. Returns None if `wait_until` returns False.
         """
         moved_at = resumed_at = since
         last, longest = self.progress(nodes), 0.0
@@ -158,7 +163,7 @@ class NodesJob:
         return round(longest, 2) if do_train else None
 
     def rank(self, node: Node) -> int | None:
-        """The rank of the node's worker, from the worker's environment."""
+        """The rank in the environment of the node's worker; None if there is no worker."""
         for pid in self.running[node].workers():
             rank = rank_of(pid)
             if rank is not None:
@@ -166,7 +171,7 @@ class NodesJob:
         return None
 
     def exit_codes(self) -> dict[str, int | None]:
-        """{node: exit code} of the nodes that are up; None for a job that was killed after the time limit."""
+        """{node's name: exit code} of nodes that are up; None for a job that was killed after `limit_s`."""
         deadline = time.monotonic() + self.limit_s
         codes: dict[str, int | None] = {}
         for node, job in self.running.items():
@@ -183,7 +188,7 @@ class NodesJob:
         return {tensor_hash(run_dir, step)[:16] for run_dir in self.run_dirs(self.nodes)} - {"none"}
 
     def errors(self) -> str:
-        """The end of each node's stderr, without a line for each step."""
+        """The last 25 lines of each node's stderr, without the lines about steps."""
         texts = []
         for node, job in self.running.items():
             lines = [line[:500] for line in job.err().splitlines() if not line.startswith("step ")]
@@ -192,7 +197,7 @@ class NodesJob:
 
 
 def has_moved(last: Progress | None, now: Progress | None) -> bool:
-    """Whether a step was completed between `last` and `now`."""
+    """Whether `now` has a completed step that `last` does not have."""
     if now is None or now.step <= now.from_step:
         return False
     return last is None or (now.began, now.step) > (last.began, last.step)
@@ -206,7 +211,7 @@ def listens(node: Node, port: int) -> bool:
 
 
 def last_began(run_dir: Path) -> float:
-    """The time when the last generation on record began; 0 if there is none."""
+    """When the last generation on record began, in seconds since 1970; 0 without a generation."""
     generations = read_history(run_dir)["generations"]
     return float(generations[-1]["began"]) if generations else 0.0
 
@@ -223,7 +228,7 @@ def last_recorded_step(run_dir: Path) -> int | None:
 
 
 def recorded_losses(run_dir: Path) -> list[tuple[int, float]]:
-    """(step, training loss) in the order of the file."""
+    """(step, training loss) of the records in metrics.jsonl that have a training loss, in order."""
     try:
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Runs the commands of the pages, shortened by overrides, and the programs of the tutorial."""
+"""Runs the commands of documentation pages, shortened, and the programs of the tutorial."""
 
 import ast
 import re
@@ -37,7 +37,7 @@ NEEDED = (
 
 
 def blocks(page: Path) -> list[tuple[str, dict[str, str], str]]:
-    """(language, attributes such as file=..., content) of every fenced block that names a language."""
+    """(language, attributes such as file=..., content) of each ``` block that names a language."""
     found = []
     for language, attributes, content in BLOCK.findall(page.read_text()):
         words = [word.split("=", 1) for word in attributes.split()]
@@ -46,7 +46,7 @@ def blocks(page: Path) -> list[tuple[str, dict[str, str], str]]:
 
 
 def commands(page: Path, marked: bool = False) -> list[str]:
-    """The lines of the page's bash blocks; if `marked`, only of blocks with `test=yes`."""
+    """The lines of the page's bash blocks; if `marked`, only of blocks with an attribute `test`."""
     return [
         line
         for language, attributes, content in blocks(page)
@@ -59,7 +59,7 @@ def apply_additions(tree: Path) -> None:
     """Apply the blocks of docs/extending.md to a copy of the project.
 
     A block with `line=FILE` goes into FILE, before the first import of mingpt. A block with `file=FILE` is a
-    new file. A diff with `file=FILE` has two lines: the second one replaces the first one in FILE.
+    new file. A diff with `file=FILE` has two lines: the second line replaces the first line in FILE.
     """
     for language, attributes, content in blocks(ROOT / "docs" / "extending.md"):
         if "line" in attributes:
@@ -80,14 +80,18 @@ def apply_additions(tree: Path) -> None:
 
 
 def halves_of_the_readme() -> tuple[list[str], list[str]]:
-    """(commands that start jobs on workers and nodes, commands after them, from the settings on)."""
+    """README.md's commands in two lists; the second list begins with `python train.py --help`."""
     lines = commands(ROOT / "README.md")
     middle = lines.index("python train.py --help")
     return lines[:middle], lines[middle:]
 
 
 def shorten(line: str, text: Path, more: dict[str, object]) -> list[str]:
-    """The shortened commands of a line, one for each node. Most settings that the line gives are kept."""
+    """The shortened commands of a line, usually one command.
+
+    A line whose remark has "on both nodes" or "on all nodes" gives two equal commands. A line of pytest gives
+    no command.
+    """
     line, _, remark = line.partition("#")
     words = line.split("&&")[-1].split()
     if words[0] == "pytest":
@@ -126,7 +130,7 @@ def run(line: str, text: Path, folder: Path, **more: object) -> None:
 
 
 def start(command: str, folder: Path, port: int, **variables: str) -> subprocess.Popen[str]:
-    """Start a command of a page with the programs of this environment and a port that is free."""
+    """Start a command of a page with the programs of this environment, and `port` in place of 29400."""
     words = [PROGRAMS.get(word, word) for word in command.replace("29400", str(port)).split()]
     return subprocess.Popen(
         " ".join(words),
@@ -140,9 +144,9 @@ def start(command: str, folder: Path, port: int, **variables: str) -> subprocess
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """The output of a command. Raises AssertionError if the command fails.
+    """The stdout of a command. Raises AssertionError if the command fails, TimeoutExpired after TIMEOUT_S.
 
-    If compare finds a difference, it ends with exit code 1, but writes nothing to stderr.
+    Exit code 1 and an empty stderr are no failure of `mingpt compare`: the command has found a difference.
     """
     out, err = process.communicate(timeout=TIMEOUT_S)
     differs = "-m mingpt compare" in str(process.args) and (process.returncode, err) == (1, "")
@@ -151,7 +155,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def command_of(path: Path) -> str:
-    """The one command that the docstring of a program of the tutorial gives."""
+    """The command in a tutorial program's docstring. Raises AssertionError unless there is exactly one."""
     docstring = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
     commands = COMMAND.findall(docstring)
     assert len(commands) == 1, path
@@ -159,13 +163,13 @@ def command_of(path: Path) -> str:
 
 
 def link_root(folder: Path) -> None:
-    """Make a folder look like the root to a program of the tutorial."""
+    """Link the root's mingpt, tutorial and data into a folder, as far as the folder lacks them."""
     for name in ("mingpt", "tutorial", "data"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
 
 
 def run_program(command: str, folder: Path) -> str:
-    """The output of a program of the tutorial, run in a folder that looks like the root."""
+    """Run the command of a tutorial program in a folder, after `link_root`; return its stdout."""
     link_root(folder)
     return finish(start(command, folder, free_port()))

@@ -108,7 +108,7 @@ GROUPS: dict[str, dict[str, Case]] = {
 
 
 def make_strategy(case: Case, context: DistributedContext) -> tuple[GPT, Strategy]:
-    """A model and its strategy. The weights are the same for any number of ranks, sharded or not."""
+    """A model and its strategy. Weights are the same for any number of ranks, sharded or not."""
     config = ModelConfig(arch=case.arch, n_layer=2, n_head=2, n_embd=20, dropout=0.1)  # type: ignore[arg-type]
     with torch.device("meta"):
         model = GPT(config, vocab_size=VOCABULARY, block_size=LENGTH)
@@ -200,7 +200,7 @@ Results = dict[int, list[dict[str, Outcome]]]  # {number of ranks: [{case: outco
 
 
 def run_program(output: Path, group: str) -> Results:
-    """The results of a group, computed in another process, which must not print a warning."""
+    """The results of a group, from another process. Raises AssertionError if the process fails or warns."""
     tests = Path(__file__).parent.parent
     command = [sys.executable, "-m", "support.parallel_program", str(output), group]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
@@ -222,14 +222,18 @@ def assert_equal(mine: Tensors, expected: Tensors) -> None:
 
 
 def assert_close(mine: Tensors, expected: Tensors) -> None:
-    """Assert that tensors are equal but for the order of additions."""
+    """Assert that tensors are equal within 1e-4 (relative) or 1e-6 (absolute)."""
     assert mine.keys() == expected.keys()
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def assert_pieces(outcomes: Sequence[Outcome], expected: Outcome) -> None:
-    """Assert that the ranks' results are, bit by bit, those of one rank, and that each has its rows."""
+    """Assert that the ranks' pieces, put together, have the bits of `expected`, the outcome of one rank.
+
+    Each piece must have its rank's number of rows. All ranks must have the norm and the evaluation loss of
+    `expected`.
+    """
     for rank, outcome in enumerate(outcomes):
         for name, piece in outcome.pieces.items():
             rows = split_rows(len(expected.pieces[name]), len(outcomes))[rank]

@@ -1,4 +1,4 @@
-"""Runs `python -m mingpt prepare` and reads the contents of its folder."""
+"""Runs `python -m mingpt prepare`, and reads the folders that the command writes."""
 
 import contextlib
 import hashlib
@@ -50,7 +50,7 @@ def run_apart(*words: object, before: str = "", **env: str) -> subprocess.Comple
 
 
 def run_prepare(*words: object) -> subprocess.CompletedProcess[str]:
-    """Run the command in this process: a new one takes seconds to import torch."""
+    """Run the command in this process: a new process would take seconds to import torch."""
     out, err = io.StringIO(), io.StringIO()
     handler = signal.getsignal(signal.SIGINT)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -60,14 +60,14 @@ def run_prepare(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def prepared(*words: object) -> str:
-    """The output of the command, which must succeed."""
+    """The stdout of the command. Raises AssertionError if the command fails."""
     done = run_prepare(*words)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def refused(*words: object) -> str:
-    """The one sentence with which the command ends."""
+    """Run the command, which must end with exit code 2; return its output, one line with an error."""
     return sentence(run_prepare(*words))
 
 
@@ -96,7 +96,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def mixed(characters: int, seed: int) -> str:
-    """A text with every kind of whitespace, and with the characters `<|endoftext|>`."""
+    """A text of `characters` characters, drawn at random from WORDS."""
     rng, text = random.Random(seed), ""
     while len(text) < characters:
         text += "".join(rng.choices(WORDS, k=200))

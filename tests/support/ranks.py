@@ -39,7 +39,7 @@ class ThreadTransport(Transport):
 
 
 class ThreadContext(DistributedContext):
-    """The context of one rank. Each rank has a node of its own, unless `one_node` puts all on one."""
+    """The context of one rank. With `one_node`, all are on one node; else each rank has its own node."""
 
     def __init__(
         self,
@@ -98,5 +98,5 @@ def run_ranks(
 
 
 def lone_rank() -> DistributedContext:
-    """A rank that is alone."""
+    """The context of the only rank."""
     return ThreadContext(0, 1, threading.Barrier(1), [None], rdzv_round=None)

@@ -1,4 +1,4 @@
-"""A run and a step for tests."""
+"""The start of a run, and the figures of a step, for tests."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ def make_run(
     floor: float | None = None,
     **facts: Any,
 ) -> RunStart:
-    """The start of a run of 30 steps, with these facts."""
+    """The start of a run, by default of 30 steps. `facts` replace fields of RunStart."""
     small = {"model.arch": "gpt2", "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32}
     config = build(small | {"run_dir": str(run_dir), "trainer.max_steps": 30} | (settings or {}))
     corpus: Any = SimpleNamespace(vocab_size=65, entropy_floor=floor)

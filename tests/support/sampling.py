@@ -9,7 +9,7 @@ from mingpt.base.command import run_command
 
 
 def sample(*words: object) -> subprocess.CompletedProcess[str]:
-    """The output of `python sample.py words...`, and its exit code."""
+    """The output and the exit code of `python sample.py words...`."""
     line = [str(word) for word in words]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -1,7 +1,7 @@
-"""Finds the settings that source code reads, each as an attribute of its section of the configuration.
+"""Finds the settings that source code reads as attributes of a section of the configuration.
 
-A section is known by its name, as in `config.trainer.device` or `trainer.device`, and by the annotation of a
-parameter: after `config: DataConfig`, `config.path` reads data.path.
+A section is known by its name, as in `config.trainer.device` or `trainer.device`, and by an annotation: in a
+file with `config: DataConfig`, `config.path` reads data.path.
 """
 
 import re

@@ -12,7 +12,7 @@ def write_nanogpt(path: Path, tokens: Sequence[int] | np.ndarray) -> None:
 
 
 def llmc_header(count: int, *, wide: bool = False) -> bytes:
-    """256 int32: magic, version, number of tokens, then 0, as llm.c's write_datafile writes them."""
+    """256 int32: magic, version, number of tokens, then zeros, as llm.c's write_datafile writes them."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = (20240801, 7, count) if wide else (20240520, 1, count)
     return header.tobytes()

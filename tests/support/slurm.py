@@ -47,9 +47,10 @@ SchedulerType=sched/backfill
 
 
 class SlurmCluster:
-    """A context manager: the daemons and the jobs live as long as its block.
+    """A context manager. At the end of its block the daemons are ended and the jobs killed.
 
-    `settings` are further lines of slurm.conf; `partitions` are its PartitionName lines without `Nodes=`.
+    `settings` are further lines of slurm.conf. An element of `partitions` follows `PartitionName=` in
+    slurm.conf; `Nodes=ALL` is added.
     """
 
     def __init__(
@@ -106,21 +107,21 @@ class SlurmCluster:
         self.conf.write_text(text)
 
     def start(self, name: str, command: Sequence[str]) -> None:
-        """Start a daemon in the foreground of a session of its own."""
+        """Start a daemon in a new session. Its output goes to `<name>.out` in the cluster's folder."""
         with open(self.folder / f"{name}.out", "ab") as out:
             self.daemons[name] = subprocess.Popen(
                 list(command), env=self.environment, stdout=out, stderr=out, start_new_session=True
             )
 
     def start_node(self, node: str) -> None:
-        """Start the node's slurmd, and wait until it takes jobs."""
+        """Start the node's slurmd, and wait until the node is idle. Raises TimeoutError after START_S."""
         self.start(node, ["slurmd", "-D", "-N", node])
         self.wait_until(
             lambda: node in self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False), START_S
         )
 
     def stop(self) -> None:
-        """Kill all jobs and daemons, also each slurmstepd, which would wait for slurmctld to come back."""
+        """End the daemons, then kill all jobs: each slurmstepd would wait for slurmctld to come back."""
         for process in self.daemons.values():
             process.terminate()
         for process in self.daemons.values():
@@ -132,7 +133,7 @@ class SlurmCluster:
         send_to(signal.SIGKILL, self.pids_with({f"SLURM_CONF={self.conf}"}))
 
     def run(self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
-        """The output of a Slurm command. Raises RuntimeError with the command's error."""
+        """The stdout of a Slurm command. With `check`, raises RuntimeError if the command fails."""
         env = self.environment | dict(environment or {})
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
         if check and done.returncode:
@@ -140,7 +141,7 @@ class SlurmCluster:
         return done.stdout
 
     def submit(self, *words: str, **environment: str) -> int:
-        """Start a batch job in the root of the repository; returns the job's id."""
+        """Submit a batch job in the root of the repository; return the job's id."""
         return int(self.run("sbatch", "--parsable", *words, environment=environment))
 
     def job(self, number: int) -> dict[str, str]:
@@ -148,15 +149,15 @@ class SlurmCluster:
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", str(number))))
 
     def wait_for_state(self, number: int, *states: str, timeout_s: float = 180) -> str:
-        """Wait until the job has one of these states. Raises TimeoutError."""
+        """Wait until the job has one of these states; return its state. Raises TimeoutError."""
         self.wait_until(lambda: self.job(number)["JobState"] in states, timeout_s)
         return self.job(number)["JobState"]
 
     def start_again(self, number: int, restarts: int) -> None:
         """Wait until a requeued job runs and has been restarted `restarts` times.
 
-        Slurm starts such a job after two minutes; this function lets it start after 3 s. Within a second,
-        slurmd would refuse the job ("Job credential revoked"), taking this start for the one before.
+        Slurm would start the requeued job after two minutes; this function makes Slurm start the job after
+        3 s. Slurmd refuses a job that starts again within a second ("Job credential revoked").
         """
 
         def is_started() -> bool:
@@ -170,7 +171,7 @@ class SlurmCluster:
         self.wait_until(is_started, 120)
 
     def kill_node(self, node: str) -> None:
-        """Send SIGKILL to the node's slurmd and its jobs' processes, so that none can tell slurmctld."""
+        """Kill the node's slurmd and job processes. All are stopped first, so that none tells slurmctld."""
         pids = self.job_pids(node)
         daemons = {step_daemon(pid) for pid in pids} - {None}
         # All must seem to die at once, as with a machine. srun would end the step if it saw its daemons die:
@@ -187,12 +188,15 @@ class SlurmCluster:
         wait_until(condition, timeout_s)
 
     def job_pids(self, node: str | None = None) -> list[int]:
-        """The ids of all processes that jobs of this cluster have started, on all nodes or on one of them."""
+        """The ids of living processes of this cluster's jobs, on all nodes or only on `node`."""
         wanted = {f"SLURM_CONF={self.conf}"} | ({f"SLURMD_NODENAME={node}"} if node else set())
         return self.pids_with(wanted, "SLURM_JOB_ID=")
 
     def pids_with(self, wanted: set[str], prefix: str = "") -> list[int]:
-        """The ids of processes whose environment has these variables and one that begins with `prefix`."""
+        """The ids of living processes by their environment: NAME=VALUE strings.
+
+        All `wanted` strings must be in a process's environment, and a string that begins with `prefix`.
+        """
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -213,7 +217,7 @@ def name_of(pid: int) -> str:
 
 
 def step_daemon(pid: int) -> int | None:
-    """The process id of a process's parent if that is a slurmstepd, else None."""
+    """The id of a process's parent if the parent is a slurmstepd, else None."""
     try:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:

@@ -24,7 +24,7 @@ PARTS = {f"{kind}.{letter}": torch.randn(6, 4) for kind in ("model", "optimizer"
 
 
 def manifest_fields(step: int, loss: float | None = None) -> dict[str, Any]:
-    """The fields of a step's manifest before it is saved; `loss` is a validation loss of this step."""
+    """The fields of a step's manifest before a save; `loss` is the validation loss of this step."""
     return {
         "step": step,
         "windows": step * 8,
@@ -43,7 +43,7 @@ def make_manifest(step: int, loss: float | None = None, **fields: Any) -> Manife
 
 
 def newest(store: SnapshotStore) -> tuple[int, dict[int, str]]:
-    """The newest valid step that one worker finds in a store, -1 for none, and why newer ones are corrupt."""
+    """The step of a store's newest valid snapshot, or -1, and {step: why a newer snapshot is corrupt}."""
     found = find_latest(store, [], SingleProcess(), accept_all, lambda manifest: RowMap({}), is_restart=True)
     return found.state.manifest.step if found.state else -1, found.corrupt(0)
 
@@ -67,7 +67,7 @@ def snapshot_of(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Snapshot:
 
 
 def make_store(tmp_path: Path) -> SnapshotStore:
-    """An empty store in a folder."""
+    """A store in the folder `snapshots` of `tmp_path`."""
     store = SnapshotStore(str(tmp_path / "snapshots"), retries_s=(0.0, 0.0))
     store.prepare()
     return store

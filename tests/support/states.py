@@ -23,7 +23,7 @@ def make_state(name: Name, arch: Arch) -> TrainState:
 
 
 def shard_state(rank: int, workers: int, weights_too: bool) -> TrainState:
-    """A rank's state with only its rows of the optimizer's state and, if `weights_too`, of the weights."""
+    """A rank's state: only the rank's rows of the optimizer's state and, if `weights_too`, of the weights."""
     model, _ = make_model("adamw", "gpt2")
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     rows = RowMap(shapes, workers, ("",))

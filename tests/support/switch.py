@@ -14,7 +14,7 @@ TIMEOUT_S = 10.0
 
 
 class Switch:
-    """Forwards packets between all links that are plugged in and not cut."""
+    """A bridge between the links that are plugged in. IP packets to and from cut links are dropped."""
 
     def __init__(self) -> None:
         # Part of an interface's name, of which the kernel takes 15 characters.
@@ -32,14 +32,14 @@ class Switch:
         self.run("ip link set br0 up")
 
     def run(self, command: str, text: str = "", *, check: bool = True) -> None:
-        """Run a command in the bridge's namespace. Raises RuntimeError if it fails."""
+        """Run a command in the bridge's namespace. With `check`, raises RuntimeError if it fails."""
         whole = ["nsenter", "-t", str(self.process.pid), "--net", *command.split()]
         done = subprocess.run(whole, input=text, capture_output=True, text=True)
         if check and done.returncode:
             raise RuntimeError(f"{command}: {done.stderr.strip()}")
 
     def plug_in(self, card: str) -> str:
-        """Plug a cable from the bridge to a card, described as for `ip link`; returns the name of this end.
+        """Plug a cable from the bridge into `card` (words for `ip link`); return the bridge's end.
 
         The name is new each time, because the kernel may remove the cable of a dead node late.
         """
@@ -54,7 +54,7 @@ class Switch:
         self.run(f"ip link delete {link}", check=False)  # the kernel may have deleted it by now
 
     def cut(self, link: str) -> None:
-        """Drop all traffic from this link and to it."""
+        """Drop IP packets from this link and to this link."""
         self.links_cut.add(link)
         self.load_rules()
 
@@ -63,7 +63,7 @@ class Switch:
         self.load_rules()
 
     def load_rules(self) -> None:
-        """Replace the packet filter. ARP passes: connections over a cut link time out instead of failing."""
+        """Make the packet filter drop IP packets of `links_cut`. ARP passes, so that connections time out."""
         ends = [end for link in self.links_cut for end in (f"iifname {link}", f"oifname {link}")]
         rules = [f"{end} ether type {kind} drop" for end in ends for kind in ("ip", "ip6")]
         chain = "\n".join(["type filter hook forward priority 0;", *rules])
@@ -77,7 +77,7 @@ class Switch:
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 30) -> None:
-    """Poll until the condition holds. Raises TimeoutError."""
+    """Poll until the condition holds. Raises TimeoutError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -95,7 +95,7 @@ def send_to(number: signal.Signals, pids: Sequence[int]) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The process's state in /proc: R, S, D, T or Z; X if it has ended."""
+    """The process's state in /proc, such as R, S, D, T or Z; X if there is no such process."""
     need_proc()
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -104,6 +104,6 @@ def state_of(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether all threads of a process are stopped or have ended."""
+    """Whether all threads of a process are stopped; True also if there is no such process."""
     threads = Path(f"/proc/{pid}/task").glob("*")
     return all(state_of(int(thread.name)) in "TX" for thread in threads)

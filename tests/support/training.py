@@ -18,7 +18,7 @@ NAMES: list[Name] = ["adamw", "muon"]
 
 
 def make_model(name: Name, arch: Arch) -> tuple[GPT, Optimizer]:
-    """A model, with the same weights at each call, and its optimizer."""
+    """A model and its optimizer. The weights depend only on `arch`."""
     torch.manual_seed(0)
     model = GPT(ModelConfig(arch=arch, n_layer=2, n_head=2, n_embd=16), vocab_size=11, block_size=8)
     return model, make_optimizer(model, OptimizerConfig(name=name))

@@ -29,18 +29,18 @@ def gpt2() -> JsonTokenizer:
 
 
 def edited(content: bytes, **changes: Any) -> bytes:
-    """A tokenizer.json with other top-level values."""
+    """The content of a tokenizer.json with `changes` to its top-level values."""
     return json.dumps({**json.loads(content), **changes}).encode()
 
 
 def added(content: str, token: int, **flags: bool) -> dict[str, Any]:
-    """An entry of added_tokens."""
+    """An entry of the list added_tokens in tokenizer.json. Flags that are not given are false."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     return {"id": token, "content": content, **plain, **flags}
 
 
 def cl100k_like(text: str, vocab_size: int = 400, special: Sequence[str] = ("<|endoftext|>",)) -> bytes:
-    """A byte-level BPE with a pattern in which punctuation takes the line breaks after it."""
+    """A byte-level BPE, trained on `text`. Its pattern joins punctuation and the line breaks behind it."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(CL100K), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,8 +1,9 @@
 """Boards, on which torchrun's agents find each other: a shared folder, or the memory of a host.
 
 An `Entry` is what an agent says about itself. A board holds only the latest entry of each agent. A lost entry
-is harmless, because the agent posts it again. A host answers one request per TCP connection; request and
-answer are a line of JSON each. Each wait has a time limit. Nothing received is ever executed or unpickled.
+is harmless, because agents post again and again. A host answers one request per TCP connection; request and
+answer are a line of JSON each. Each wait for an answer has a time limit. Nothing received is executed or
+unpickled.
 """
 
 import contextlib
@@ -97,7 +98,7 @@ class FolderBoard:
         self._folder = path / quote(rdzv_id, safe="")
 
     def exchange(self, mine: Entry) -> list[Entry]:
-        """Post the entry `mine`, return the entries of all agents, and remove old entries.
+        """Post the entry `mine`, return the valid entries of all agents, and remove old entries.
 
         Raises OSError if the folder cannot be used. Hangs while the storage hangs.
         """
@@ -160,7 +161,7 @@ class BoardMemory:
         self._entries: dict[tuple[str, str], tuple[str, float]] = {}
 
     def post(self, message: Message) -> str:
-        """Keep the entry in the message; return all entries of the message's job, as JSON.
+        """Keep the entry in the message; return the entries of the message's job that are kept, as JSON.
 
         Raises KeyError or TypeError if the message has no entry.
         """

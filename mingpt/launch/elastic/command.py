@@ -63,7 +63,7 @@ def check_local_addr(text: str) -> tuple[str, str]:
 def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return (environment variables to add, the torchrun command) for the options in `words`.
 
-    If --rdzv is a folder, the folder is created. Raises UserError for a mistake in the options.
+    If --rdzv is a folder, the folder is created if possible. Raises UserError for a mistake in the options.
     """
     parser = CommandParser("launch/elastic.sh", __doc__, usage=USAGE)
     parser.add_argument(

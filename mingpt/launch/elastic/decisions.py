@@ -93,9 +93,9 @@ def is_linked(one: Entry, other: Entry) -> bool:
 def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
     """Return the entries of at most `max_nodes` agents that all reach each other, in the order of ranks.
 
-    While some agents do not reach each other, the agent that is linked with the fewest others is left out; in
-    a tie, the agent with the largest `key`. If more than `max_nodes` agents remain, members of the latest
-    round are preferred.
+    While some agents do not reach each other, the agent that is linked with the fewest others is left out. In
+    a tie, the agent with the largest `key` is left out. If more than `max_nodes` agents remain, members of
+    the latest round are preferred.
     """
     group = sorted(entries, key=lambda entry: entry.key)
     reach = {entry.id: {entry.id, *entry.reach} for entry in group}
@@ -137,8 +137,8 @@ def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
 def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
     """Return (running agents of rounds that go on, running agents of rounds that a member has left).
 
-    A member has left its round if it waits for a new round. The other members will soon leave the round, too,
-    and are given time to do so. While a round goes on, that is, no member has left it, no other round starts.
+    A member has left its round if the member waits for a new round. The other members will soon leave the
+    round, too, and are given time to do so. A round goes on if no member has left the round.
     """
     left = {entry.round for entry in alive if entry.state == WAITING and entry.round}
     going_on: list[Entry] = []

@@ -82,8 +82,8 @@ class RoundStore(HashStore):
     """A store in the memory of one of torchrun's agents, so that the agent can never lose the store.
 
     `known`, {key: value}, is in the store from the start: the workers' ranks, which torchrun's agents would
-    otherwise exchange. `wait`, by which torchrun's agents wait for each other at the job's end, returns at
-    once: a worker exits with 0 only when all workers have ended the job, so no agent needs to wait.
+    otherwise exchange. torchrun's agents call `wait` to wait for each other at the job's end. Here `wait`
+    returns at once, because a worker exits with 0 only when all workers have ended the job.
     """
 
     def __init__(self, known: Mapping[str, str]) -> None:
@@ -102,7 +102,7 @@ class ElasticRendezvous(RendezvousHandler):
     """The rendezvous of elastic jobs: agents meet in a folder, or at several hosts of which one must live.
 
     The constructor raises UserError if the endpoint is neither HOST:PORT[,HOST:PORT...] nor a path with a
-    slash, or if --rdzv_conf has no nproc, the number of workers on this node.
+    slash. Also raises UserError if --rdzv_conf has no nproc, the number of workers on this node.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:

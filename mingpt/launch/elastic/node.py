@@ -36,8 +36,8 @@ SAY_AFTER_S, SAY_EVERY_S = 1.0, 30.0
 class View:
     """What an agent sees of the other agents at one moment.
 
-    If no board (a place where agents post entries) has answered lately, `is_fresh` is false, `alive` has only
-    `me`, and the view must not be used for decisions on rounds.
+    If no board (a place where agents post entries) has answered lately, `is_fresh` is false, and `alive` has
+    only `me`. Such a view must not be used for decisions on rounds.
     """
 
     me: Entry
@@ -244,8 +244,8 @@ class Node:
     def enter(self, round: Round) -> bool:
         """Enter `round`: set `entered`, post the state RUNNING, and return True.
 
-        Returns False if this agent is not waiting for a round, if it has not promised to take part in this
-        round, or if that promise has expired.
+        Returns False if this agent is not waiting for a round. Also returns False if this agent has not
+        promised to take part in `round`, or if the promise has expired.
         """
         with self._changed:
             _, promised, until = self._promise
@@ -276,9 +276,10 @@ class Meeting:
     def group_to_propose(self, view: View, now: float) -> list[Entry] | None:
         """Return the group to which this agent should propose a round now, in the order of ranks, else None.
 
-        The agent should propose a round if it leads the group, the group is complete, and no round goes on.
-        If some members have left a round, the agent first waits up to STRAGGLERS_S seconds for the others to
-        leave it. Call this with each new view: the Meeting measures how long the group stays the same.
+        The agent should propose a round if `view` is fresh, the agent leads the group, the group is complete,
+        and no round goes on. If some members have left a round, the agent first waits up to STRAGGLERS_S
+        seconds for the other members to leave. Call this with each new view: the Meeting measures how long
+        the group stays the same.
         """
         if not view.is_fresh:
             self._group = ()

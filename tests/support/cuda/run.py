@@ -3,15 +3,15 @@
     python tests/support/cuda/run.py --gpus 2 python train.py trainer.workers=2
 
 It needs g++ and torch built for CUDA, but no GPU. Kernels do nothing, and results are computed on the CPU, so
-times say nothing about a GPU. Environment variables:
+times say nothing about a GPU. Environment variables, with defaults in parentheses:
 
-STANDIN_GPUS          number of GPUs; CUDA_VISIBLE_DEVICES chooses among them (1)
+STANDIN_GPUS          number of GPUs, which --gpus sets; CUDA_VISIBLE_DEVICES chooses among them (1)
 STANDIN_CAPABILITY    compute capability (8.0)
 STANDIN_MEMORY_GB     memory of a GPU, GiB (80)
 STANDIN_NCCL_FAIL     if set, no communicator can be made; the value is the reason
 STANDIN_NCCL_NOTICES  1: NCCL reports an error when a peer has exited, as it does between nodes
-STANDIN_NUMERICS      0: no arithmetic, which torch.compile needs
-STANDIN_DIR           folder for records and messages
+STANDIN_NUMERICS      0: results are not computed, so that torch.compile works
+STANDIN_DIR           folder for records and messages (a temporary folder)
 """
 
 import argparse
@@ -28,7 +28,16 @@ INCLUDE = Path(sysconfig.get_paths()["purelib"]) / "triton" / "backends" / "nvid
 
 @dataclass(frozen=True)
 class Record:
-    """A record of `kind` WAIT, FORBIDDEN, MISMATCH, HAZARD, COLLECTIVE, ALLOCATION or CAPTURE."""
+    """Something that a process has recorded. `kind` is a key of this list, `what` has the details:
+
+    WAIT        the host waits for a GPU
+    FORBIDDEN   a call that is not allowed while a stream captures
+    MISMATCH    ranks call different collectives, or the stand-in cannot do what NCCL can
+    HAZARD      an access to memory without waiting for another access
+    COLLECTIVE  a collective has ended
+    ALLOCATION  memory is allocated
+    CAPTURE     a CUDA graph has been captured
+    """
 
     pid: int
     kind: str
@@ -37,7 +46,7 @@ class Record:
 
 
 def build(folder: Path) -> None:
-    """Compile the libraries into a folder. Raises CalledProcessError."""
+    """Compile the libraries into a folder. Raises CalledProcessError if the compiler fails."""
     compiler = ["g++", "-O1", "-shared", "-fPIC", "-std=c++17", f"-I{INCLUDE}"]
     sources = [str(HERE / name) for name in ("order.cpp", "runtime.cpp", "nccl.cpp")]
     subprocess.run(
@@ -50,7 +59,8 @@ def build(folder: Path) -> None:
 def environment(libraries: Path, records: Path, gpus: int = 1, **more: str) -> dict[str, str]:
     """Return the environment variables of a command on the stand-in, whose libraries `build` has made.
 
-    `records` is an existing folder, for `read_records`. `more` has further variables, without STANDIN_.
+    `records` is an existing folder, for `read_records`. `more` has further variables; STANDIN_ is put before
+    their names.
     """
     path = os.pathsep.join(filter(None, [str(HERE / "hook"), os.environ.get("PYTHONPATH")]))
     return {

@@ -1,4 +1,4 @@
-"""Gives each Python process of a command on the CUDA stand-in its arithmetic, once it imports torch."""
+"""Installs numerics.py, the arithmetic of the CUDA stand-in, in a Python process that imports torch."""
 
 import importlib
 import sys
