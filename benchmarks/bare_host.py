@@ -4,9 +4,10 @@
     python benchmarks/bare_host.py --default      # the default run there, too
     python benchmarks/bare_host.py --suite        # instead: which of pytest's fast tests fail or are skipped?
 
-In each command's mount namespace /proc is empty and there is no /dev/shm. The functions that a Mac's Python
-lacks are deleted (MISSING). Prints a row per trial, as JSON. Exit code 1 unless each job ends with exit code
-0 and, after a stop or a kill, with the hash of the undisturbed run; with --suite, if a test fails.
+In each command's mount namespace /proc is empty and there is no /dev/shm. Functions and constants that a
+Mac's Python lacks are deleted (MISSING). Prints a row per trial, as JSON. With --suite, exit code 1 if a test
+fails. Otherwise exit code 1 unless each job ends with exit code 0. After a stop or a kill, the hash must be
+that of the undisturbed run. Undisturbed jobs must log once why there are no snapshots in memory.
 """
 
 import os
@@ -94,7 +95,7 @@ def try_all(folder: Path, prefix: list[str], tally: Tally, first: dict[str, dict
 
 
 def run_suite(prefix: list[str], tally: Tally) -> None:
-    """Run the fast tests; print a row for each that fails and for each that is skipped, with its reason."""
+    """Run the fast tests; print pytest's lines about failed and skipped tests, and its last line, as rows."""
     command = [*prefix, sys.executable, "-m", "pytest", "-rfEs", "--tb=line"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in done.stdout.splitlines():

@@ -1,7 +1,6 @@
 """Helpers for the programs of this folder: arguments, jobs, signals to workers, measurements, exit code.
 
-A program prints its results as rows, one JSON object a line. Rows that are kept lie in
-benchmarks/results/<date>_<claim>/rows.jsonl.
+A program prints its results as rows, one JSON object a line. Kept rows lie in benchmarks/results/.
 """
 
 import argparse
@@ -65,7 +64,7 @@ class Tally:
         self.trials = self.good = 0
 
     def add(self, is_good: bool, *jobs: Job) -> None:
-        """Count a trial; if it is not good, show what its jobs wrote to stderr."""
+        """Count a trial; if the trial is not good, show the end of its jobs' stderr."""
         self.trials += 1
         self.good += is_good
         for job in () if is_good else jobs:
@@ -93,7 +92,7 @@ def start(
     output: Path | None = None,
     program: str = "train.py",
 ) -> Job:
-    """Start train.py under torchrun. `output` is that of `Job`, by default `run_dir`."""
+    """Start `program` under torchrun. `output` is the argument of `Job`, by default `run_dir`."""
     given = [f"run_dir={run_dir}", *arguments_of(settings, more)]
     return Job([*torchrun(workers, restarts), program, *given], output or run_dir, cwd=checkout)
 
@@ -121,7 +120,7 @@ def start_agents(run_dir: Path, settings: Settings, agents: int, workers: int, r
 
 
 def changed_program(folder: Path, code: str) -> str:
-    """Write a train.py that runs `code` first; return its path. `code` may import this folder's modules."""
+    """Write a program: `code`, then train.py. Return its path. `code` may import this folder's modules."""
     path, places = folder / "changed_train.py", [str(ROOT), str(Path(__file__).parent)]
     imports = f"import sys\nsys.path[:0] = {places!r}\nimport train\nfrom mingpt.base import events\n"
     path.write_text(f"{imports}{code}\ntrain.main()\n")
@@ -129,12 +128,12 @@ def changed_program(folder: Path, code: str) -> str:
 
 
 def train(run_dir: Path, settings: Settings, *more: str, **options: Any) -> None:
-    """Start a job as `start` does, and wait for its end. Raises RuntimeError if it fails."""
+    """Start a job as `start` does, and wait for its end. Raises RuntimeError if the job fails."""
     wait_for_success(start(run_dir, settings, *more, **options))
 
 
 def train_undisturbed(folder: Path, settings: Settings, *more: str, workers: int = 2) -> tuple[str, float]:
-    """Train a run that nothing disturbs, print a row, and return its hash and its seconds."""
+    """Train a run that nothing disturbs, print a row, and return the run's hash and seconds."""
     run_dir, began = folder / "undisturbed", time.monotonic()
     train(run_dir, settings, *more, workers=workers)
     seconds = time.monotonic() - began
@@ -143,14 +142,14 @@ def train_undisturbed(folder: Path, settings: Settings, *more: str, workers: int
 
 
 def wait_for_success(job: Job, timeout_s: float = 24 * 3600) -> None:
-    """Wait for a job. Raises RuntimeError with the job's stderr unless the exit code is 0."""
+    """Wait for a job. Raises RuntimeError if the job fails, TimeoutError after `timeout_s`."""
     code = job.wait(timeout_s)
     if code:
         raise RuntimeError(f"the job ended with code {code}:\n{job.err()[-3000:]}")
 
 
 def seconds_until(command: Sequence[str], run_dir: Path, recorded: str, checkout: Path = ROOT) -> float:
-    """Run a command; return the seconds until metrics.jsonl contains `recorded`. Raises RuntimeError."""
+    """Run a command; return the seconds until metrics.jsonl contained `recorded`, or until the end."""
     record, began = run_dir / "metrics.jsonl", time.monotonic()
     job = Job(command, run_dir, cwd=checkout)
     while job.is_running() and not (record.exists() and recorded in record.read_text()):
@@ -161,7 +160,7 @@ def seconds_until(command: Sequence[str], run_dir: Path, recorded: str, checkout
 
 
 def exit_codes(jobs: Sequence[Job], timeout_s: float) -> list[int | None]:
-    """Return the exit code of each job; None for one that did not end in time and was killed."""
+    """Return the exit code of each job; None for a job that did not end in time and was killed."""
     deadline = time.monotonic() + timeout_s
     codes: list[int | None] = []
     for job in jobs:
@@ -173,7 +172,7 @@ def exit_codes(jobs: Sequence[Job], timeout_s: float) -> list[int | None]:
 
 
 def signal_one(pids: Sequence[int], number: int, rng: random.Random) -> int | None:
-    """Send a signal to a random process; return its index in `pids`, or None if no process got it."""
+    """Send a signal to a random process of `pids`; return the index, or None if no process got the signal."""
     if not pids:
         return None
     place = rng.randrange(len(pids))
@@ -205,7 +204,7 @@ def short_hash(run_dir: Path) -> str:
 def measure_in_turns(
     variants: Mapping[str, Callable[[], float]], rounds: int, digits: int = 5, **about: Any
 ) -> dict[str, list[float]]:
-    """Call each variant once a round, in a changing order, and print a row; return {name: its values}."""
+    """Call each variant once a round, in changing order, and print a row per round; return {name: values}."""
     found: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
         for name in sorted(variants, reverse=number % 2 == 1):
@@ -215,7 +214,7 @@ def measure_in_turns(
 
 
 def paired(found: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
-    """Return the ratio of two variants in each round."""
+    """Return `over` divided by `under`, for each round."""
     return [one / other for one, other in zip(found[over], found[under], strict=True)]
 
 
@@ -229,7 +228,7 @@ def median_and_spread(values: Sequence[float], digits: int = 3, name: str = "rat
 
 
 def median_metric(run_dir: Path, name: str = "step_s") -> float | None:
-    """Return a metric's median over a run's records after the first quarter; None without records."""
+    """Return a metric's median over about the last three quarters of a run's records, or None."""
     recorded = list(read_metric(run_dir, name).values())
     return statistics.median(recorded[max(1, len(recorded) // 4) :] or recorded) if recorded else None
 
@@ -258,7 +257,7 @@ def product_rate(device: str, threads: int, dtype: str = "bfloat16") -> float:
 
 
 def process_mb(pid: int, field: str) -> float:
-    """Return a field of /proc/<pid>/status in MB: VmRSS, or VmHWM for the peak; 0 for an ended process."""
+    """Return a field of /proc/<pid>/status in MiB: VmRSS, or VmHWM for the peak; 0 for an ended process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -3,21 +3,19 @@
     python benchmarks/crash_points.py                # needs Linux and strace; two minutes
     python benchmarks/crash_points.py --stride 11    # every eleventh point only: half a minute
 
-Snapshots of steps 10 and 20 exist. A save writes the snapshot of step 30, then removes the others. Each has
-two tensor files, a tokenizer and a manifest. There are five kinds of fault, each tried at every point:
+Snapshots of steps 10 and 20 exist. A save writes the snapshot of step 30, then removes the others. Each
+snapshot has two tensor files, a tokenizer and a manifest. Five kinds of faults are tried at every point:
 
-- `kill`: SIGKILL on entering each system call of the save (strace's fault injection), except `futex`, whose
-  number of calls is not the same in each save;
+- `kill`: SIGKILL on entering each system call of the save (strace's fault injection), except `futex`;
 - `ENOSPC`, `EIO`: each of the save's calls on files fails with this error, and the process lives;
-- `power`: the machine loses power after each of the save's file operations. Data not fsynced is on disk
-  whole, half or not at all. Each creation, renaming and removal since the folder's last fsync has happened or
-  not, in any combination (after Pillai et al. 2014, "All file systems are not created equal");
+- `power`: the machine loses power after each of the save's file operations. Of all files not fsynced, the
+  whole data, half or nothing is on disk. Each creation, renaming and removal since the folder's last fsync
+  has happened or not, in any combination (after Pillai et al. 2014);
 - `order`: the workers are killed while each tensor file is absent, half written or whole, in any combination;
-- `store`: an object store fails once, fails from then on, tears an upload with or without an error, or lists
-  late, at each of its calls.
+- `store`: at each call, an object store fails once or from then on, tears an upload, or lists late.
 
-After each fault the newest valid snapshot must be of step 20 or 30, with the right content, a further save
-must succeed, and no file of an unfinished save may be left. Exit code 1 otherwise.
+After each fault the newest valid snapshot must be of step 20 or 30, with the right content. Then a further
+save must succeed, and leave no file of an unfinished save. Exit code 1 otherwise.
 """
 
 import collections
@@ -79,7 +77,7 @@ def saver(store: SnapshotStore) -> SnapshotSaver:
 
 
 def find_newest(store: SnapshotStore) -> tuple[Snapshot | None, dict[int, str]]:
-    """Return the newest valid snapshot, if any, and why newer ones are corrupt, by step."""
+    """Return the newest valid snapshot, if any, and {step: why a newer snapshot is corrupt}."""
     reader = Reader([store], accept_all, lambda manifest: RowMap({}), rank=0)
     while offers := reader.view().offers:
         if reader.verify(offers):

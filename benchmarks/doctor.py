@@ -3,10 +3,10 @@
     python benchmarks/doctor.py                # 5 minutes; needs root, ip, tc, nft, bindfs and faketime
     python benchmarks/doctor.py --only port    # half a minute
 
-Each fault is planted, then the doctor or train.py is started by torchrun's agents, whose store is on node 1.
-Within 60 s one sentence must name the node, and the job must end with the right exit code on every node. The
-doctor must start no second generation, leave no file, and find no fault on the healthy cluster. Prints a row
-per fault, as JSON, with the seconds to the end of the last agent. Exit code 1 unless all faults are named.
+Each fault is planted, then torchrun's agents start the doctor or train.py. Within 60 s one sentence must
+name the fault and the node, and the job must end with the right exit code on every node. On the healthy
+cluster the doctor must find no fault. Prints a row per fault, as JSON. Exit code 1 if something is not so,
+2 if this machine cannot run the nodes.
 """
 
 import re

@@ -11,9 +11,9 @@ FAULTS = ("fails once", "fails on", "tears", "tears and says so", "lists late")
 class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
     """A store with a fault at call number `at`; calls count while the store is `armed`.
 
-    "fails once": this call raises. "fails on": this call and all later calls raise. "tears": if it is an
-    upload, half is stored. "tears and says so": the upload also raises. "lists late": each listing from this
-    call on repeats the last listing before this call.
+    "fails once": this call raises OSError. "fails on": this call and all later calls raise OSError. "tears":
+    if this call is an upload, half of the file is stored. "tears and says so": the upload also raises
+    OSError. "lists late": each listing from this call on repeats the last listing before this call.
     """
 
     protocol = "faulty"
@@ -26,7 +26,7 @@ class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
         self.last_listing: list[str] | None = None
 
     def count_call(self) -> bool:
-        """Count a call; return whether its number is `at`. Raises OSError if the call must fail."""
+        """Count a call if `armed`; return whether its number is `at`. Raises OSError if it must fail."""
         if not self.armed:
             return False
         self.calls += 1

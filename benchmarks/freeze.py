@@ -3,18 +3,16 @@
     python benchmarks/freeze.py                         # 10 frozen, 10 before, 20 stuck: 20 minutes
     python benchmarks/freeze.py --frozen 1 --before 0 --stuck 0 --minutes 0       # only one: half a minute
 
-- frozen: a random worker gets SIGSTOP at a random moment, with timeout_s=10. `noticed_s` is when another
-  worker is gone, at most timeout_s + 2. `on_s` is when the next generation has completed a step, at most
-  timeout_s + 35. All times are in seconds since the signal.
-- before: a worker gets SIGSTOP before the workers meet at the rendezvous. The others wait for `patience_s`,
-  and one names the frozen worker. `gone_s` is when that worker is gone, at most `patience_s` + 8.
-- stuck: a main thread waits in C code, as in a CUDA call: pause(), sleep() or a read() of an empty pipe, at
-  the start of a random step or after a backward pass. Another worker gets SIGKILL. `gone_s` is when the stuck
-  worker is gone, at most 1.5. run.json names only the killed worker.
+- frozen: a worker gets SIGSTOP at a random moment. `noticed_s` is when another worker is gone, at most 12.
+  `on_s` is when the next generation has completed a step, at most 45.
+- before: a worker gets SIGSTOP before the rendezvous. The other workers wait for `patience_s`, and name the
+  frozen worker. `gone_s` is when the frozen worker is gone, at most `patience_s` + 8.
+- stuck: a worker's main thread waits in C code, as in a CUDA call. Another worker gets SIGKILL. `gone_s` is
+  when the stuck worker is gone, at most 1.5. run.json names only the killed worker.
 - busy: a run of `--minutes` beside four processes that keep the cores busy has a single generation.
 
-Prints a row per trial, as JSON. Exit code 1 unless all of this holds, and every frozen, before and stuck job
-ends with the bits of an undisturbed run. Needs Linux.
+Times are in seconds since the signal. Prints a row per trial, as JSON. Exit code 1 unless all of this
+holds, and frozen, before and stuck jobs end with the bits of an undisturbed run. Needs Linux.
 """
 
 import ctypes
@@ -108,7 +106,7 @@ def freeze_before_meeting(
 
 
 def stick_once(mark: Path, rank: int, step: int, event: str, call: str) -> None:
-    """Make a rank wait in C code for ever, at an event of a step, once: then the file `mark` exists."""
+    """Make a rank create `mark` and wait in C code for ever, at an event of a step, unless `mark` exists."""
     libc = ctypes.CDLL(None)
 
     def stick(**details: Any) -> None:

@@ -3,14 +3,13 @@
     python benchmarks/full_disk.py                # as root; a quarter of an hour on two cores
     python benchmarks/full_disk.py --stride 20    # every 20th case only: a minute or two
 
-A tmpfs of 4 KB or of 0.5, 1 or 2 MB is under run_dir, snapshot.path or the cache of a downloaded text, and
-snapshots or text overflow it. Jobs have one worker of plain python, two of torchrun, or two of which one is
-killed. I/O errors are tested file by file in tests/report/ and tests/snapshot/.
+A tmpfs of 4 KiB to 2 MiB holds run_dir, snapshot.path or the cache of a downloaded text. In most cases the
+snapshots or the text do not fit. Jobs have one worker, two workers, or two workers of which one is killed.
 
 A job must end with exit code 0, or with one sentence if the last snapshot does not fit (`first_code`). Then
-the tmpfs grows, and the same command must finish the run: exit code 0, the status `finished`, the hash of an
-undisturbed run, and that run's records, except those that run.json calls missing. No traceback may lead
-through this project's code. Prints a row per case, as JSON; exit code 1 if a case fails.
+the tmpfs grows, and the same command must finish the run with the hash and records of an undisturbed run.
+Only records that run.json calls missing may be missing. Prints a row per case, as JSON; exit code 1 if a
+case fails.
 """
 
 import collections
@@ -78,7 +77,7 @@ def served(folder: Path) -> Iterator[str]:
 
 @dataclass
 class Trial:
-    """A run that meets a fault: its folder, settings and cache, and where its output goes."""
+    """A run: its folder, its settings, the cache for downloads, and the path for the job's output."""
 
     run_dir: Path
     settings: dict[str, Any]
@@ -102,7 +101,7 @@ class Trial:
         return job
 
     def weights(self) -> str:
-        """Return the hash of the last snapshot."""
+        """Return `tensor_hash` of the snapshot of step STEPS."""
         snapshots = Path(self.settings.get("snapshot.path", self.run_dir / "snapshots"))
         return tensor_hash(snapshots.parent, STEPS)
 
@@ -117,8 +116,7 @@ class Trial:
 def has_records(trial: Trial, expected: Trial) -> bool:
     """Return whether the records are those of the undisturbed run, except those that run.json calls missing.
 
-    A record that could not be written before its process ended is lost; `metrics_missing` holds the first
-    and the last such step. The evaluation after the last step on record may be lost, too.
+    The evaluation at the step before the first missing step may be missing, too.
     """
     generations = read_history(trial.run_dir)["generations"]
     missing = [entry["metrics_missing"] for entry in generations if "metrics_missing" in entry]
@@ -152,7 +150,7 @@ class Disks:
         return trial
 
     def judge(self, job: Job, trial: Trial, expected: Trial, about: dict[str, Any]) -> None:
-        """Start the trial's command again, compare its results with `expected`, and print a row."""
+        """Start the trial's command again, compare the results with those of `expected`, and print a row."""
         first_code, errors = job.process.returncode, job.err()
         said = collections.Counter(Path(path).name for path in WRITTEN_IN_VAIN.findall(errors))
         sentences = [line for line in errors.splitlines() if line.startswith("error: ")]
@@ -170,7 +168,7 @@ class Disks:
         self.tally.add(not found, job)
 
     def fill(self, where: str, size: str, workers: int, is_killed: bool) -> None:
-        """Run a job whose disk is full, and the same command again once there is room."""
+        """Run a job on a disk of this size, and the same command again once the disk is larger."""
         case = Path(tempfile.mkdtemp(dir=self.work))
         trial, disk, expected = self.trial(case, self.small_text), case / "disk", self.reference
         if where == "run_dir":
@@ -189,7 +187,7 @@ class Disks:
 
 
 def cases() -> Iterator[tuple[str, str, int, bool]]:
-    """Yield the cases: where the disk is, its size, the number of workers, and whether one is killed."""
+    """Yield the cases: where the disk is, its size, number of workers, and whether a worker is killed."""
     for where in ("run_dir", "snapshot.path", "cache"):
         for size in ("4k", "500k", "1m", "2m"):
             for workers, is_killed in ((1, False), (2, False), (2, True)):

@@ -1,14 +1,13 @@
-"""Everything that needs a GPU, in one command: what holds, and how fast it is. Please send us the table.
+"""Checks and measurements that need a GPU, in one command. Please send us the table.
 
     python benchmarks/gpu.py                                   # half an hour, the parts of most worth first
     python benchmarks/gpu.py --only tests speed --minutes 8    # some parts; --list names them
 
-Prints each measurement at once as a row of JSON, and a table after each part; --out keeps both (rows.jsonl,
-table.txt). A measurement that fails is a row with the reason. `held` is false if something is not as it must
-be. `host_waits` is the number of calls per step that wait for the GPU, or null if torch.profiler sees no CUDA
-calls. `seconds` is the time from a signal to the next step, the time of a run's steps, or a step's wait for a
-save. It needs no network; it looks for nanoGPT and tinyshakespeare.txt beside the project's folder, in all
-folders there, and in the project's folders.
+Prints each measurement as a row of JSON, and a table after each part; --out keeps both. A measurement that
+fails is a row with the reason. `held` is false if something is not as it must be. `host_waits` is the number
+of calls per step that wait for the GPU. `seconds` is the time from a signal to the next step, the time of a
+run's steps, or a step's wait for a save. The program needs no network. It looks for nanoGPT and
+tinyshakespeare.txt beside the project's folder, in the folders there, and in the project's folders.
 
 With --tiny, and on the stand-in for CUDA in tests/support/cuda, models are tiny. Rows of the stand-in say
 so, have no rates and are not kept. Exit code 2 without a GPU, 1 if something did not hold, else 0.
@@ -122,26 +121,26 @@ class Bench:
         return self.jobs[-1]
 
     def train(self, size: str, more: Row = NONE, **env: str) -> Path:
-        """Train to the end; return the run folder. Raises RuntimeError or TimeoutError if that fails."""
+        """Train to the end; return the run folder. Raises RuntimeError, TimeoutError or LeftOut."""
         run_dir = self.folder / f"run{len(self.jobs)}"
         common.wait_for_success(self.start(run_dir, self.settings(size, more), 1, **env), self.left_s())
         return run_dir
 
     def once(self, size: str, more: Row) -> Path:
-        """Return the folder of a run that nothing disturbs, trained at the first call."""
+        """Return the folder of a run that nothing disturbs, trained at the first call with its settings."""
         key = json.dumps([size, more])
         self.undisturbed[key] = self.undisturbed.get(key) or self.train(size, more)
         return self.undisturbed[key]
 
 
 def find_beside(*names: str) -> Path | None:
-    """Return the first path with one of these names, in the places that the module's docstring names."""
+    """Return the first existing path of these names, in places that the module's docstring names, or None."""
     places = (ROOT.parent, *ROOT.parent.iterdir(), *ROOT.iterdir())
     return next((place / name for place in places for name in names if (place / name).exists()), None)
 
 
 def figures(run_dir: Path) -> Row:
-    """Return a run's median rates and its device.json; `held` tells that no compiler or graph failed."""
+    """Return a run's median rates and the content of device.json; `held`: stderr tells of no failure."""
     rate, share = (common.median_metric(run_dir, name) for name in ("tokens_per_s", "mfu"))
     failed = [line for line in Path(f"{run_dir}.err").read_text().splitlines() if " failed (" in line]
     row = {"held": not failed, "tokens_per_s": rate, "share_of_peak": share, "failed": failed}
@@ -153,7 +152,10 @@ def speed(bench: Bench, size: str, more: Row, **env: str) -> Row:
 
 
 def same_hash(bench: Bench, how: str = "", size: str = "default", workers: int = 1, more: Row = NONE) -> Row:
-    """Compare the final hash with an undisturbed run's. `how` is "", "STOP" (a file) or a signal's name."""
+    """Train a run, and compare its final hash with the hash of an undisturbed run with one worker.
+
+    `how` disturbs the run: "" not at all, "STOP" by a file STOP and a second start, or a signal by its name.
+    """
     if workers > bench.facts["gpus"]:
         raise LeftOut("NCCL refuses two workers on one card, and gloo does not train on GPUs")
     settings, runs = bench.settings(size, more), [bench.once(size, more)]
@@ -176,14 +178,14 @@ def same_hash(bench: Bench, how: str = "", size: str = "default", workers: int =
 
 
 def beside(bench: Bench, ours: Row, theirs: Row, size: str = "default", metric: str = "train/loss") -> Row:
-    """Return the largest relative difference between two runs' records of a metric."""
+    """Return a row with the largest relative difference (`worst`) between two runs' records of a metric."""
     one, other = (read_metric(bench.once(size, more), metric) for more in (ours, theirs))
     worst = max(abs(one[step] / other[step] - 1) for step in other)
     return {"held": worst <= LIMIT, "metric": metric, "worst": worst, "records": len(other)}
 
 
 def beside_nanogpt(bench: Bench) -> Row:
-    """Measure seconds per step in turns, both programs compiled: nanoGPT's time over ours."""
+    """Measure seconds per step in turns, both programs compiled; `ratio` is nanoGPT's time over ours."""
     checkout = find_beside("nanoGPT")
     if checkout is None or bench.is_tiny:
         raise LeftOut("no nanoGPT beside this folder" if checkout is None else "it has no tiny size here")
@@ -218,7 +220,7 @@ def large(bench: Bench, more: Row) -> Row:
 
 
 def saves(bench: Bench, memory_every: int) -> Row:
-    """Measure the seconds for which a step waits for a save, by kind."""
+    """Measure the median seconds for which a step waits for a save, by kind of save."""
     more = {"snapshot.every": 5, "snapshot.memory_every": memory_every}
     row = speed(bench, "124M", PLAIN | more)
     return row | {"seconds": {kind: statistics.median(times) for kind, times in row.pop("saves").items()}}
@@ -238,7 +240,7 @@ def sanitized(bench: Bench, *prefix: str, **env: str) -> Row:
 
 
 def sampling(bench: Bench) -> Row:
-    """Measure sample.py's tokens per second for 1 and 16 samples, each from a short and a long sample."""
+    """Measure sample.py's tokens per second for 1 and 16 samples, from a short and a long run."""
     run_dir, lengths, rates = bench.once("124M", PLAIN), (4, 12) if bench.is_tiny else (16, 272), Row()
     for samples in (1, 16):
         times = []
@@ -340,7 +342,7 @@ def spelled(value: Any) -> str:
 
 
 def run_part(name: str, bench: Bench, report: Report, factor: float, left_s: float) -> None:
-    """Make a part's measurements, each of which may fail, within `factor` times the part's minutes."""
+    """Make a part's measurements, within `left_s` and `factor` times the part's minutes. Any may fail."""
     minutes, _, checks = PARTS[name]
     bench.deadline = time.monotonic() + min(60 * factor * minutes, left_s)
     if left_s < 30 * factor * minutes:

@@ -3,14 +3,13 @@
     python benchmarks/hostile.py                          # all; needs Linux; an hour on two cores
     python benchmarks/hostile.py --kinds NaN FIFO --programs train --older yes     # a minute
 
-A small run has snapshots of steps 2 and 4. A bad snapshot of each kind of hostile_kinds.py replaces that of
-step 4, with right checksums if that makes the fault harder to see. Each program is started once with the
-snapshot of step 2: it must use this snapshot and end with exit code 0; one line names the bad snapshot, which
-only train.py renames. Without step 2, it must end with one sentence and exit code 2. "init file" is
-snapshot.init_from=step_00000004.safetensors, which must always be refused; kinds called "valid" may be used
-or refused. No traceback may appear, and nothing may be executed. Peak resident memory may exceed that of the
-same program on the valid snapshot by the size of the bad snapshot's files plus --slack_mb, and by 120 MB if
-these hold 4 MB of JSON. Exit code 1 otherwise. `--kinds` takes parts of kinds' names.
+A small run has snapshots of steps 2 and 4. In a trial, a bad snapshot of a kind in hostile_kinds.py replaces
+the snapshot of step 4. If the snapshot of step 2 is there, the program must use it and end with exit code 0.
+Otherwise the program must end with one sentence and exit code 2. "init file" is
+snapshot.init_from=step_00000004.safetensors: a bad file must always be refused. Kinds called "valid" may be
+used or refused. No traceback may appear, and no payload may be executed. Peak memory may exceed the peak on
+the valid snapshot by --slack_mb plus the size of the bad files, and more for kinds with 4 MB of JSON. Prints
+a row per trial, as JSON; exit code 1 if a trial has a problem. `--kinds` takes parts of kinds' names.
 """
 
 import os
@@ -48,7 +47,7 @@ class Outcome:
 
 
 def execute(command: Sequence[str], timeout_s: float = 120) -> Outcome:
-    """Run a program to its end; if it takes too long it is killed, and its code is negative."""
+    """Run a program to its end, or kill it after `timeout_s`."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         words = ["timeout", "--signal=KILL", str(timeout_s), *command]
         process = subprocess.Popen(words, cwd=ROOT, env=clean_environment(), stdout=out, stderr=err)
@@ -97,7 +96,7 @@ class Range:
         return execute(command(program, run_dir, self.text, self.folder / "fresh"))
 
     def clean_peak(self, program: str) -> int:
-        """Return the peak of memory, in bytes, on the valid snapshots; train.py goes on from step 2."""
+        """Return a program's peak memory on the valid snapshots, in bytes. train.py goes on from step 2."""
         if program not in self.clean_peaks:
             run_dir = self.copy()
             if program == "train":
@@ -110,7 +109,7 @@ class Range:
         return self.clean_peaks[program]
 
     def forge(self, kind: str, manifest: Path, tensors: Path) -> None:
-        """Replace a snapshot in a child process: a program's peak memory begins with its parent's."""
+        """Replace a snapshot by a bad snapshot, in a child process."""
         child = os.fork()
         if child == 0:
             forgery = read(manifest, tensors, self.canary)
@@ -121,7 +120,7 @@ class Range:
         assert status == 0, "the forgery failed"
 
     def trial(self, kind: str, program: str, older: bool) -> bool:
-        """Try a program and print a row with its problems; return whether it has none."""
+        """Try a program, print a row with its problems, and return whether there were none."""
         clean_peak, run_dir = self.clean_peak(program), self.copy()
         snapshots = run_dir / "snapshots"
         paths = snapshots / "step_00000004.json", snapshots / "step_00000004.safetensors"

@@ -1,7 +1,7 @@
 """Snapshots that no run has written, by kind, for hostile.py.
 
-Each kind changes a valid snapshot, then puts checksums and sizes right. tests/snapshot/ has further kinds. No
-torch is imported here, because the peak memory of a child process begins with its parent's.
+Each kind is a change to a valid snapshot. Checksums and sizes then fit, unless the kind replaces the manifest
+or changes written files. No torch is imported here, because a child's peak memory begins with its parent's.
 """
 
 import hashlib
@@ -22,10 +22,7 @@ WEIGHT = "model.wte.weight"
 
 @dataclass
 class Forgery:
-    """A snapshot while it is being changed; offsets in `header` count from `data`'s start.
-
-    Weights and optimizer state lie in one file, which is as valid as two.
-    """
+    """A snapshot while it is being changed; offsets in `header` count from `data`'s start."""
 
     manifest: dict[str, Any]
     header: dict[str, Any]
@@ -85,7 +82,7 @@ def seal(manifest: dict[str, Any]) -> bytes:
 
 
 class Payload:
-    """An object that creates the canary when it is unpickled."""
+    """An object that creates the file `canary` when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -99,7 +96,7 @@ def pickled(forgery: Forgery) -> bytes:
 
 
 def zipped(forgery: Forgery) -> bytes:
-    """Return the payload as torch.save writes it."""
+    """Return the payload in a zip file like those of torch.save."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("archive/data.pkl", pickled(forgery))

@@ -6,17 +6,15 @@
     python benchmarks/kills.py --storm 5000 --every_s 30                 # twice 10 minutes
 
 There are 20 jobs of two workers under torchrun, 10 of two agents with one worker each, and 20 of two workers
-under plain `python train.py`. One worker gets SIGKILL at a seeded random moment between its start and the
-time that an undisturbed job takes. A job counts only if the signal hit a living worker. With --memory_jobs N
-there are N jobs with ddp and N with fsdp that save only to memory before their end, and the signal waits
-until a save to memory is under way.
+under plain `python train.py`. One worker gets SIGKILL at a random moment. A job counts only if the signal hit
+a living worker. --memory_jobs N adds N jobs with ddp and N jobs with fsdp that save only to memory before
+their end. For these jobs the signal waits until a save to memory is under way.
 
 With --storm STEPS, workers of the default run with this many steps are killed, one every --every_s seconds on
-average. `goodput` is the time of an undisturbed run over the time of this run; `run_json` has the status, the
-lost steps and seconds, and the goodput from run.json.
+average. `goodput` is the time of an undisturbed run over the time of this run.
 
-Prints a row per job or signal, as JSON; exit code 1 unless every job finished with the hash of the
-undisturbed one, and, in a storm, goodput is at least `--least`. Needs Linux.
+Prints a row per job or signal, as JSON. Exit code 1 unless every job finished with the hash of the
+undisturbed run. In a storm, goodput must also be at least `--least`. Needs Linux.
 """
 
 import argparse

@@ -3,11 +3,10 @@
     python benchmarks/long_run.py                               # 100,000 steps, half an hour on two cores
     python benchmarks/long_run.py --steps 4000 --every 1000 --pairs 1      # two minutes
 
-Trains a tiny model under torchrun with two workers. First measures the resident memory of every worker
-(VmRSS, in MB) every `--every` steps. Then resumes copies of the run in turns, at step 1,000 and 1,000 steps
-before the end, and times 1,000 steps with their evaluations and snapshots. Prints rows as JSON. Exit code 0
-if every worker's memory stays within 10 MB of its memory after 2,000 steps, and late steps take at most 1.03
-times as long as early ones (median over the pairs); else 1. Needs Linux, and cores that nobody else uses.
+Trains a tiny model with two workers, and measures every worker's resident memory, in MiB. Then resumes
+copies of the run in turns, at step 1,000 and 1,000 steps before the end, and times 1,000 steps. Prints rows
+as JSON. Exit code 1 unless every worker's memory changes by at most 10 MiB after step 2,000, and late steps
+take at most 1.03 times as long as early steps (median). Needs Linux, and cores that nobody else uses.
 """
 
 import shutil
@@ -39,7 +38,10 @@ def keep_copy(run_dir: Path, step: int, copy: Path) -> None:
 
 
 def watch_memory(job: Job, run_dir: Path, steps: int, every: int, work: Path) -> bool:
-    """Print the workers' memory every `every` steps; return whether it stays within the limit."""
+    """Print the workers' memory about every `every` steps, and copy the run twice to `work`.
+
+    Returns whether memory changes by at most LIMIT_MB from step BASE on.
+    """
     base: list[float] = []
     is_within, following = True, min(every, BASE)
     while job.is_running():
@@ -64,7 +66,7 @@ def watch_memory(job: Job, run_dir: Path, steps: int, every: int, work: Path) ->
 
 
 def resume(copy: Path, settings: common.Settings, last: int) -> float:
-    """Resume the run in `copy` up to step `last`; return the seconds that the steps take."""
+    """Resume the run in `copy` up to step `last`; return the seconds from the start to the last step."""
     run_dir = copy.with_name(f"{copy.name}-again")
     shutil.copytree(copy, run_dir)
     common.train(run_dir, {**settings, "trainer.max_steps": last, "snapshot.resume": "changed"})

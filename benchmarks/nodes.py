@@ -7,27 +7,25 @@
     python benchmarks/nodes.py --joins $(seq 0 11)      # a node lost around a join, 24 trials: half an hour
     python benchmarks/nodes.py --stock        # each node killed once under torchrun's own flags
 
-Needs root. Three nodes with one worker each, in namespaces of this machine (tests/support/nodes.py). With a
-shared disk all nodes have one run_dir and meet in a shared folder. With separate disks each node has its own
-run_dir, and the nodes meet at a list of hosts. A node is killed with everything on it; in every second round
-of kills, a node with an empty disk replaces the victim. A node that is cut off or frozen is healed when the
-others have trained again for 5 s, after 15 s at the earliest. Under `--joins`, with sharded state and
-separate disks, a node is lost and comes back with an empty disk. Then a node is killed `delay_s` seconds
-after the `moment`: the start of the empty node's agent, the end of the rendezvous round, the next round, or
-the start of the next generation on record. Under `--stock` a trial has 90 s to go on.
+Needs root. Three nodes with one worker each, in namespaces of this machine. With a shared disk the nodes
+have one run_dir, with separate disks a run_dir each. A node is killed with everything on it; in every second
+round of kills, a node with an empty disk replaces the victim. A node that is cut off or frozen is healed
+when the others have trained again for 5 s. Under `--joins`, with sharded state and separate disks, a node
+is lost and comes back with an empty disk. Then a node is killed `delay_s` seconds after the `moment`. The
+moment is the start of the empty node's agent, the end of the rendezvous round, the next round, or the start
+of the next generation on record.
 
-Prints a row per trial, as JSON. `rank` is the victim's; `hosts_rendezvous` tells whether its processes
-listened on the port of the rendezvous. `on_s` is the time from a kill until a new generation of the other
-nodes has completed a step; for another fault, the longest time without a completed step until the healing.
-`rejoined_s` is the time from the healing or replacement to a step of all three nodes. `lost` is the number of
-steps before the fault that the other nodes computed again; `told` is this number in run.json. `one_history`:
-metrics.jsonl has each step once, in order, with the losses of the undisturbed run. `load` is the machine's
-load average; a high load makes all times longer.
+Prints a row per trial, as JSON. `on_s` is the time from a kill until a new generation of the other nodes
+has completed a step. For another fault, `on_s` is the longest time without a completed step until the
+healing. `rejoined_s` is the time from the healing or replacement to a step of all three nodes. `lost` is
+the number of steps before the fault that the other nodes computed again; `told` is this number in run.json.
+`one_history`: metrics.jsonl has each step once, in order, with the losses of the undisturbed run.
 
-Exit code 1 unless every trial except those of `--stock` is ok: exit code 0 on all nodes that are up, with one
-history and the hash of the undisturbed run. Healed and replaced nodes must have rejoined. A kill may lose at
-most snapshot.memory_every steps, and `told` may differ from `lost` by two. Another fault may hold the others
-up for at most trainer.timeout_s + 15 s. The median `on_s` of kills must be at most 8 s.
+Exit code 2 if this machine cannot run the nodes. Exit code 1 unless every trial except those of `--stock` is
+ok. All nodes that are up must end with exit code 0, with one history and the hash of the undisturbed run. A
+kill may lose at most snapshot.memory_every steps, around a join twice as many. Another fault may hold the
+others up for at most trainer.timeout_s + 15 s. The median `on_s` of kills, except those around joins, must be
+at most 8 s.
 """
 
 import argparse
@@ -102,7 +100,7 @@ def inflict(fault: str, node: Node) -> None:
 
 
 def disturb(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
-    """Let the fault happen and end; return the values measured meanwhile."""
+    """Inflict the fault, then mend it (a killed node only if replaced); return the measured values."""
     is_training = job.reach(rng.randrange(60, 200))
     if not is_training:
         return {"on_s": None}
@@ -205,12 +203,12 @@ def lose_around_a_join(trial: Trial, job: NodesJob, rng: random.Random) -> Found
 
 
 def said(job: NodesJob, nodes: Sequence[Node], text: str) -> int:
-    """Return how often these nodes' agents have written a text."""
+    """Return how often a text is in the stderr of these nodes' jobs."""
     return sum(job.running[node].err().count(text) for node in nodes)
 
 
 def has_begun(job: NodesJob, nodes: Sequence[Node], since: float) -> bool:
-    """Return whether, in these nodes' run.json, a generation of all nodes began after `since`."""
+    """Return whether these nodes' last generation has all nodes of the job and began after `since`."""
     generations = read_history(job.newest_run_dir(nodes))["generations"]
     return bool(generations) and generations[-1]["began"] > since and generations[-1]["workers"] == NODES
 
@@ -230,7 +228,7 @@ def outcome(trial: Trial, job: NodesJob) -> Found:
 
 
 def carry_out(trial: Trial, rng: random.Random, undisturbed: Found) -> Found:
-    """Run a trial's job to its end, and compare it with the undisturbed run unless that is empty."""
+    """Run a trial's job to its end, and compare it with `undisturbed`, unless `undisturbed` is empty."""
     settings, began = SETTINGS | trial.settings | {"trainer.max_steps": trial.steps}, time.monotonic()
     with work_folder() as folder, Cluster(NODES, folder, shared=trial.has_storage) as cluster:
         program = changed_program(folder, SLOW) if trial.fault == "join" else str(ROOT / "train.py")
@@ -269,7 +267,7 @@ def is_ok(trial: Trial, found: Found) -> bool:
 
 
 def plan(arguments: argparse.Namespace) -> Iterator[Trial]:
-    """Yield the trials that the arguments ask for, without those of joins."""
+    """Yield the trials that the arguments ask for, except the trials of joins."""
     launch_of = {"shared": "folder", "own": "hosts"}
     for disk in arguments.disks:
         launch = arguments.launch or launch_of[disk]

@@ -1,13 +1,11 @@
-"""One hash for ddp, ddp with a sharded optimizer, and fsdp, with any number of workers.
+"""Is there one hash for ddp, ddp with a sharded optimizer, and fsdp, with several numbers of workers?
 
     python benchmarks/one_hash.py                                       # ten minutes on two cores; Linux
     python benchmarks/one_hash.py --workers 1,2 --steps 2 --no_jobs     # a minute or two
 
 The configurations combine all architectures (or those of --arch), both optimizers, float32 and bfloat16, with
-dropout 0.1 and clipped gradients. fsdp also runs with recomputed activations. The last configuration is wide
-enough for fsdp to gather block by block. The workers are forked after one import of torch. One more
-configuration is trained under torchrun, with one worker and with two. Prints one row per configuration, as
-JSON; exit code 1 unless each has one hash.
+dropout 0.1 and clipped gradients. One more configuration is trained under torchrun, with one worker and with
+two. Prints one row per configuration, as JSON; exit code 1 unless each configuration has one hash.
 """
 
 import itertools

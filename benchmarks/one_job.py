@@ -4,15 +4,14 @@
     python benchmarks/one_job.py --pairs 1 --gaps 1 --successors 0 --superseded 0       # a minute or two
 
 - pair: two jobs are started together in one run_dir, by plain `python train.py`, by torchrun, or with their
-  snapshots in an object store (moto's server). Exactly one must train to the end; the other must end with one
-  sentence that names the process of the first. Then a run in another folder starts with the snapshot.path of
-  the first in the object store: it must be refused by one sentence.
-- gap: a worker of a job is killed, and while its next generation is on its way a second job is started in the
-  same run_dir. It must be refused, and the first must end with the hash of an undisturbed run.
-- successor: a whole job is killed. A job that is started then must take over the run: at once on the same
-  host; after the lease of 20 s on another host, which is its own pid namespace here (needs root).
-- superseded: a job on another host is frozen whole, another job takes over and trains to the end. Woken up,
-  the first must end with one sentence and change no file.
+  snapshots in an object store (moto's server). Exactly one job must train to the end. The other job must end
+  with one sentence that names the winner. With the object store, a run in another folder must be refused.
+- gap: a worker of a job is killed, and a second job is started at once in the same run_dir. The second job
+  must be refused, and the first job must end with the hash of an undisturbed run.
+- successor: a whole job is killed, and a second job is started. On the same host, the second job must not
+  wait. On another host (a pid namespace, needs root), the second job must wait for the lease of 20 s.
+- superseded: all processes of a job on another host are frozen, and another job trains to the end. Woken up,
+  the first job must end with one sentence and change no file.
 
 Prints a row per case, as JSON. Exit code 1 unless all of them end so. Needs Linux.
 """
@@ -49,7 +48,7 @@ def refusals(job: Job) -> list[str]:
 
 
 def is_refused(job: Job, holder: int) -> bool:
-    """Return whether the job ended with one sentence that names the other job's process, and nothing else."""
+    """Return whether the job ended with one sentence that names process `holder`, without a traceback."""
     lines, has_traceback = refusals(job), "mingpt/training/trainer.py" in job.err()
     return len(lines) == 1 and f"process {holder} on host" in lines[0] and not has_traceback
 

@@ -4,11 +4,10 @@
     python benchmarks/planted.py --faults 7 22   # only these, by their number from 1
 
 A fault is two pieces of text: `old`, which stands once in a file of mingpt/, and `new`, which takes its place
-in a copy of the working tree. The fast tests of the file's package run first, then tests with jobs that go
-through the package, its slow tests, and the jobs that run weekly, until a test fails. Prints a row per fault,
-as JSON, with that test or null; exit code 1 if a fault cannot be planted or no test has found it. If you
-delete tests or move code, run this before and after. If your change has removed the `old` text of a fault,
-write a new `old` and `new`, with which the program again has the fault that its `name` describes.
+in a copy of the working tree. Tests run until a test fails. Prints a row per fault, as JSON, with the test
+that failed, or null. Exit code 1 if a fault cannot be planted or no test has found it. If you delete tests
+or move code, run this program before and after. If your change has removed the `old` text of a fault, write
+a new `old` and `new` that give mingpt/ the fault that its `name` describes.
 """
 
 import argparse
@@ -41,7 +40,7 @@ PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", 
 
 
 def copy_tree(target: Path) -> None:
-    """Copy the files that git knows, as they are in the working tree."""
+    """Copy the files that git knows, except benchmarks/results, as they are in the working tree."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in names.stdout.split("\0"):
         source = ROOT / name

@@ -4,7 +4,7 @@
     python benchmarks/prepare.py --megabytes 50 --against CHECKOUT --format jsonl
 
 The text is lines of Python's standard library, drawn from a seed. A BPE tokenizer is trained beforehand. Our
-time is that of the whole command; the package's is that of `encode_batch` on 10,000 lines at once. Exit code
+time is that of the whole command; the package's is that of `encode_batch`, 10,000 lines at a time. Exit code
 1 unless the median of the paired ratios is at most 1.3 (with --against 1.05) and peak memory at most 1 GB.
 """
 

@@ -5,13 +5,13 @@
 
 The last worker computes wrongly ("lies") in a job of 100 steps with a replay every 20:
 
-- `bit`, or `two` with two workers: from step 57 on, each gradient of a block's output has one wrong bit.
+- `bit`, or `two` with two workers: from step 57 on, gradients of a block's output have one wrong bit.
 - `once`: one bit is wrong once, in the first micro-batch that the worker replays at step 60.
-- `copy`: one bit of its weights changes at step 57 (60 with a sharded optimizer, whose update repairs it).
+- `copy`: one bit of a weight changes at step 57, or 60 with a sharded optimizer, which repairs the bit.
 
 In step 61 the job must end with exit code 1 and name only the liar (of two workers, both). Then the same
 command must finish the run without the lie; exact reduction must give the hash of an undisturbed run.
-`--honest` jobs of 500 steps, every other one compiled, run beside two busy processes and must finish. Prints
+`--honest` jobs of 500 steps, every other job compiled, run beside two busy processes and must finish. Prints
 a row per job, as JSON. Exit code 1 if one of these conditions does not hold. Needs Linux.
 """
 
@@ -43,7 +43,7 @@ KINDS = {  # (workers, strategy, reduction) of each job
 
 
 def flip_bit(tensor: torch.Tensor) -> torch.Tensor:
-    """Flip a low bit of the first element, in place."""
+    """Flip bit 12 of the first element of a float32 tensor, in place; return the tensor."""
     tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 12)
     return tensor
 
@@ -73,7 +73,7 @@ def lie() -> None:
 
 
 def try_lie(folder: Path, kind: str, case: tuple[int, str, str], expected: str, tally: common.Tally) -> None:
-    """Run one job that lies, then the same command without a lie. `expected` is the hash of exact jobs."""
+    """Run a job that lies, then the same command without a lie. `expected` is the hash of exact reduction."""
     workers, strategy, reduction = case
     words = [*STRATEGIES[strategy], f"trainer.reduction={reduction}"]
     name = "-".join(map(str, (kind, *case)))

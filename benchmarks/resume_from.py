@@ -1,4 +1,4 @@
-"""Does this checkout resume the snapshots of another to the bits that the other reaches by itself?
+"""Does this checkout, from another checkout's snapshots, reach the bits of the other checkout?
 
     git worktree add /tmp/older COMMIT && python benchmarks/resume_from.py /tmp/older
 
@@ -28,7 +28,7 @@ CASES = {
 
 
 def resume(case: str, checkout: Path, folder: Path) -> set[str]:
-    """Return the hashes at the end. Raises RuntimeError if a job fails, or goes on from another step."""
+    """Run a case; return the final hashes. Raises RuntimeError if a job fails or does not start half way."""
     before, workers_before, after, workers_after = CASES[case]
     theirs, ours = folder / "theirs", folder / "ours"
     folder.mkdir()

@@ -3,9 +3,9 @@
     python benchmarks/schedules.py                    # 60 schedules, half an hour on two cores
     python benchmarks/schedules.py --schedules 1      # a minute
 
-A schedule has 1 to 5 kills, at start-up, in a forward pass, inside the reduction, in an evaluation or in the
-middle of a save, and 1 to 4 workers after each. A kill that hits no living worker is a failure. Prints one
-row per schedule, as JSON; exit code 1 unless all are identical.
+A schedule has 1 to 5 kills: at start-up, in a forward pass, inside the reduction, in an evaluation or in the
+middle of a save. After each kill there are 1 to 4 workers. A kill that hits no living worker is a failure.
+Prints one row per schedule, as JSON; exit code 1 unless all runs are identical.
 """
 
 import random
@@ -20,7 +20,7 @@ from mingpt.tools.verify import find_problems, last_manifest, make_schedule, tra
 
 
 def is_identical(seed: int, folder: Path, settings: dict[str, Any]) -> bool:
-    """Run the schedule of this seed and print its row."""
+    """Run the schedule of this seed, print its row, and return whether there was no problem."""
     rng = random.Random(f"schedule {seed}")
     began, workers = time.monotonic(), rng.randint(1, 4)
     kills = make_schedule(seed, rng.randint(1, 5), [1, 2, 3, 4])

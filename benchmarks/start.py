@@ -7,9 +7,9 @@
     python benchmarks/start.py --kills 1 --steps 30     # half a minute
 
 Uses the default run, on two cores; starts are without its first evaluation. Prints a row per round or kill,
-as JSON, then medians of the paired ratios: with --against, our time over the other checkout's; last, our time
-over that of importing torch. Exit code 1 unless this last ratio is at most 2.5 for a start, 1.25 after a
-kill, and every run with kills ended with the bits of an undisturbed one.
+as JSON, then medians of paired ratios. With --against, the first ratio is our time over the other checkout's.
+The last ratio is our time over the time to import torch. Exit code 1 unless the last ratio is at most 2.5 for
+a start, or 1.25 after a kill. Every run with kills must also end with the bits of an undisturbed run.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def stamp(run_dir: Path) -> list[tuple[int, int]]:
 def seconds_to_recover(
     job: Job, run_dir: Path, step: int, rng: random.Random, import_s: float, signum: int = signal.SIGKILL
 ) -> float:
-    """Send a worker the signal; return the seconds until a later generation has completed a step."""
+    """Send a random worker the signal after `step`; return the seconds to a later generation's first step."""
     job.wait_until(lambda: last_step(run_dir) >= step, 300)
     time.sleep(rng.uniform(0, 0.2))  # a random moment in a step
     pids, before = job.workers(), len(read_history(run_dir)["generations"])
@@ -100,7 +100,7 @@ def seconds_to_recover(
 
 
 def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
-    """Kill workers, in as many runs as that takes; return the exit code."""
+    """Kill workers, in as many runs as are needed; return the exit code."""
     rng, tally = random.Random(arguments.seed), common.Tally()
     took, ratios = list[float](), list[float]()
     # Each step has a record, so that a completed step is seen.

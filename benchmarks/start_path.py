@@ -68,7 +68,7 @@ def note_call(prefix: str, entered: dict[str, set[int]], frame: FrameType, event
 
 
 def count_collectives() -> list[str]:
-    """Return a list to which each later call of a collective, in any thread, adds its name."""
+    """Return a list to which each later call of a function in COLLECTIVES, in any thread, adds its name."""
     import torch.distributed
 
     called = list[str]()

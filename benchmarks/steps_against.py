@@ -7,19 +7,20 @@
     python benchmarks/steps_against.py --nanogpt CHECKOUT TEXT --sizes cpu           # 15 minutes
     python benchmarks/steps_against.py /tmp/older --sizes default --rounds 1         # a minute
 
-Runs of two workers under torchrun, without evaluations and snapshots, on two cores that nobody else uses. A
-step's time is the median over the records of metrics.jsonl after the first quarter. Prints a row per round,
-as JSON, then the median and the range of the paired ratios. The ratio is our time over the other checkout's;
-with --reduction, the time with exact reduction, or with ExactHook (only ddp), over that with fast reduction;
-with --nanogpt, nanoGPT's time over ours. --scaling and --jobs give an `efficiency`: the tokens/s of W workers
-over W times those of one worker, or over those of two jobs at once, each with one worker and half the batch.
+Runs have two workers under torchrun unless said otherwise. Needs two cores that nobody else uses. Prints a
+row per round, as JSON, then the median and the range of the paired ratios:
 
-nanoGPT runs from a copy of its checkout on TEXT, tiny Shakespeare as one file, with its own train.py and the
-settings of its README's CPU run (`cpu`: 4 layers, 4 heads, 128 wide, block 64, batch 12) or of its
-shakespeare_char configuration (`10M`). It runs not compiled, as its README says; not compiled but with
-bfloat16 autocast, which its train.py leaves out on a CPU (one line is changed in the copy); and compiled.
-Ours runs as two workers of one thread, the same compiled, and one compiled worker of two threads. Exit code 1
-if --scaling finds less than 0.95 for two workers at 10M, or 0.92 at another size.
+CHECKOUT      our time over the other checkout's
+--reduction   time with exact reduction over time with fast reduction; for ddp also ExactHook over fast
+--nanogpt     nanoGPT's time over ours
+--scaling     `efficiency`: tokens/s of W workers over W times the tokens/s of one worker (exact reduction)
+--jobs        `efficiency`: tokens/s over those of two jobs at once, each with one worker and half the batch
+
+nanoGPT runs in a copy of CHECKOUT, on TEXT, tiny Shakespeare as one file. Size `cpu` has the settings of the
+CPU run in nanoGPT's README. Size `10M` is nanoGPT's shakespeare_char configuration. nanoGPT runs in three
+ways: not compiled; not compiled, with bfloat16 autocast; and compiled. Ours runs as two workers of one
+thread, the same compiled, and one compiled worker of two threads. Exit code 1 if --scaling finds less than
+0.95 for two workers with exact reduction at 10M, or 0.92 at another size.
 """
 
 import argparse
@@ -137,9 +138,9 @@ def exact_over_fast(bench: Bench, size: str, arguments: argparse.Namespace) -> b
 
 
 def scaling(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
-    """Measure 1, 2 and 4 workers; return whether two are efficient enough.
+    """Measure 1, 2 and 4 workers; return whether two workers are efficient enough.
 
-    One worker has DistributedDataParallel around its model only under `fast`: that row shows its cost.
+    The row "fast, one worker" shows the cost of DistributedDataParallel.
     """
     variants: dict[str, Callable[[], float]] = {
         f"{reduction} {workers}": functools.partial(
@@ -184,7 +185,7 @@ def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> b
 def copy_peer(checkout: Path, text: str, copy: Path) -> None:
     """Copy nanoGPT, and add the data that its own prepare.py would make of `text`.
 
-    The copy's train_bfloat16.py is its train.py with autocast on the CPU.
+    In the copy, train_bfloat16.py is train.py with autocast on the CPU.
     """
     shutil.copytree(checkout, copy)
     folder = copy / "data" / "shakespeare_char"
@@ -205,7 +206,7 @@ def copy_peer(checkout: Path, text: str, copy: Path) -> None:
 def peer_step_s(
     copy: Path, size: str, variant: str, device: str = "cpu", steps: int = 0, timeout_s: float | None = None
 ) -> float:
-    """Train with nanoGPT; return the median seconds per iteration of the second half, by its own clock."""
+    """Train with nanoGPT; return its median seconds per iteration in the second half. Raises RuntimeError."""
     program = "train_bfloat16.py" if variant == "bfloat16" else "train.py"
     steps = steps or SIZES[size]["trainer.max_steps"]
     evaluation = ["--eval_iters=1", "--eval_interval=100000", "--log_interval=1", f"--max_iters={steps}"]

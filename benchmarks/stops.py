@@ -5,14 +5,14 @@
     python benchmarks/stops.py --pause --stops 10     # by trainer.pause_after, some minutes
 
 The ways to stop a job take turns: SIGTERM to the agent, SIGINT to the agent, SIGUSR1 to a worker, a STOP
-file. So do the moments: in the first worker's first 2 s, during an evaluation, at any time. With --pause a
-worker is killed at that moment, and the job stops by trainer.pause_after. After each stop the same command is
-started again, until the run is finished; then a new run begins. Prints a row per stop, as JSON.
+file. So do the moments: in the first worker's first 2 s, after an evaluation has begun, at any time. With
+--pause a worker is killed at the moment, and the job stops by trainer.pause_after. After each stop the same
+command is started again, until the run is finished; then a new run begins. Prints a row per stop, as JSON.
 
-After a stop the workers must be gone within 2 s plus a step and the rest of their imports. No snapshot may be
-lost, and workers that had begun to train must leave a snapshot of their last step. After the time of a pause,
-at most one step may begin. Each run must end with the hash and the records of an undisturbed run. Exit code 1
-if one of these conditions does not hold. Needs Linux.
+After a stop the workers must be gone within 2 s plus a step and the rest of their imports. The newest
+snapshot may not be lost, and workers that had begun to train must leave a snapshot of their last step. After
+the time of a pause, at most one step may begin. Each run must end with the hash and the records of an
+undisturbed run. Exit code 1 if one of these conditions does not hold. Needs Linux.
 """
 
 import json
@@ -44,7 +44,7 @@ CODE = "import os, pathlib, stops; stops.leave_marks(pathlib.Path(os.environ['MA
 
 
 def leave_marks(marks: Path) -> None:
-    """Write files that mark when a worker listens, has imported everything, evaluates and begins a step."""
+    """Write files that mark when a worker listens, has imported the trainer, evaluates and begins a step."""
 
     def note_imports() -> None:
         while not hasattr(sys.modules.get("mingpt.training.trainer"), "Trainer"):
@@ -104,7 +104,7 @@ def wait_for_moment(
 ) -> float:
     """Wait for the moment; return the seconds since the first worker's start.
 
-    Raises RuntimeError if the job ends before.
+    Raises RuntimeError if the job ends while this function waits for an event of the job.
     """
     job.wait_until(job.workers)
     began = time.monotonic()
@@ -148,7 +148,7 @@ def stop_once(
 
 
 def records(run_dir: Path) -> list[tuple[int, float]]:
-    """Return (step, loss) of each record, in order; a step that was recorded twice is there twice."""
+    """Return (step, loss) of each record, in order; a step with two records is there twice."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line.get("train/loss", line.get("val/loss"))) for line in lines]
 

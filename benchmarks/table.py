@@ -20,7 +20,10 @@ PRESETS = [
 
 
 def preset(path: Path) -> str:
-    """Return a row of a preset: FLOP of forward and backward (Chowdhery et al. 2022), state in float32."""
+    """Return a preset's line of the table.
+
+    FLOP are those of forward and backward passes (Chowdhery et al. 2022). State is in float32.
+    """
     import torch
 
     from mingpt.config.cli import parse

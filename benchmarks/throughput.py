@@ -3,11 +3,10 @@
     python benchmarks/throughput.py     # default, nanoGPT's CPU size, 10 M with and without dropout: 5 min
     python benchmarks/throughput.py --sizes default --rounds 1             # half a minute
 
-Prints a row per size, as JSON. `products` is the share of a step's time that its arithmetic would take at the
-measured rate of a large matrix product in the run's type. A part's share is its time in the main thread; each
-part ends with its event (ENDS). `reduction` is what is left of it after the last backward pass, and
-`optimizer` includes clipping. CPU seconds and page faults of a step, and peak memory, are rank 0's. Measured
-with and without `trainer.parallel=fsdp`, they show the cost of sharding, also on cores that others use. On a
+Prints a row per size, as JSON. `products` is the share of a step's time that the step's arithmetic would take
+at the rate of a large matrix product in the run's type. A part's share is its time in the main thread; each
+part ends with its event (ENDS). `reduction` is what is left of the reduction after the last backward pass;
+`optimizer` includes clipping. CPU seconds and page faults of a step, and peak memory, are rank 0's. On a
 GPU (`--workers 1 trainer.device=cuda`) the shares of forward and backward are the times of their launches.
 Needs cores that nobody else uses.
 """

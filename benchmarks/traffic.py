@@ -3,20 +3,20 @@
     python benchmarks/traffic.py                                          # 2 to 32 workers, half an hour
     python benchmarks/traffic.py --workers 2 --strategies "ddp exact" --optimizers adamw     # half a minute
 
-The trainer runs in workers forked after one import of torch. The workers take each other for workers of other
-nodes. torch's profiler names every collective of gloo, in every thread, with the number and the type of its
-elements; the kernel counts the bytes of every socket. These are counts, not seconds: they do not depend on
-how busy a machine is. A worker that gives n bytes to a collective of W workers sends:
+The trainer runs in workers forked after one import of torch. Each worker takes the others for workers of
+other nodes. torch's profiler names every collective of gloo, in every thread, with the number and the type of
+its elements; the kernel counts the bytes of every socket. The results are counts, not seconds: they do not
+depend on how busy a machine is. A worker that gives n bytes to a collective of W workers sends:
 
     all_to_all   n (W - 1) / W     its own part stays; if parts differ in size, on average over the workers
-    all_gather   n (W - 1)         each passes on what it gets, in a ring
+    all_gather   n (W - 1)         each worker passes on what it gets, in a ring
     all_reduce   2 n (W - 1) / W   a ring; also FSDP2's own reduce-scatter, which gloo does as an all-reduce
     broadcast    n (W - 1) / W     on average over the workers
 
-`sent` is the sum of these bytes, `wire` the bytes that the sockets between workers have sent. `ring` is the
-bytes of an all-reduce of the gradient: 2 (W - 1) / W x 4 bytes x parameters. Figures are means over the
-workers; `largest` is the figure of the worker that sends most; calls are the first worker's. Prints one row
-per strategy, optimizer and number of workers, as JSON. Needs Linux.
+`sent` is the sum of these bytes, `wire` the bytes that the sockets between workers have sent; both are means
+over the workers. `largest` is the largest `sent` of a worker. `calls` are the first worker's. `ring` is the
+bytes of an all-reduce of the gradient: 2 (W - 1) / W x 4 bytes x parameters. Prints one row per strategy,
+optimizer and number of workers, as JSON. Needs Linux.
 """
 
 import itertools
@@ -101,7 +101,7 @@ class Recorder:
 
 
 def sent_to_workers() -> int:
-    """Return the bytes that this process has sent by its open sockets, except those to the store."""
+    """Return the acknowledged bytes that this process has sent by open TCP sockets, except to the store."""
     store_port, sent = int(os.environ["MASTER_PORT"]), 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -116,7 +116,7 @@ def sent_to_workers() -> int:
 
 
 def subscribe(folders: list[Path]) -> None:
-    """Make workers that are forked later write their counts to the folder that is last when they start."""
+    """Make workers that are forked later write their counts to the folder that is last in `folders`."""
     recorders: list[Recorder] = []
 
     def start(launch: Any) -> None:
@@ -136,9 +136,10 @@ def sent_bytes(given: dict[str, int], workers: int) -> dict[str, float]:
 
 
 def summary(by_rank: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
-    """Return the counts of the workers: calls of the first worker, bytes as means over all workers.
+    """Return the figures of a row (see the module's docstring), and `messages`.
 
-    `messages` is the least number of messages that gloo sends: W - 1 per round of a ring or an all-to-all.
+    `messages` are those of the first worker's calls, without broadcasts: W - 1 per round of a ring or an
+    all-to-all.
     """
     totals = [sum(sent_bytes(counted["given"], workers).values()) for counted in by_rank]
     calls, rounds = by_rank[0]["calls"], {"all_to_all": 1, "all_gather": 1, "all_reduce": 2}
