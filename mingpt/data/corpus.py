@@ -136,8 +136,8 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
     """Return the Corpus of `data`. A text is encoded with `tokenizer`; shards are tokens already.
 
     The last `data.val_fraction` of a text is for validation. `rows` is the number of embedding rows of a
-    model that is trained further; None for a new model. The corpus's `vocab_size` is `rows`, if known, else
-    data.vocab_size, if set, else the vocabulary's size.
+    model that is trained further; None for a new model. The corpus's `vocab_size` is the first of these that
+    is not None: `rows`, data.vocab_size, the vocabulary's size.
 
     Raises UserError if the training or validation part is shorter than a window, or if the tokenizer cannot
     encode the text. Also raises UserError if a new model's data.vocab_size is less than the tokenizer's size.
@@ -167,10 +167,11 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
 
 
 def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
-    """Return the lowest possible loss, in nats per character, that input.json beside a text input.txt gives.
+    """Return the lowest possible validation loss of a text, in nats per character, from a file beside it.
 
-    Returns None if the file cannot be read, or has no such number. Also returns None if the number is for a
-    different val_fraction, or for a text with a different hash than `fingerprint`.
+    For a text NAME.txt, the file is NAME.json. Returns None if the file cannot be read, or has no such
+    number. Also returns None if the number is for a different val_fraction, or for a text with a different
+    hash than `fingerprint`.
     """
     beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
     try:

@@ -180,7 +180,8 @@ def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast:
     """Return whether later calls of `forward` give the bits of the first call with the same input.
 
     The loss and the gradients are compared. `forward` is `loss`, compiled. It is called in turn with two
-    random inputs of the shape of `example`. `autocast()` is the context of a forward pass.
+    random inputs of the shape of `example`. The weights are random during the calls, and then restored. Seeds
+    torch with 0, and sets all gradients to None. `autocast()` is the context of a forward pass.
     """
     generator = torch.Generator().manual_seed(0)
     inputs = [

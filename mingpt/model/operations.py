@@ -9,9 +9,9 @@
 | dropout | torch's | random bytes, vectorised | random bytes |
 | attention | torch's fused kernel | matrix products, up to MAX_MATH_ATTENTION tokens | likewise |
 
-Autograd's own backward passes keep and read more intermediate results, and copy between the layouts of
-consecutive matrix products. On one core, `CPUOps` shortens a micro-batch of the default run by a ninth. The
-head and its loss have one version, which computes many logits in chunks.
+torch's backward passes keep and read more intermediate results than those of `CPUOps`, and copy between the
+layouts of consecutive matrix products. On one core, `CPUOps` shortens a micro-batch of the default run by a
+ninth. The head and its loss have one version, which computes many logits in chunks.
 """
 
 import functools
@@ -112,7 +112,7 @@ class TorchOps:
     def rms_norm(self, x: Tensor) -> Tensor:
         """Divide x by its root mean square along the last dimension.
 
-        The result has x's dtype or, under autocast, float32 (on a GPU) or autocast's dtype (CPUOps).
+        Without autocast the result has x's dtype; with autocast, float32 on a GPU, autocast's in CPUOps.
         """
         return rms_norm(x)
 

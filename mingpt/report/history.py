@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class Generation(pydantic.BaseModel):
-    """The fields of a generation's entry in run.json that this program reads; RunHistory explains them."""
+    """The fields of a generation's entry in run.json that are checked when the file is read.
+
+    The entry has others: see RunHistory.
+    """
 
     end: str
     workers: Count = 1
@@ -49,7 +52,7 @@ class Suspects(pydantic.BaseModel):
 
 
 class History(pydantic.BaseModel):
-    """The fields of run.json that this program reads; the file may have others."""
+    """The fields of run.json that are checked when the file is read; the file has others."""
 
     id: RunId
     job: str = ""

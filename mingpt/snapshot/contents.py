@@ -40,9 +40,10 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     """Check that a snapshot holds a run's whole state, or one rank's part of it; else raise CorruptSnapshot.
 
     If `manifest.shard` is None, the snapshot must hold the whole state. Otherwise it must hold the rows of
-    each sharded tensor that rank `manifest.shard.rank` held. If the snapshot holds any tensor that is not
-    sharded, it must hold all tensors that are not sharded, and the run's tokenizer, if any. A tokenizer.json
-    is not parsed here, because that takes a long time. For the arguments and the UserError see `check_model`.
+    each sharded tensor that rank `manifest.shard.rank` held. Such a part must hold all tensors that are not
+    sharded, or none of them. A part with these tensors must also hold the run's tokenizer, if any. A
+    tokenizer.json is not parsed here, because that takes a long time. For the arguments and the UserError see
+    `check_model`.
     """
     missing = sorted({"config", "tokenizer", "data", "software"} - manifest.model_fields_set)
     if len(missing) == 4:  # not corrupt: a different program wrote the snapshot, which stays as it is

@@ -317,10 +317,11 @@ def find_latest(
     """Find, for all ranks, the newest valid snapshot on disk or in memory that passes `check`. Collective.
 
     The first worker of each node reads `disk` and `memory`. After a restart, all snapshots in memory count,
-    because snapshots on disk may be lost with a node. In a job's first generation, not all count. The field
-    `after` is the newest step on disk when the snapshot in memory was saved. If `after` is above 0, some disk
-    must have a snapshot, valid or not, of step `after` or later. A user who deletes snapshots on disk can
-    thus go back to an earlier step. For `check` and `rows_of` see `Reader`; for UserErrors see `Reader.view`.
+    because snapshots on disk may be lost with a node. In a job's first generation, a snapshot in memory
+    counts only if some disk has a snapshot, valid or not, of step `after` or later. `after` is a field of the
+    manifest of the snapshot in memory: the newest step on disk when this snapshot was saved. If `after` is 0,
+    the snapshot always counts. So a user who deletes snapshots on disk can go back to an earlier step. For
+    `check` and `rows_of` see `Reader`; for UserErrors see `Reader.view`.
     """
     stores = [disk, *memory] if context.launch.local_rank == 0 else []
     reader = Reader(stores, check, rows_of, context.rank)

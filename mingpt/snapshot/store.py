@@ -264,9 +264,9 @@ class SnapshotStore(FileStore):
             log.info(f"{unfinished_name(step)} is left in {self.url} ({reason_of(error)})")
 
     def remove(self, step: int) -> None:
-        """Delete the files of `step`, a snapshot or an unfinished save, the manifest first.
+        """Delete the files of the snapshot, or of the unfinished save, of `step`.
 
-        Raises ClaimLost, OSError or an error of fsspec's driver.
+        The manifest is deleted first. Raises ClaimLost, OSError or an error of fsspec's driver.
         """
         self.check_claim()
         self.remove_files(step)

@@ -206,8 +206,9 @@ def match_rows(
     """Return an embedding, (V, C), for the tokens of `tokenizer`, made of rows of `here` and `there`.
 
     `other` is the tokenizer of `there`. A token that both tokenizers have gets its row of `there`; any other
-    token keeps its row of `here`. Returns `there` itself if `there` and `here` have the same shape, and the
-    tokenizers are equal or one of them is None. `name` is the embedding's name in the log.
+    token keeps its row of `here`. If the tokenizers are equal, and `there` and `here` have the same shape,
+    returns `there` itself. A tokenizer that is None counts as equal to any other. `name` is the embedding's
+    name in the log.
     """
     is_same = tokenizer is None or other is None or tokenizer.fingerprint() == other.fingerprint()
     if is_same and there.shape == here.shape:

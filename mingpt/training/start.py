@@ -196,10 +196,11 @@ def find_snapshot(
 
 
 def open_store(config: Config, context: DistributedContext, claim: Claim) -> SnapshotStore:
-    """Return the SnapshotStore of this run's snapshots, which calls `claim.check` before it writes a file.
+    """Return the SnapshotStore for this run's snapshots.
 
-    Raises UserError, only on this rank, if the driver for a URL is not installed or, under a launcher, if the
-    URL begins with memory://.
+    The store calls `claim.check` before a file gets its final name or is uploaded. Raises UserError, only on
+    this rank, if snapshot.path is a URL whose driver is not installed. Also raises UserError if snapshot.path
+    begins with memory:// and a launcher has started this process.
     """
     url = config.snapshot.path or str(Path(config.run_dir) / "snapshots")
     store = SnapshotStore(url, check_claim=claim.check)
