@@ -1,1 +1,1 @@
-"""Helpers that several tests share: small models, runs, snapshots, and a context without a process group."""
+"""Helpers that tests and benchmarks share, such as small models, whole jobs and simulated nodes."""

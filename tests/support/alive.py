@@ -1,4 +1,4 @@
-"""Counts the bytes of living tensors that operations have returned."""
+"""A dispatch mode that measures the memory of operations' results."""
 
 import weakref
 from typing import Any
@@ -9,7 +9,10 @@ from torch.utils._pytree import tree_iter
 
 
 class AliveTensors(TorchDispatchMode):
-    """Counts the bytes of operations' results not freed yet (`now_bytes`), and the peak (`peak_bytes`)."""
+    """Counts the bytes of results that operations return under this mode.
+
+    `now_bytes` counts the results that are not yet freed; `peak_bytes` is the largest `now_bytes` so far.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,14 +13,14 @@ def accumulate(run_dir: Path, name: str) -> Any:
 
 
 def read_scalars(run_dir: Path, name: str = "tensorboard") -> dict[str, list[tuple[int, float]]]:
-    """{tag: (step, value) of each point in order}."""
+    """Return {tag: [(step, value), ...]}, in order, from the event files in the run's folder `name`."""
     events = accumulate(run_dir, name)
     tags = events.Tags()["scalars"]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
 def read_texts(run_dir: Path, name: str = "tensorboard") -> dict[str, list[tuple[int, str]]]:
-    """{tag: (step, text) of each text in order}."""
+    """Return {tag: [(step, text), ...]}, in order, from the event files in the run's folder `name`."""
     events = accumulate(run_dir, name)
     return {
         tag.removesuffix("/text_summary"): [

@@ -1,4 +1,4 @@
-"""Workers of an optimizer, as threads of one process that exchange tensors as objects."""
+"""Runs the workers of an optimizer as threads of this process, and makes the pieces that they hold."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def run_workers(rows: RowMap, work: Callable[[RowMap, Transport], R]) -> list[R]:
-    """The results of `work` on each worker of `rows`, by rank. Raises an exception that a rank has raised."""
+    """Run `work` on `rows.workers` ranks; return its results by rank. Raises an exception of a rank."""
     results: list[Any] = run_ranks(rows.workers, lambda context: work(rows, context.transport))
     errors = [result for result in results if isinstance(result, Exception)]
     errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
@@ -24,6 +24,6 @@ def run_workers(rows: RowMap, work: Callable[[RowMap, Transport], R]) -> list[R]
 
 
 def pieces(tensors: Mapping[str, Tensor], rows: RowMap, rank: int) -> dict[str, Tensor]:
-    """Copies of the rows that `rows` gives to a rank: all rows of a tensor that is not split."""
+    """Copies, by name, of the rows that a rank holds: all rows of a tensor that `rows` does not split."""
     own = {name: rows.of(name, rank) for name in tensors}
     return {name: tensor[own[name].start : own[name].stop].clone() for name, tensor in tensors.items()}

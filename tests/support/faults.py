@@ -1,4 +1,4 @@
-"""A disk that is full, or broken, for some files."""
+"""Simulates a disk that is full, or broken, for some files."""
 
 import errno
 import os
@@ -15,9 +15,10 @@ def path_of(descriptor: int) -> str:
 
 
 class FaultyDisk:
-    """Calls of os.<function> on paths that contain `name` raise OSError with `code` while `broken`.
+    """Makes os.<function> raise OSError with `code` for paths that contain `name`, while `broken` is true.
 
-    With `partly`, for os.write, calls take turns: a call writes half of its data, the next call raises.
+    `hits` counts the errors. With `partly` (only for os.write), these calls take turns: one call writes half
+    of its data, the next call raises.
     """
 
     def __init__(

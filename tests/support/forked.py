@@ -1,4 +1,4 @@
-"""Run programs of the tutorial in forks of a process that has imported torch: each import takes seconds."""
+"""Runs programs of the tutorial in forks of a process that has imported torch: the import takes seconds."""
 
 import functools
 import multiprocessing
@@ -23,7 +23,10 @@ FORKS.set_forkserver_preload(
 
 
 def run_forked(command: str, folder: Path) -> str:
-    """Run a command's module in `--nproc_per_node` forks (without this option 1); return stdout."""
+    """Run the module that follows -m in `command`, in `--nproc_per_node` forks (default 1); return stdout.
+
+    Calls `link_root(folder)` first. Raises AssertionError if a fork fails or runs longer than TIMEOUT_S.
+    """
     link_root(folder)
     workers, deadline = re.search(r"--nproc_per_node=(\d+)", command), time.monotonic() + TIMEOUT_S
     size, port, words = int(workers[1]) if workers else 1, free_port(), command.partition(" -m ")[2].split()
@@ -41,7 +44,10 @@ def run_forked(command: str, folder: Path) -> str:
 
 
 def become_worker(rank: int, size: int, port: int, words: list[str], folder: Path, output: str) -> None:
-    """Run a module as this process's program, with torchrun's main variables; output goes to two files."""
+    """Run the module `words[0]` with the arguments `words[1:]` and with torchrun's main variables.
+
+    In the folder `output`, the file `1` gets stdout and the file `2` gets stderr.
+    """
     os.chdir(folder)
     for descriptor in (1, 2):
         os.dup2(os.open(f"{output}/{descriptor}", os.O_CREAT | os.O_APPEND | os.O_WRONLY), descriptor)

@@ -1,4 +1,4 @@
-"""Several ranks as forks of this process, which exchange tensors by gloo and share one import of torch."""
+"""Runs ranks as forks of this process, so that none has to import torch. They exchange tensors by gloo."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0
 
 
 class ForkedContext(DistributedContext):
-    """The context of a rank. If there are several ranks, their process group must exist already."""
+    """The context of a rank. With several ranks, the process group must exist already."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.launch = Launch(
@@ -40,7 +40,7 @@ class ForkedContext(DistributedContext):
 
 
 def share_memory(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> Transport:
-    """Set and return the context's transport: a worker's, with shared memory if possible. Collective."""
+    """Set the context's transport to the one that a worker would use; return the transport. Collective."""
     listener, address = shared_memory.listen()
     addresses = context.all_gather_object(address)
     context.transport = connect(context.rank, listener, addresses, context.all_gather_object, timeout_s)
@@ -50,7 +50,7 @@ def share_memory(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> T
 def fork_ranks(
     world_size: int, work: Callable[[DistributedContext], T], timeout_s: float = TIMEOUT_S
 ) -> list[T | Exception | None]:
-    """The results of `work` by rank: what it returns or raises, None for a rank that died.
+    """Run `work` in `world_size` forks; return, by rank, what it returned or raised (None: the rank died).
 
     Raises TimeoutError if a rank has sent no result after `timeout_s`.
     """
@@ -73,7 +73,10 @@ def fork_ranks(
 
 
 def receive(receiver: Connection, deadline: float) -> Any:
-    """The object that a rank sends; None if the rank dies. Raises TimeoutError after `deadline`."""
+    """Return the object that a rank sends; None if the rank dies.
+
+    Raises TimeoutError if neither has happened by `deadline`, a time of time.monotonic.
+    """
     is_there = receiver.poll(max(0.0, deadline - time.monotonic()))
     if not is_there:
         raise TimeoutError("a rank has not ended in time")
@@ -86,9 +89,10 @@ def receive(receiver: Connection, deadline: float) -> Any:
 def results_of(
     world_size: int, work: Callable[[DistributedContext], T], timeout_s: float = TIMEOUT_S
 ) -> list[T]:
-    """The values that `work` returns, by rank.
+    """Run `work` in `world_size` forks; return, by rank, what it returned.
 
-    Raises an exception that a rank has raised, or AssertionError if a rank died or returned None.
+    Raises an exception that a rank has raised, AssertionError if a rank died or returned None, and
+    TimeoutError as `fork_ranks` does.
     """
     values: list[T] = []
     for result in fork_ranks(world_size, work, timeout_s):
@@ -102,7 +106,7 @@ def results_of(
 def run_rank(
     sender: Connection, folder: str, rank: int, world_size: int, work: Callable[[DistributedContext], Any]
 ) -> None:
-    """Run `work` in a fork, send its result or its exception, and end the process."""
+    """In a fork, run `work`, send what it returns or raises, and end the process. Ranks meet in `folder`."""
     try:
         torch.set_num_threads(1)
         if world_size > 1:

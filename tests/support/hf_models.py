@@ -1,4 +1,4 @@
-"""Models of transformers with random weights, and runs to export, for tests."""
+"""Makes models of transformers with random weights, and run folders with a snapshot, for tests."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from support.training import make_optimizer
 
 
 def their_model(config: ModelConfig, vocab_size: int = 31, block_size: int = 24) -> Any:
-    """A model of transformers with random weights, biases and norms."""
+    """The model of transformers that corresponds to `config`, with random weights, biases and norms."""
     transformers = import_transformers()
     torch.manual_seed(3)
     fields = hf_fields(config, vocab_size=vocab_size, block_size=block_size)
@@ -28,7 +28,10 @@ def their_model(config: ModelConfig, vocab_size: int = 31, block_size: int = 24)
 
 
 def save_run(folder: Path | str, config: Config, characters: str, step: int = 30, loss: float = 0.5) -> GPT:
-    """Write a snapshot of a model with random weights, biases and norms to a run folder; return the model."""
+    """Write a snapshot of a model with random weights, biases and norms to a run folder; return the model.
+
+    `characters` make the tokenizer's vocabulary; `loss` is the validation loss in the manifest.
+    """
     torch.manual_seed(5)
     tokenizer = CharTokenizer(characters)
     model = GPT(config.model, vocab_size=len(characters), block_size=config.data.block_size).eval()

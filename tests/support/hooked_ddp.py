@@ -1,4 +1,4 @@
-"""DistributedDataParallel with ExactHook, as a strategy, to be compared with other strategies."""
+"""A strategy for tests: DistributedDataParallel with ExactHook. The import enters it in STRATEGIES."""
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -8,7 +8,7 @@ from mingpt.parallel.strategy import Forward
 
 
 class HookedDDP(ddp.DDPReduction):
-    """DistributedDataParallel with ExactHook. All micro-batches but the last are under `no_sync`."""
+    """DistributedDataParallel with ExactHook. In a step, only the last micro-batch is outside `no_sync`."""
 
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
         if not dist.is_initialized():  # there is a single rank

@@ -1,4 +1,4 @@
-"""Whole jobs, started and watched from outside, and what they leave; for tests and benchmarks."""
+"""Starts jobs, watches their processes and reads their run folders, for tests and benchmarks."""
 
 import hashlib
 import json
@@ -38,7 +38,10 @@ def descendants(pid: int) -> list[int]:
 
 
 class Job:
-    """A command that is started in `cwd`. Its output is appended to `<output>.out` and `<output>.err`."""
+    """A command that the constructor starts in `cwd`, with `env` added to `clean_environment`.
+
+    The command's stdout is appended to `<output>.out`, its stderr to `<output>.err`.
+    """
 
     def __init__(self, command: Sequence[str], output: Path, *, cwd: Path = ROOT, **env: str) -> None:
         self.out_path, self.err_path = Path(f"{output}.out"), Path(f"{output}.err")
@@ -54,7 +57,10 @@ class Job:
         self.pid = self.process.pid
 
     def workers(self) -> list[int]:
-        """Process ids of living children that run train.py, sorted: usually in the order of the ranks."""
+        """Return the process ids of the command's living children that run train.py, sorted.
+
+        This is usually the order of the ranks.
+        """
         need_proc()
         found = []
         for pid in children(self.pid):
@@ -70,7 +76,7 @@ class Job:
         return self.process.poll() is None
 
     def wait(self, timeout_s: float = 120) -> int:
-        """Wait for the exit code. After `timeout_s`, kill the job and raise TimeoutError."""
+        """Wait for the exit code and return it. After `timeout_s`, kill the job and raise TimeoutError."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -80,7 +86,7 @@ class Job:
             ) from None
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float = 90) -> Any:
-        """Poll until the condition holds; returns its value.
+        """Poll until `condition` returns a true value; return this value.
 
         Raises RuntimeError if the job ends first, and TimeoutError after `timeout_s`.
         """
@@ -114,7 +120,7 @@ class Job:
 
 
 def read_history(run_dir: Path) -> dict[str, Any]:
-    """The content of run.json; while there is no such file, the status "none" and no generations."""
+    """Return the content of run.json. Without run.json, return {"status": "none", "generations": []}."""
     try:
         return dict(read_json(run_dir / "run.json"))
     except OSError:
@@ -122,9 +128,10 @@ def read_history(run_dir: Path) -> dict[str, Any]:
 
 
 def tensor_hash(run_dir: Path, step: int | None = None) -> str:
-    """One SHA-256 for all tensor files of a step, by default the newest; "none" without a snapshot.
+    """One SHA-256 for all tensor files of the snapshot of `step`; "none" if there is no such snapshot.
 
-    The hash is computed from the SHA-256 of each file, in the manifest's order.
+    With `step` None, it is the newest snapshot. The hash is computed from the SHA-256 of each file, in the
+    manifest's order.
     """
     folder = run_dir / "snapshots"
     manifests = sorted(folder.glob("step_*.json" if step is None else f"step_{step:08d}.json"))
@@ -143,7 +150,7 @@ def free_port() -> int:
 
 
 def read_metric(run_dir: Path, name: str = "train/loss") -> dict[int, float]:
-    """{step: value} of a metric; a line that is being written is left out."""
+    """Return {step: value} of a metric in metrics.jsonl, without a last line that is still being written."""
     try:
         lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     except OSError:
@@ -153,5 +160,5 @@ def read_metric(run_dir: Path, name: str = "train/loss") -> dict[int, float]:
 
 
 def last_step(run_dir: Path) -> int:
-    """The largest step with a training loss on record; -1 if there is none."""
+    """The largest step with a training loss in metrics.jsonl; -1 if there is none."""
     return max(read_metric(run_dir), default=-1)

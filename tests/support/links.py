@@ -1,4 +1,4 @@
-"""Finds files, headings, names and commands on a page that do not exist in the repository."""
+"""Finds the files, headings, names and commands that a page mentions and the repository does not have."""
 
 import re
 from collections.abc import Iterator, Set
@@ -21,9 +21,9 @@ SUFFIXES = (".py", ".yaml", ".sbatch", ".sh", ".txt", ".md", ".svg")
 
 
 def wrong_statements(page: Path, root: Path, added: Set[str] = frozenset()) -> list[str]:
-    """A line for each link, path, name or command on the page that the repository at `root` does not have.
+    """Return an error text for each file, heading, name or command on the page that does not exist.
 
-    `added` are files that the page tells the reader to write.
+    `root` is the repository's folder. `added` are paths of files that the page tells the reader to write.
     """
     text = page.read_text()
     prose = COMMENT.sub("", FENCED.sub("", text))
@@ -59,10 +59,10 @@ def anchors(text: str) -> set[str]:
 
 
 def wrong_paths(prose: str, root: Path, added: Set[str]) -> Iterator[str]:
-    """Yield a line for each missing file or folder that the page names in backticks.
+    """Yield an error text for each missing file or folder that the page names in backticks.
 
-    A path that begins with one of FOLDERS starts at `root`. A different path with one of SUFFIXES, and a name
-    of a .py file, may be anywhere below `root`.
+    A path whose first part is one of FOLDERS starts at `root`. Any other path that ends in one of SUFFIXES,
+    and any name that ends in .py, may be anywhere below `root`. Names in `added` are not checked.
     """
     for name in dict.fromkeys(CODE.findall(prose)):
         if name in added or not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", name):
@@ -76,9 +76,9 @@ def wrong_paths(prose: str, root: Path, added: Set[str]) -> Iterator[str]:
 
 
 def wrong_names(prose: str, page: Path) -> Iterator[str]:
-    """Yield a line for each link [`name`](file.py) to an existing file that does not define the name.
+    """Yield an error text for each link [`name`](file.py) to an existing file that does not define the name.
 
-    If the name ends in .py, it must be the name of the file.
+    If the name ends in .py, the file's path must end in the name.
     """
     for name, target in NAME_LINK.findall(prose):
         file = (page.parent / target).resolve()
@@ -91,13 +91,16 @@ def wrong_names(prose: str, page: Path) -> Iterator[str]:
 
 
 def is_defined(name: str, program: str) -> bool:
-    """Whether a line begins with this name, perhaps after def or class. `Class.name` must be indented."""
+    """Whether a line of `program` begins with `name`, perhaps after def or class.
+
+    For `Class.name`, the line must begin with four spaces and `name`; the class is not looked up.
+    """
     last, indent = name.rpartition(".")[2], "    " * name.count(".")
     return re.search(rf"^{indent}(?:async def |def |class )?{last}\b", program, re.MULTILINE) is not None
 
 
 def wrong_modules(text: str, root: Path) -> Iterator[str]:
-    """Lines on commands of a page that start a missing module, or a missing command of `-m mingpt`."""
+    """Yield an error text for each missing module, or command of `python -m mingpt`, that the page runs."""
     for module in dict.fromkeys(MODULE.findall(text)):
         path = root / module.replace(".", "/")
         if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():

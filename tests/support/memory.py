@@ -1,4 +1,4 @@
-"""A small state, different at each step, and fields of its manifest, for tests of snapshots in memory."""
+"""Small states, one for each step, and the fields of their manifests, for tests of memory snapshots."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ SHAPES = tensor_shapes(CONFIG, 11)
 
 
 def make_state(step: int) -> dict[str, Tensor]:
-    """A state whose tensors each have the elements `step`, `step` + 1, `step` + 2 and so on."""
+    """Return tensors by name, each with the elements `step`, `step` + 1, `step` + 2 and so on."""
     return {
         name: torch.arange(float(torch.Size(shape).numel())).view(shape) + step
         for name, shape in SHAPES.items()
@@ -28,7 +28,7 @@ def make_state(step: int) -> dict[str, Tensor]:
 
 
 def check_values(found: StoredState, context: DistributedContext) -> int:
-    """Assert that `found` has the tensors of `make_state` at its step; return the step. Collective."""
+    """Assert that `found` has the tensors of `make_state` for its step; return the step. Collective."""
     step = found.manifest.step
     expected = make_state(step)
     assert found.shapes == SHAPES and found.manifest.shard is None

@@ -16,7 +16,7 @@ CONFIG = ModelConfig(n_layer=3, n_head=4, n_embd=48)
 
 
 def make_model(arch: Arch, vocab_size: int = 31, block_size: int = 24, spread: bool = True) -> GPT:
-    """A model in eval mode, with weights from a fixed seed; with `spread`, `add_noise` changes them."""
+    """A model in eval mode, with weights from a fixed seed. With `spread`, calls `add_noise`."""
     torch.manual_seed(0)
     model = GPT(replace(CONFIG, arch=arch), vocab_size=vocab_size, block_size=block_size)
     if spread:
@@ -36,7 +36,7 @@ def make_tokens(batch: int = 2, length: int = 24, vocab_size: int = 31) -> Tenso
 
 
 def generate(model: GPT, prompt: Sequence[int], count: int, seed: int = 0, **options: Any) -> Iterator[int]:
-    """The tokens of one sample."""
+    """Yield the tokens that `generate_batch` samples after `prompt`, for a single seed."""
     for (token,) in generate_batch(model, prompt, count, [seed], **options):
         assert token is not None, "nothing follows the end"
         yield token

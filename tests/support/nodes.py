@@ -1,4 +1,4 @@
-"""Nodes on one machine: each with its own network card, host name, processes, disk and /dev/shm.
+"""Simulated nodes on one machine, each with its own network card, host name, processes, disk and /dev/shm.
 
     with Cluster(3, folder) as cluster:
         jobs = [node.start(["torchrun", ...]) for node in cluster.nodes]
@@ -48,7 +48,7 @@ read -r _ || exit 0
 
 
 def why_no_cluster() -> str | None:
-    """The first reason found why this machine cannot run a Cluster, or None."""
+    """Return a reason why this machine cannot run a Cluster; None if it can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "the test bed for several nodes needs Linux and root"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -63,7 +63,10 @@ def why_no_cluster() -> str | None:
 
 
 class NodeJob(Job):
-    """A command on a node; `pid` is the command's process id here (nsenter's if it ended at once)."""
+    """A command that the constructor starts on a node.
+
+    `pid` is the command's process id outside the node; if the command ended at once, nsenter's process id.
+    """
 
     def __init__(self, node: "Node", command: Sequence[str], output: Path, env: dict[str, str]) -> None:
         super().__init__([*node.enter, "setsid", "env", f"--chdir={ROOT}", *command], output, cwd=ROOT, **env)
@@ -73,7 +76,7 @@ class NodeJob(Job):
 
 
 class Node:
-    """A machine of the cluster, up from the start. Its processes see `disk` as `cluster.disk`."""
+    """A node; the constructor boots it. Its disk is `disk` outside the node, `cluster.disk` on the node."""
 
     def __init__(self, cluster: "Cluster", number: int) -> None:
         self.cluster, self.number, self.name = cluster, number, f"node{number}"
@@ -88,7 +91,7 @@ class Node:
         self.boot()
 
     def boot(self, *, wipe: bool = False) -> None:
-        """Start a node that is down, with an empty disk if `wipe`. Earlier cuts have no effect any more."""
+        """Start a node that is down, with an empty disk if `wipe`. Undoes `cut_network` and `cut_storage`."""
         assert not self.is_up(), f"{self.name} is up"
         if wipe:
             shutil.rmtree(self.disk)
@@ -138,22 +141,22 @@ class Node:
 
     @property
     def enter(self) -> list[str]:
-        """The beginning of a command line that runs on the node."""
+        """The words to put before a command so that the command runs on the node."""
         return ["nsenter", "-t", str(self.init), "--net", "--uts", "--ipc", "--pid", "--mount"]
 
     def environment(self) -> dict[str, str]:
-        """Variables that put temporary files and the user's files on the node's disk."""
+        """Return the environment variables TMPDIR and HOME, which name folders on the node's disk."""
         disk = self.cluster.disk
         return {"TMPDIR": str(disk / "tmp"), "HOME": str(disk / "home")}
 
     def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> NodeJob:
-        """Start a command in the repository's folder, in the background."""
+        """Start a command on the node, in the repository's folder; return its job, also kept in `jobs`."""
         output = self.cluster.folder / "output" / f"{self.name}-{len(self.jobs)}"
         self.jobs.append(NodeJob(self, command, output, self.environment() | dict(env or {})))
         return self.jobs[-1]
 
     def run(self, *command: str) -> str:
-        """The output of a command on the node. Raises CalledProcessError if the command fails."""
+        """Run a command on the node; return its stdout. Raises CalledProcessError if the command fails."""
         env = clean_environment(**self.environment())
         whole = [*self.enter, "env", f"--chdir={ROOT}", *command]
         return subprocess.run(whole, env=env, check=True, capture_output=True, text=True).stdout.rstrip("\n")
@@ -162,7 +165,7 @@ class Node:
         return self.process is not None and self.process.poll() is None
 
     def pids(self) -> list[int]:
-        """The ids of the node's processes, as this machine sees them, without the storage mount's daemon."""
+        """The process ids, outside the node, of the node's processes except the storage mount's daemon."""
         here = os.readlink(f"/proc/{self.init}/ns/pid")
         daemons = children(self.daemon.pid) if self.daemon else []
         found = []
@@ -176,7 +179,7 @@ class Node:
         return sorted(found)
 
     def kill(self) -> None:
-        """Kill all processes of the node; the kernel resets their connections. Then unplug the node."""
+        """Kill all processes of the node; the kernel closes their connections. Then unplug the node."""
         if not self.process:
             return
         if self.is_up():
@@ -198,25 +201,28 @@ class Node:
         self.cluster.switch.cut(self.link)
 
     def cut_storage(self) -> None:
-        """Let the node's accesses to the shared folder hang until the node is healed."""
+        """Make the node's accesses to the shared folder hang until `heal`."""
         assert self.daemon, "this cluster has no shared folder"
         daemon = children(self.daemon.pid)
         send_to(signal.SIGSTOP, daemon)
         wait_until(lambda: all(is_stopped(pid) for pid in daemon))  # until then the daemon may answer
 
     def cut(self) -> None:
-        """Cut network and storage; accesses to storage hang."""
+        """Call `cut_network` and `cut_storage`."""
         self.cut_network()
         self.cut_storage()
 
     def heal(self) -> None:
-        """Let network and storage work again."""
+        """Undo `cut_network` and `cut_storage`."""
         self.cluster.switch.heal(self.link)
         if self.daemon:
             send_to(signal.SIGCONT, [*children(self.daemon.pid), self.daemon.pid])
 
     def freeze(self) -> None:
-        """Stop the node's processes except the first, which does nothing, and the storage mount's daemon."""
+        """Stop the node's processes by SIGSTOP, and wait until all are stopped.
+
+        Two processes go on: the node's first process, which does nothing, and the storage mount's daemon.
+        """
         # A process that waits for storage (state D) stops when the storage answers.
         wait_until(lambda: self._signal_unless(signal.SIGSTOP, "TZX", "TZXD") and self._outer_are("TZXSD"))
 
@@ -229,23 +235,25 @@ class Node:
         wait_until(lambda: self._signal_unless(signal.SIGCONT, "RSDZX", "RSDZX") and self._outer_are("RSDZX"))
 
     def _signal_unless(self, number: signal.Signals, done: str, enough: str) -> bool:
-        """Signal the node's processes whose state is not in `done`, except the first process.
+        """Send signal `number` to the processes of `pids()` whose state is not in `done`.
 
-        Returns whether the states of these processes are then in `enough`.
+        The node's first process is left out. `done` and `enough` have letters that `state_of` returns.
+        Returns whether the states of the signalled processes are then in `enough`.
         """
         pids = [pid for pid in self.pids() if pid != self.init and state_of(pid) not in done]
         send_to(number, pids)
         return all(state_of(pid) in enough for pid in pids)
 
     def _outer_are(self, states: str) -> bool:
-        """Whether each job's nsenter has one of these states. An nsenter stops when its command stops."""
+        """Whether each job's nsenter has a state in `states`. An nsenter stops when its command stops."""
         return all(state_of(job.process.pid) in states for job in self.jobs)
 
 
 class Cluster:
-    """`count` nodes in one network, with a shared folder if `shared`.
+    """`count` nodes in one network, with a shared folder if the argument `shared` is true.
 
-    The attributes `shared` and `disk` are a node's paths of the shared folder (if any) and of its own disk.
+    The attribute `shared` is the shared folder's path, on nodes and on this machine. The attribute `disk` is
+    the path of a node's own disk, on that node. Raises RuntimeError if this machine cannot run a Cluster.
     """
 
     def __init__(self, count: int, folder: Path, *, shared: bool = True) -> None:

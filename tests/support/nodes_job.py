@@ -1,4 +1,4 @@
-"""A job over several nodes of one machine: how it is launched, how far it has come, and its results."""
+"""Launches a job on the nodes of a Cluster, follows its progress and reads its results."""
 
 import json
 import sys
@@ -24,7 +24,10 @@ QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join
 
 @dataclass(frozen=True)
 class Progress:
-    """The newest generation on record, and the last step on record."""
+    """The newest generation in run.json, and `step`, the last step in metrics.jsonl.
+
+    `from_step` is the step from which the generation started.
+    """
 
     began: float  # seconds since 1970
     seen: float  # the time of the last step in run.json, in seconds since 1970
@@ -34,12 +37,13 @@ class Progress:
 
 
 class NodesJob:
-    """train.py with one worker per node.
+    """A job that runs `program` with one worker per node.
 
     `disk` is "shared" (all nodes have one run_dir) or "own" (each node has a run_dir on its own disk).
-    `launch` is "folder" or "hosts" (launch/elastic.sh, with a shared folder or a list of all nodes) or
-    "stock" (torchrun's c10d store on the first node). `minimum` is MIN of --nnodes=MIN:MAX. A wait ends
-    after `limit_s` seconds.
+    `launch` "folder" is launch/elastic.sh with a rendezvous in the shared folder; "hosts" is elastic.sh with
+    a list of all nodes; "stock" is torchrun with the c10d store on the first node. `minimum` is MIN of
+    --nnodes=MIN:MAX. Methods that wait stop waiting after `limit_s` seconds. Arguments `since` are in seconds
+    since 1970.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class NodesJob:
             self.running[node] = node.start([*self.launcher(node), self.program, *given], env)
 
     def launcher(self, node: Node) -> list[str]:
-        """The words of the node's command line before the program."""
+        """The words that stand before the program in the node's command line."""
         nodes, shared = f"{self.minimum}:{len(self.nodes)}", self.cluster.shared
         if self.launch in ("folder", "hosts"):
             hosts = ",".join(f"{other.address}:{PORT}" for other in self.nodes)
@@ -86,11 +90,11 @@ class NodesJob:
         return [node.disk / "run" for node in nodes]
 
     def newest_run_dir(self, nodes: Sequence[Node]) -> Path:
-        """The run folder whose last generation began last; among equals, the one with the highest step."""
+        """The run folder whose newest generation began last; among several, the one with the highest step."""
         return max(self.run_dirs(nodes), key=lambda path: (last_began(path), last_recorded_step(path) or 0))
 
     def progress(self, nodes: Sequence[Node]) -> Progress | None:
-        """The progress in `newest_run_dir`; None before a generation and a step are on record."""
+        """The progress that `newest_run_dir` records; None if a generation or a step is not yet recorded."""
         run_dir = self.newest_run_dir(nodes)
         generations = read_history(run_dir)["generations"]
         step = last_recorded_step(run_dir)
@@ -100,27 +104,30 @@ class NodesJob:
         return Progress(last["began"], last["seen"], last["workers"], last["from_step"], step)
 
     def goes_on(self, nodes: Sequence[Node], since: float, workers: int | None = None) -> bool:
-        """Whether the newest generation, of `workers` (None: any), began after `since` and has a step."""
+        """Whether the newest generation on these nodes began after `since` and has completed a step.
+
+        The generation must also have `workers` workers; None: any number.
+        """
         now = self.progress(nodes)
         if now is None or now.began < since or now.step <= now.from_step:
             return False
         return workers is None or now.workers == workers
 
     def all_train(self, since: float) -> bool:
-        """Whether the newest generation has all nodes, and has completed a step after `since`."""
+        """Whether the newest generation has a worker on every node and has completed a step after `since`."""
         now = self.progress(self.nodes)
         if now is None or now.workers < len(self.nodes):
             return False
         return now.seen > since and now.step > now.from_step
 
     def last_step(self) -> int:
-        """The highest step on record in any run folder; 0 without a record."""
+        """The highest of the last steps in the nodes' metrics.jsonl files; 0 if no step is recorded."""
         return max(last_recorded_step(run_dir) or 0 for run_dir in self.run_dirs(self.nodes))
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Poll until the condition holds; return whether the condition holds.
+        """Poll until the condition holds; return True then.
 
-        Polling ends after `limit_s`, or when the job has ended on all nodes.
+        Returns False if the condition does not hold after `limit_s`, or when the job has ended on all nodes.
         """
         deadline = time.monotonic() + self.limit_s
         while time.monotonic() < deadline:
@@ -141,10 +148,11 @@ class NodesJob:
         return round(time.time() - since, 2) if holds else None
 
     def longest_pause(self, nodes: Sequence[Node], since: float) -> float | None:
-        """The longest time without a completed step, in seconds, until these nodes have trained again.
+        """Wait until these nodes train steadily; return the longest time without a completed step (seconds).
 
-        The nodes have trained again TRAINED_S seconds after the last pause of PAUSE_S seconds, and at the
-        earliest FAULT_S seconds after `since`. Returns None if `wait_until` returns False.
+        Time counts from `since`, when a fault began. Nodes train steadily if TRAINED_S seconds have passed
+        since the last pause of PAUSE_S seconds, and FAULT_S seconds since the fault. Returns None if
+        `wait_until` returns False.
         """
         moved_at = resumed_at = since
         last, longest = self.progress(nodes), 0.0
@@ -171,7 +179,10 @@ class NodesJob:
         return None
 
     def exit_codes(self) -> dict[str, int | None]:
-        """{node's name: exit code} of nodes that are up; None for a job that was killed after `limit_s`."""
+        """Wait until the job has ended on the nodes that are up; return {node's name: exit code}.
+
+        On nodes where the job has not ended after `limit_s`, kill it; the exit code is then None.
+        """
         deadline = time.monotonic() + self.limit_s
         codes: dict[str, int | None] = {}
         for node, job in self.running.items():
@@ -188,7 +199,7 @@ class NodesJob:
         return {tensor_hash(run_dir, step)[:16] for run_dir in self.run_dirs(self.nodes)} - {"none"}
 
     def errors(self) -> str:
-        """The last 25 lines of each node's stderr, without the lines about steps."""
+        """The last 25 lines of the job's stderr on each node, without the lines about steps."""
         texts = []
         for node, job in self.running.items():
             lines = [line[:500] for line in job.err().splitlines() if not line.startswith("step ")]
@@ -211,7 +222,7 @@ def listens(node: Node, port: int) -> bool:
 
 
 def last_began(run_dir: Path) -> float:
-    """When the last generation on record began, in seconds since 1970; 0 without a generation."""
+    """When the newest generation in run.json began, in seconds since 1970; 0 without a generation."""
     generations = read_history(run_dir)["generations"]
     return float(generations[-1]["began"]) if generations else 0.0
 

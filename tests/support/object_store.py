@@ -11,7 +11,10 @@ import pytest
 
 @contextlib.contextmanager
 def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield fsspec's file system of a server. Processes that are started meanwhile find the server, too."""
+    """Yield fsspec's file system of a new S3 server without buckets, which stops when the block ends.
+
+    Environment variables lead processes that the block starts to the server. Skips the test without s3fs.
+    """
     s3fs = pytest.importorskip("s3fs", reason="requirements-dev.txt installs it")
     from moto.server import ThreadedMotoServer
 

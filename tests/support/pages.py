@@ -37,7 +37,7 @@ NEEDED = (
 
 
 def blocks(page: Path) -> list[tuple[str, dict[str, str], str]]:
-    """(language, attributes such as file=..., content) of each ``` block that names a language."""
+    """(language, {attribute: value}, content) of each ``` block that names a language."""
     found = []
     for language, attributes, content in BLOCK.findall(page.read_text()):
         words = [word.split("=", 1) for word in attributes.split()]
@@ -56,7 +56,7 @@ def commands(page: Path, marked: bool = False) -> list[str]:
 
 
 def apply_additions(tree: Path) -> None:
-    """Apply the blocks of docs/extending.md to a copy of the project.
+    """Apply the blocks of docs/extending.md to `tree`, a copy of the project.
 
     A block with `line=FILE` goes into FILE, before the first import of mingpt. A block with `file=FILE` is a
     new file. A diff with `file=FILE` has two lines: the second line replaces the first line in FILE.
@@ -87,10 +87,10 @@ def halves_of_the_readme() -> tuple[list[str], list[str]]:
 
 
 def shorten(line: str, text: Path, more: dict[str, object]) -> list[str]:
-    """The shortened commands of a line, usually one command.
+    """Return the commands of a line (usually one), changed so that they take only seconds.
 
-    A line whose remark has "on both nodes" or "on all nodes" gives two equal commands. A line of pytest gives
-    no command.
+    train.py gets the settings SHORT and `more`, and the data `text`, unless the line sets them. A line whose
+    remark has "on both nodes" or "on all nodes" gives two equal commands. A line of pytest gives no command.
     """
     line, _, remark = line.partition("#")
     words = line.split("&&")[-1].split()
@@ -111,7 +111,7 @@ def shorten(line: str, text: Path, more: dict[str, object]) -> list[str]:
 
 
 def run_all(lines: Sequence[str], text: Path, folder: Path, **more: object) -> None:
-    """Run the lines in order, in one folder: later commands use the results of earlier ones."""
+    """Link NEEDED into `folder`, and `run` the lines there in order: later lines use earlier results."""
     for name in NEEDED:
         (folder / name).symlink_to(ROOT / name)
     for line in lines:
@@ -119,7 +119,10 @@ def run_all(lines: Sequence[str], text: Path, folder: Path, **more: object) -> N
 
 
 def run(line: str, text: Path, folder: Path, **more: object) -> None:
-    """Run all commands of a line at once, as on several nodes. In `more`, `a__b` is the setting `a.b`."""
+    """Run all commands that `shorten` makes of a line at once, as on several nodes.
+
+    In `more`, `a__b` is the setting `a.b`. Raises as `finish` does.
+    """
     settings = {key.replace("__", "."): value for key, value in more.items()}
     port, running = free_port(), []
     for node, command in enumerate(shorten(line, text, settings)):
@@ -130,7 +133,7 @@ def run(line: str, text: Path, folder: Path, **more: object) -> None:
 
 
 def start(command: str, folder: Path, port: int, **variables: str) -> subprocess.Popen[str]:
-    """Start a command of a page with the programs of this environment, and `port` in place of 29400."""
+    """Start a page's command with PROGRAMS, `port` in place of 29400, and the environment `variables`."""
     words = [PROGRAMS.get(word, word) for word in command.replace("29400", str(port)).split()]
     return subprocess.Popen(
         " ".join(words),
@@ -144,9 +147,10 @@ def start(command: str, folder: Path, port: int, **variables: str) -> subprocess
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """The stdout of a command. Raises AssertionError if the command fails, TimeoutExpired after TIMEOUT_S.
+    """Wait for a command; return its stdout.
 
-    Exit code 1 and an empty stderr are no failure of `mingpt compare`: the command has found a difference.
+    Raises AssertionError if the command fails, and TimeoutExpired after TIMEOUT_S seconds. Exit code 1
+    and an empty stderr are no failure of `mingpt compare`: the command has found a difference.
     """
     out, err = process.communicate(timeout=TIMEOUT_S)
     differs = "-m mingpt compare" in str(process.args) and (process.returncode, err) == (1, "")
@@ -163,7 +167,7 @@ def command_of(path: Path) -> str:
 
 
 def link_root(folder: Path) -> None:
-    """Link the root's mingpt, tutorial and data into a folder, as far as the folder lacks them."""
+    """Link the repository's mingpt, tutorial and data into `folder`, unless the name exists there."""
     for name in ("mingpt", "tutorial", "data"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)

@@ -1,9 +1,9 @@
-"""Trains a small model for two steps by some strategies, on 1 to 4 ranks, and saves each rank's results.
+"""Trains a small model for two steps with several strategies, on 1 to 4 ranks, and saves each rank's results.
 
     python -m support.parallel_program OUTPUT GROUP
 
-GROUP is a key of GROUPS. This program runs in its own process, because a process that has run a backward pass
-may be unable to run one in its forks.
+GROUP is a key of GROUPS. The file OUTPUT gets the pickled Results. This program needs its own process: after
+a backward pass, the forks of a process may be unable to run backward passes.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ RANKS, FOUR, ALONE = (1, 2, 3), (1, 2, 3, 4), (1,)
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train, and the numbers of `ranks` to train on."""
+    """A way to train on each number of ranks in `ranks`. (`parallel`, `reduction`) is a key of STRATEGIES."""
 
     parallel: str = "ddp"
     reduction: str = "exact"
@@ -53,7 +53,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """One rank's results after STEPS steps. Tensors are the rank's pieces by name, except for `held`."""
+    """One rank's results after STEPS steps. All tensors but `held` have the rows that the rank updates."""
 
     gradients: dict[str, Tensor] = field(default_factory=dict)  # those of the last step, before clipping
     clipped: dict[str, Tensor] = field(default_factory=dict)
@@ -108,7 +108,7 @@ GROUPS: dict[str, dict[str, Case]] = {
 
 
 def make_strategy(case: Case, context: DistributedContext) -> tuple[GPT, Strategy]:
-    """A model and its strategy. Weights are the same for any number of ranks, sharded or not."""
+    """A model and its strategy. The weights' values do not depend on the number of ranks or the strategy."""
     config = ModelConfig(arch=case.arch, n_layer=2, n_head=2, n_embd=20, dropout=0.1)  # type: ignore[arg-type]
     with torch.device("meta"):
         model = GPT(config, vocab_size=VOCABULARY, block_size=LENGTH)
@@ -200,7 +200,7 @@ Results = dict[int, list[dict[str, Outcome]]]  # {number of ranks: [{case: outco
 
 
 def run_program(output: Path, group: str) -> Results:
-    """The results of a group, from another process. Raises AssertionError if the process fails or warns."""
+    """Run this program for a group; return its results. Raises AssertionError if it fails or warns."""
     tests = Path(__file__).parent.parent
     command = [sys.executable, "-m", "support.parallel_program", str(output), group]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
@@ -211,7 +211,7 @@ def run_program(output: Path, group: str) -> Results:
 
 
 def whole(pieces: Sequence[Tensors]) -> Tensors:
-    """The whole tensors, from the pieces of all ranks."""
+    """Join the pieces of each tensor along dimension 0; `pieces` are in the order of the ranks."""
     return {name: torch.cat([part[name] for part in pieces]) for name in pieces[0]}
 
 
@@ -222,17 +222,16 @@ def assert_equal(mine: Tensors, expected: Tensors) -> None:
 
 
 def assert_close(mine: Tensors, expected: Tensors) -> None:
-    """Assert that tensors are equal within 1e-4 (relative) or 1e-6 (absolute)."""
+    """Assert that tensors differ by at most 1e-6 plus 1e-4 of the expected value."""
     assert mine.keys() == expected.keys()
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def assert_pieces(outcomes: Sequence[Outcome], expected: Outcome) -> None:
-    """Assert that the ranks' pieces, put together, have the bits of `expected`, the outcome of one rank.
+    """Assert that the ranks' pieces, put together, equal the results of a run on one rank (`expected`).
 
-    Each piece must have its rank's number of rows. All ranks must have the norm and the evaluation loss of
-    `expected`.
+    Each rank must have only its own rows. All ranks must have the norm and the evaluation loss of `expected`.
     """
     for rank, outcome in enumerate(outcomes):
         for name, piece in outcome.pieces.items():

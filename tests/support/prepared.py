@@ -40,7 +40,7 @@ WORDS = [
 
 
 def run_apart(*words: object, before: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in its own process, which first runs the Python code `before`."""
+    """Run the command in a new process, which runs the Python code `before` first."""
     run = "runpy.run_module('mingpt', run_name='__main__', alter_sys=True)"
     start = f"import runpy, sys\n{before}\n{run}"
     command = [sys.executable, "-c", start, "prepare", *map(str, words)]
@@ -60,14 +60,14 @@ def run_prepare(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def prepared(*words: object) -> str:
-    """The stdout of the command. Raises AssertionError if the command fails."""
+    """Run the command; return its stdout. Raises AssertionError if the command fails."""
     done = run_prepare(*words)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def refused(*words: object) -> str:
-    """Run the command, which must end with exit code 2; return its output, one line with an error."""
+    """Run the command; return its stderr. Asserts exit code 2, and one line that begins with "error: "."""
     return sentence(run_prepare(*words))
 
 
@@ -79,13 +79,13 @@ def sentence(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """{name: sha256} of the folder's files."""
+    """{name: SHA-256 in hex} of the folder's files."""
     names = sorted(path.name for path in folder.iterdir())
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
 
 
 def tokens_of(folder: Path, part: Literal["train", "val"]) -> list[int]:
-    """The tokens of all shards of a part, in order."""
+    """The tokens of all training or validation shards in a folder that the command has written, in order."""
     shards: TokenShards = getattr(open_shards(str(folder), 0.1), part)
     return shards.read([0], len(shards))[0].tolist()
 
@@ -96,7 +96,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def mixed(characters: int, seed: int) -> str:
-    """A text of `characters` characters, drawn at random from WORDS."""
+    """A text of random elements of WORDS, cut to the length `characters`."""
     rng, text = random.Random(seed), ""
     while len(text) < characters:
         text += "".join(rng.choices(WORDS, k=200))

@@ -1,4 +1,4 @@
-"""Several ranks in one process, as threads that exchange objects."""
+"""Runs ranks as threads of this process, which exchange Python objects."""
 
 import platform
 import threading
@@ -39,7 +39,10 @@ class ThreadTransport(Transport):
 
 
 class ThreadContext(DistributedContext):
-    """The context of one rank. With `one_node`, all are on one node; else each rank has its own node."""
+    """The context of one rank. With `one_node`, all ranks are on one node; else each rank has its own node.
+
+    All ranks share `barrier` and `board`, a list with one place per rank for the values they exchange.
+    """
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class ThreadContext(DistributedContext):
 def run_ranks(
     world_size: int, work: Callable[[DistributedContext], T], round: int | None = None, one_node: bool = False
 ) -> list[T | Exception]:
-    """The results of `work` by rank: what it returns or raises."""
+    """Run `work` on `world_size` threads; return, by rank, what it returned or raised."""
     barrier, board = threading.Barrier(world_size, timeout=30), [None] * world_size
     results: list[Any] = [None] * world_size
 
@@ -98,5 +101,5 @@ def run_ranks(
 
 
 def lone_rank() -> DistributedContext:
-    """The context of the only rank."""
+    """A context for a job with a single rank."""
     return ThreadContext(0, 1, threading.Barrier(1), [None], rdzv_round=None)

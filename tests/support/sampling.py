@@ -1,4 +1,4 @@
-"""sample.py, run in this process, which has imported torch already."""
+"""Runs sample.py in this process, which has already imported torch."""
 
 import contextlib
 import io
@@ -9,7 +9,7 @@ from mingpt.base.command import run_command
 
 
 def sample(*words: object) -> subprocess.CompletedProcess[str]:
-    """The output and the exit code of `python sample.py words...`."""
+    """Run `python sample.py words...`; return its output and its exit code."""
     line = [str(word) for word in words]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

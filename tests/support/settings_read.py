@@ -1,7 +1,7 @@
 """Finds the settings that source code reads as attributes of a section of the configuration.
 
-A section is known by its name, as in `config.trainer.device` or `trainer.device`, and by an annotation: in a
-file with `config: DataConfig`, `config.path` reads data.path.
+A section is recognised by its name, as in `config.trainer.device` or `trainer.device`, or by an annotation.
+In a file with `config: DataConfig`, `config.path` reads data.path.
 """
 
 import re
@@ -11,7 +11,7 @@ from mingpt.config import Config
 
 
 def read_settings(keys: Sequence[str], programs: Iterable[str]) -> set[str]:
-    """The dotted `keys` that the source code in `programs` reads."""
+    """Return the `keys` (dotted names of settings) that the source texts in `programs` read."""
     read: set[str] = set()
     for program in programs:
         for key in keys:

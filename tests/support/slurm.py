@@ -47,10 +47,10 @@ SchedulerType=sched/backfill
 
 
 class SlurmCluster:
-    """A context manager. At the end of its block the daemons are ended and the jobs killed.
+    """A context manager that starts the daemons, and ends the daemons and all jobs after its block.
 
-    `settings` are further lines of slurm.conf. An element of `partitions` follows `PartitionName=` in
-    slurm.conf; `Nodes=ALL` is added.
+    `settings` are further settings of slurm.conf. Each element of `partitions` is a partition's line in
+    slurm.conf, without `PartitionName=` and `Nodes=ALL`. Each node has `cpus` CPUs.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class SlurmCluster:
         )
 
     def stop(self) -> None:
-        """End the daemons, then kill all jobs: each slurmstepd would wait for slurmctld to come back."""
+        """End the daemons, then kill all jobs: otherwise each slurmstepd would wait for slurmctld."""
         for process in self.daemons.values():
             process.terminate()
         for process in self.daemons.values():
@@ -133,7 +133,7 @@ class SlurmCluster:
         send_to(signal.SIGKILL, self.pids_with({f"SLURM_CONF={self.conf}"}))
 
     def run(self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
-        """The stdout of a Slurm command. With `check`, raises RuntimeError if the command fails."""
+        """Run a Slurm command; return its stdout. With `check`, raises RuntimeError if the command fails."""
         env = self.environment | dict(environment or {})
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
         if check and done.returncode:
@@ -141,15 +141,15 @@ class SlurmCluster:
         return done.stdout
 
     def submit(self, *words: str, **environment: str) -> int:
-        """Submit a batch job in the root of the repository; return the job's id."""
+        """Run `sbatch words...` in the repository's root; return the job's id."""
         return int(self.run("sbatch", "--parsable", *words, environment=environment))
 
     def job(self, number: int) -> dict[str, str]:
-        """The fields that `scontrol show job` prints."""
+        """Return the fields that `scontrol show job` prints about the job with the id `number`."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", str(number))))
 
     def wait_for_state(self, number: int, *states: str, timeout_s: float = 180) -> str:
-        """Wait until the job has one of these states; return its state. Raises TimeoutError."""
+        """Wait until the job has one of these states; return it. Raises TimeoutError after `timeout_s`."""
         self.wait_until(lambda: self.job(number)["JobState"] in states, timeout_s)
         return self.job(number)["JobState"]
 
@@ -171,11 +171,14 @@ class SlurmCluster:
         self.wait_until(is_started, 120)
 
     def kill_node(self, node: str) -> None:
-        """Kill the node's slurmd and job processes. All are stopped first, so that none tells slurmctld."""
+        """Kill the node's slurmd and job processes.
+
+        All processes get SIGSTOP first, so that none can report another's death to slurmctld.
+        """
         pids = self.job_pids(node)
         daemons = {step_daemon(pid) for pid in pids} - {None}
-        # All must seem to die at once, as with a machine. srun would end the step if it saw its daemons die:
-        # so it goes first, after the child that watches it, and the batch script's daemon before the step's.
+        # All must seem to die at once, as when a machine dies. srun would end its step if it saw a slurmstepd
+        # die. So the order is: srun's child (it watches srun), srun, the batch script's slurmstepd, others.
         sruns = [pid for pid in pids if name_of(pid) == "srun"]
         ended = [*sorted(sruns, reverse=True), *sorted(pid for pid in daemons if pid), *pids]
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -193,9 +196,9 @@ class SlurmCluster:
         return self.pids_with(wanted, "SLURM_JOB_ID=")
 
     def pids_with(self, wanted: set[str], prefix: str = "") -> list[int]:
-        """The ids of living processes by their environment: NAME=VALUE strings.
+        """The ids of living processes whose environment has all `wanted` strings of the form NAME=VALUE.
 
-        All `wanted` strings must be in a process's environment, and a string that begins with `prefix`.
+        The environment must also have a string that begins with `prefix`.
         """
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):

@@ -24,7 +24,7 @@ PARTS = {f"{kind}.{letter}": torch.randn(6, 4) for kind in ("model", "optimizer"
 
 
 def manifest_fields(step: int, loss: float | None = None) -> dict[str, Any]:
-    """The fields of a step's manifest before a save; `loss` is the validation loss of this step."""
+    """The manifest's fields that a caller sets before a save; `loss` is the validation loss at `step`."""
     return {
         "step": step,
         "windows": step * 8,
@@ -38,23 +38,23 @@ def manifest_fields(step: int, loss: float | None = None) -> dict[str, Any]:
 
 
 def make_manifest(step: int, loss: float | None = None, **fields: Any) -> Manifest:
-    """The manifest of a step with `fields` changed; see `manifest_fields`."""
+    """The manifest with `manifest_fields(step, loss)`; `fields` replace or add values."""
     return Manifest.model_validate(manifest_fields(step, loss) | fields)
 
 
 def newest(store: SnapshotStore) -> tuple[int, dict[int, str]]:
-    """The step of a store's newest valid snapshot, or -1, and {step: why a newer snapshot is corrupt}."""
+    """The step of the newest valid snapshot (-1: none), and {step: why a newer snapshot is corrupt}."""
     found = find_latest(store, [], SingleProcess(), accept_all, lambda manifest: RowMap({}), is_restart=True)
     return found.state.manifest.step if found.state else -1, found.corrupt(0)
 
 
 def to_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
-    """The bytes of one safetensors file."""
+    """The bytes of a safetensors file with these tensors."""
     return save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 def open_content(content: bytes) -> TensorFile:
-    """A safetensors file with these bytes."""
+    """A TensorFile whose file, in fsspec's memory, has these bytes."""
     files = fsspec.filesystem("memory")
     path = f"/{uuid.uuid4().hex}"
     files.pipe_file(path, content)
@@ -62,7 +62,7 @@ def open_content(content: bytes) -> TensorFile:
 
 
 def snapshot_of(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Snapshot:
-    """A snapshot that is in no folder."""
+    """A Snapshot with this manifest and these tensors, which is in no store."""
     return Snapshot(manifest, [open_content(to_safetensors(tensors))])
 
 
@@ -79,7 +79,7 @@ def write(
     tensors: Mapping[str, Tensor] = TENSORS,
     tokenizer: bytes | None = None,
 ) -> None:
-    """Write a whole snapshot."""
+    """Write a whole snapshot to the store. `tokenizer` is the content of the tokenizer's file, if any."""
     saver = SnapshotSaver(store, tokenizer)
     saver.write_once(manifest, saver.stage(manifest.step, tensors))
 

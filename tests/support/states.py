@@ -1,4 +1,4 @@
-"""States of small models, whole or one rank's part."""
+"""Makes TrainStates of small models: the whole state, or one rank's part."""
 
 import functools
 from types import SimpleNamespace

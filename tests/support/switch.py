@@ -32,16 +32,20 @@ class Switch:
         self.run("ip link set br0 up")
 
     def run(self, command: str, text: str = "", *, check: bool = True) -> None:
-        """Run a command in the bridge's namespace. With `check`, raises RuntimeError if it fails."""
+        """Run a command, with the stdin `text`, in the bridge's namespace.
+
+        With `check`, raises RuntimeError if the command fails.
+        """
         whole = ["nsenter", "-t", str(self.process.pid), "--net", *command.split()]
         done = subprocess.run(whole, input=text, capture_output=True, text=True)
         if check and done.returncode:
             raise RuntimeError(f"{command}: {done.stderr.strip()}")
 
     def plug_in(self, card: str) -> str:
-        """Plug a cable from the bridge into `card` (words for `ip link`); return the bridge's end.
+        """Make a veth pair; return the name of its end that is in the bridge.
 
-        The name is new each time, because the kernel may remove the cable of a dead node late.
+        `card` has the words of `ip link` for the other end. The name is new each time, because the kernel may
+        remove the pair of a dead node late.
         """
         self.count += 1
         link = f"v{self.name}{self.count:x}"
@@ -63,7 +67,7 @@ class Switch:
         self.load_rules()
 
     def load_rules(self) -> None:
-        """Make the packet filter drop IP packets of `links_cut`. ARP passes, so that connections time out."""
+        """Make the packet filter drop IP packets of `links_cut`. ARP passes, so connections time out."""
         ends = [end for link in self.links_cut for end in (f"iifname {link}", f"oifname {link}")]
         rules = [f"{end} ether type {kind} drop" for end in ends for kind in ("ip", "ip6")]
         chain = "\n".join(["type filter hook forward priority 0;", *rules])

@@ -32,12 +32,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of all parameters that have one."""
+    """The gradients, by name, of all parameters that have a gradient."""
     return {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
 
 
 def compute_gradients(model: nn.Module, step: int) -> None:
-    """Compute gradients from a batch that depends only on the step."""
+    """Run a backward pass on a batch that depends only on `step`."""
     torch.manual_seed(step)
     tokens = torch.randint(0, 11, (2, 9))
     model(tokens[:, :-1], tokens[:, 1:])[1].backward()

@@ -1,4 +1,4 @@
-"""Contents of tokenizer.json files for tests: GPT-2's, and other kinds made with the tokenizers package."""
+"""Contents of tokenizer.json files, for tests: GPT-2's, and others that the tokenizers package makes."""
 
 import functools
 import json
@@ -34,13 +34,16 @@ def edited(content: bytes, **changes: Any) -> bytes:
 
 
 def added(content: str, token: int, **flags: bool) -> dict[str, Any]:
-    """An entry of the list added_tokens in tokenizer.json. Flags that are not given are false."""
+    """An entry of the list `added_tokens` in tokenizer.json. Flags that are not given are false."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     return {"id": token, "content": content, **plain, **flags}
 
 
 def cl100k_like(text: str, vocab_size: int = 400, special: Sequence[str] = ("<|endoftext|>",)) -> bytes:
-    """A byte-level BPE, trained on `text`. Its pattern joins punctuation and the line breaks behind it."""
+    """The tokenizer.json of a byte-level BPE, trained on `text`.
+
+    As in cl100k, its pattern joins punctuation and the line breaks behind the punctuation.
+    """
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(CL100K), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -65,7 +68,10 @@ def words_of(text: str) -> bytes:
 
 
 def llama_like() -> bytes:
-    """A tokenizer that adds a space in front, turns spaces into U+2581 and unknown characters into bytes."""
+    """The tokenizer.json of a BPE that treats texts as Llama's does.
+
+    It puts a space in front, turns spaces into U+2581, and turns unknown characters into bytes.
+    """
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["\u2581", "a", "b", "c", "\u2581a", "\u2581b", "ab", "."]
     vocab = {piece: token for token, piece in enumerate(pieces)}

@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def serving(handler: Callable[..., Any]) -> Iterator[str]:
-    """The address of a server that answers requests with `handler`, until the block ends."""
+    """Yield the URL of a server that answers requests with `handler` until the block ends."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

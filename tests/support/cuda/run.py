@@ -3,7 +3,8 @@
     python tests/support/cuda/run.py --gpus 2 python train.py trainer.workers=2
 
 It needs g++ and torch built for CUDA, but no GPU. Kernels do nothing, and results are computed on the CPU, so
-times say nothing about a GPU. Environment variables, with defaults in parentheses:
+times say nothing about a GPU. At the end it prints the records FORBIDDEN, MISMATCH and HAZARD (see Record);
+its exit code is the command's. Environment variables, with defaults in parentheses:
 
 STANDIN_GPUS          number of GPUs, which --gpus sets; CUDA_VISIBLE_DEVICES chooses among them (1)
 STANDIN_CAPABILITY    compute capability (8.0)
@@ -28,7 +29,7 @@ INCLUDE = Path(sysconfig.get_paths()["purelib"]) / "triton" / "backends" / "nvid
 
 @dataclass(frozen=True)
 class Record:
-    """Something that a process has recorded. `kind` is a key of this list, `what` has the details:
+    """An event that a process has recorded. `what` has the details. `kind` is one of:
 
     WAIT        the host waits for a GPU
     FORBIDDEN   a call that is not allowed while a stream captures
@@ -46,7 +47,7 @@ class Record:
 
 
 def build(folder: Path) -> None:
-    """Compile the libraries into a folder. Raises CalledProcessError if the compiler fails."""
+    """Compile the stand-in's libraries into `folder`. Raises CalledProcessError if the compiler fails."""
     compiler = ["g++", "-O1", "-shared", "-fPIC", "-std=c++17", f"-I{INCLUDE}"]
     sources = [str(HERE / name) for name in ("order.cpp", "runtime.cpp", "nccl.cpp")]
     subprocess.run(
@@ -57,10 +58,10 @@ def build(folder: Path) -> None:
 
 
 def environment(libraries: Path, records: Path, gpus: int = 1, **more: str) -> dict[str, str]:
-    """Return the environment variables of a command on the stand-in, whose libraries `build` has made.
+    """Return the environment variables with which a command uses the stand-in.
 
-    `records` is an existing folder, for `read_records`. `more` has further variables; STANDIN_ is put before
-    their names.
+    `libraries` is the folder that `build` has filled; `records` is an existing folder, for `read_records`.
+    `more` has further variables; STANDIN_ is put before their names.
     """
     path = os.pathsep.join(filter(None, [str(HERE / "hook"), os.environ.get("PYTHONPATH")]))
     return {
@@ -74,7 +75,7 @@ def environment(libraries: Path, records: Path, gpus: int = 1, **more: str) -> d
 
 
 def read_records(folder: Path) -> list[Record]:
-    """Return what the processes have recorded, each process's records in their order."""
+    """Return the records of all processes in `folder`, one process after the other, each in order of time."""
     return [
         Record(int(path.stem), *line.split("\t"))
         for path in sorted(folder.glob("*.records"))

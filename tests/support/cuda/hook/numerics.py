@@ -1,8 +1,8 @@
-"""Arithmetic for the CUDA stand-in: operations' results, computed on the CPU in the same memory.
+"""Computes the results of CUDA operations on the CPU, in the same memory, for the CUDA stand-in.
 
 The CUDA host code of an operation runs first; its kernels do nothing. Then the operation's inputs and outputs
-are taken as CPU tensors of the same memory, and the CPU's operation fills the outputs. The stand-in's library
-also learns here which memory operations read and write, and where in the program the host waits.
+are taken as CPU tensors of the same memory, and the CPU's operation fills the outputs. This module also tells
+the stand-in's library which memory an operation reads and writes, and which line of the program runs.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def is_cuda(value: object) -> bool:
 
 
 def on_cpu(value: Any) -> Any:
-    """Return the CPU's device, the CPU's generator or a CPU tensor in the same memory; else `value`."""
+    """Return the CPU's device, its generator, or a CPU tensor in the CUDA tensor's memory; else `value`."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if isinstance(value, torch.Generator):
@@ -76,7 +76,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, shape: Any, inverse: Tensor, weight
 
 
 def fused_adamw(*lists: Any, **options: Any) -> None:
-    """Run the CPU's kernel on padded tensors: a tail of less than 16 elements would get other bits."""
+    """Run the CPU's AdamW on padded tensors: a tail of less than 16 elements would get other bits."""
     padded = [[torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % 16)) for t in ts] for ts in lists[:4]]
     torch.ops.aten._fused_adamw_(*padded, *lists[4:], **options)
     for i in (0, 2, 3):
@@ -95,7 +95,7 @@ SPECIAL: Mapping[str, Any] = {
 
 
 def copied_by_runtime(target: object, source: object) -> bool:
-    """Return whether the runtime copies the bytes of `source` to `target`, between host and device."""
+    """Return whether the stand-in's CUDA runtime copies `source` to `target`, between host and device."""
     if not (isinstance(target, Tensor) and isinstance(source, Tensor)) or target.dtype != source.dtype:
         return False
     crosses = target.device.type != source.device.type
@@ -141,7 +141,7 @@ class Numerics(TorchDispatchMode):
         return out
 
     def compute(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        """Compute an operation on the CPU. Fills `out`, which is None if the operation writes to inputs."""
+        """Fill `out` with results from the CPU. `out` is None if the operation writes to its inputs."""
         pair = args[:2] if name == "copy_" else (out, args[0] if args else None)
         if name in ("copy_", "_to_copy") and copied_by_runtime(*pair):
             return
@@ -178,9 +178,10 @@ def compute_here() -> bool:
 
 
 def install() -> None:
-    """Compute results in this thread, in later threads, and in threads that call torch.cuda.is_available.
+    """Compute CUDA operations' results in this thread, in later threads, and in callers of is_available.
 
-    With STANDIN_NUMERICS=0, compute no results: torch.compile compiles nothing under a dispatch mode.
+    Patches threading.Thread.run and torch.cuda.is_available. With STANDIN_NUMERICS=0, patches nothing and
+    computes no results: torch.compile compiles nothing under a dispatch mode.
     """
     library.standin_set_place(write_place)
     if os.environ.get("STANDIN_NUMERICS") != "0":
