@@ -6,8 +6,8 @@
 
 In each command's mount namespace /proc is empty and there is no /dev/shm. Functions and constants that a
 Mac's Python lacks are deleted (MISSING). Prints a row per trial, as JSON. With --suite, exit code 1 if a test
-fails. Otherwise exit code 1 unless each job ends with exit code 0. After a stop or a kill, the hash must be
-that of the undisturbed run. Undisturbed jobs must log once why there are no snapshots in memory.
+fails. Otherwise exit code 1 unless each job ends with exit code 0. After a stop or a kill, the run must end
+with the hash of the undisturbed run. Undisturbed jobs must log once why there are no snapshots in memory.
 """
 
 import os
@@ -54,7 +54,7 @@ TRIALS: dict[str, Callable[[Job], None]] = {
 
 
 def bare_host(folder: Path) -> list[str]:
-    """Return the words to put before a command that is to run without the facilities."""
+    """Write a sitecustomize.py to `folder`; return words to put before a command that needs a bare host."""
     (folder / "devices").mkdir()
     (folder / "sitecustomize.py").write_text(MISSING)
     unshare = ["unshare", "--mount", "bash", "-c", NAMESPACE, "bash", str(folder / "devices")]
@@ -95,7 +95,7 @@ def try_all(folder: Path, prefix: list[str], tally: Tally, first: dict[str, dict
 
 
 def run_suite(prefix: list[str], tally: Tally) -> None:
-    """Run the fast tests; print pytest's lines about failed and skipped tests, and its last line, as rows."""
+    """Run the fast tests; print rows with pytest's lines about failed and skipped tests, and its summary."""
     command = [*prefix, sys.executable, "-m", "pytest", "-rfEs", "--tb=line"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in done.stdout.splitlines():

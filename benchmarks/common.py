@@ -1,6 +1,6 @@
 """Helpers for the programs of this folder: arguments, jobs, signals to workers, measurements, exit code.
 
-A program prints its results as rows, one JSON object a line. Kept rows lie in benchmarks/results/.
+A program prints its results as rows, one JSON object a line. Rows that were kept are in benchmarks/results/.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def work_folder() -> Iterator[Path]:
-    """Yield a folder that is removed at the end."""
+    """Yield an empty folder that is removed when the block ends."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
@@ -71,7 +71,7 @@ class Tally:
             print(job.err()[-3000:], file=sys.stderr)
 
     def exit_code(self, **more: Any) -> int:
-        """Print a row with the counts; return 0 if all trials were good, else 1."""
+        """Print a row with the counts and `more`; return 0 if all trials were good, else 1."""
         row(trials=self.trials, ok=self.good, **more)
         return 0 if self.good == self.trials else 1
 
@@ -92,7 +92,7 @@ def start(
     output: Path | None = None,
     program: str = "train.py",
 ) -> Job:
-    """Start `program` under torchrun. `output` is the argument of `Job`, by default `run_dir`."""
+    """Start `program` under torchrun; return a Job, whose `output` is `run_dir` unless given."""
     given = [f"run_dir={run_dir}", *arguments_of(settings, more)]
     return Job([*torchrun(workers, restarts), program, *given], output or run_dir, cwd=checkout)
 
@@ -105,7 +105,7 @@ def start_plain(
     prefix: Sequence[str] = (),
     output: Path | None = None,
 ) -> Job:
-    """Start plain `python train.py`, which starts its workers itself; `output` is as in `start`."""
+    """Start plain `python train.py`, after the words of `prefix`; `output` is as in `start`."""
     own = {"run_dir": run_dir, "trainer.workers": workers, "trainer.max_restarts": restarts}
     command = [*prefix, sys.executable, "train.py", *arguments_of({**settings, **own})]
     return Job(command, output or run_dir)
@@ -133,7 +133,7 @@ def train(run_dir: Path, settings: Settings, *more: str, **options: Any) -> None
 
 
 def train_undisturbed(folder: Path, settings: Settings, *more: str, workers: int = 2) -> tuple[str, float]:
-    """Train a run that nothing disturbs, print a row, and return the run's hash and seconds."""
+    """Train a run that nothing disturbs, print a row, and return the run's `short_hash` and seconds."""
     run_dir, began = folder / "undisturbed", time.monotonic()
     train(run_dir, settings, *more, workers=workers)
     seconds = time.monotonic() - began
@@ -149,7 +149,7 @@ def wait_for_success(job: Job, timeout_s: float = 24 * 3600) -> None:
 
 
 def seconds_until(command: Sequence[str], run_dir: Path, recorded: str, checkout: Path = ROOT) -> float:
-    """Run a command; return the seconds until metrics.jsonl contained `recorded`, or until the end."""
+    """Run a command; return the seconds until metrics.jsonl contained `recorded`, or the command ended."""
     record, began = run_dir / "metrics.jsonl", time.monotonic()
     job = Job(command, run_dir, cwd=checkout)
     while job.is_running() and not (record.exists() and recorded in record.read_text()):
@@ -204,7 +204,7 @@ def short_hash(run_dir: Path) -> str:
 def measure_in_turns(
     variants: Mapping[str, Callable[[], float]], rounds: int, digits: int = 5, **about: Any
 ) -> dict[str, list[float]]:
-    """Call each variant once a round, in changing order, and print a row per round; return {name: values}."""
+    """Call each variant once a round, in alternating order; print a row per round; return {name: values}."""
     found: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
         for name in sorted(variants, reverse=number % 2 == 1):
@@ -214,7 +214,7 @@ def measure_in_turns(
 
 
 def paired(found: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
-    """Return `over` divided by `under`, for each round."""
+    """Return the values of `over` divided by those of `under`, round by round."""
     return [one / other for one, other in zip(found[over], found[under], strict=True)]
 
 
@@ -228,7 +228,7 @@ def median_and_spread(values: Sequence[float], digits: int = 3, name: str = "rat
 
 
 def median_metric(run_dir: Path, name: str = "step_s") -> float | None:
-    """Return a metric's median over about the last three quarters of a run's records, or None."""
+    """Return a metric's median over about the last three quarters of its records; None without records."""
     recorded = list(read_metric(run_dir, name).values())
     return statistics.median(recorded[max(1, len(recorded) // 4) :] or recorded) if recorded else None
 

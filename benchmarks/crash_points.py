@@ -4,15 +4,15 @@
     python benchmarks/crash_points.py --stride 11    # every eleventh point only: half a minute
 
 Snapshots of steps 10 and 20 exist. A save writes the snapshot of step 30, then removes the others. Each
-snapshot has two tensor files, a tokenizer and a manifest. Five kinds of faults are tried at every point:
+snapshot has two tensor files, a tokenizer and a manifest. These kinds of faults are tried at every point:
 
 - `kill`: SIGKILL on entering each system call of the save (strace's fault injection), except `futex`;
 - `ENOSPC`, `EIO`: each of the save's calls on files fails with this error, and the process lives;
-- `power`: the machine loses power after each of the save's file operations. Of all files not fsynced, the
-  whole data, half or nothing is on disk. Each creation, renaming and removal since the folder's last fsync
+- `power`: the machine loses power after each of the save's file operations. Files that were not fsynced are
+  all whole, all half written or all empty. Each creation, renaming and removal since the folder's last fsync
   has happened or not, in any combination (after Pillai et al. 2014);
 - `order`: the workers are killed while each tensor file is absent, half written or whole, in any combination;
-- `store`: at each call, an object store fails once or from then on, tears an upload, or lists late.
+- `store`: at each call, an object store has one of the faults that FaultyStore explains.
 
 After each fault the newest valid snapshot must be of step 20 or 30, with the right content. Then a further
 save must succeed, and leave no file of an unfinished save. Exit code 1 otherwise.
@@ -59,12 +59,12 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def transfer(step: int) -> Transfer:
-    """Return the tensor files of a step."""
+    """Return the Transfer that writes the tensor files of a step."""
     return SnapshotSaver(SnapshotStore("memory://")).stage(step, tensors_of(step))
 
 
 def manifest(step: int) -> Manifest:
-    """Return the manifest of a step, as it is before a save."""
+    """Return the manifest of a step, without the fields that a save fills in."""
     return Manifest.model_validate({
         "step": step, "windows": step, "config": {}, "tokenizer": {"kind": "bytes", "vocab_size": 3},
         "data": {"path": "data/input.txt", "sha256": "0" * 64},
@@ -93,7 +93,7 @@ def write_first_two(store: SnapshotStore) -> None:
 
 
 def verdict(store: SnapshotStore) -> str:
-    """Return the verdict on the files that a fault left behind: "ok", or what is wrong with them."""
+    """Read the store after a fault, then save step 40; return "ok", or what is wrong."""
     found, corrupt = find_newest(store)
     if found is None:
         return "there is no valid snapshot"
@@ -116,7 +116,7 @@ def verdict(store: SnapshotStore) -> str:
 
 
 def save_under_strace(store: SnapshotStore, injection: list[str], log: Path) -> None:
-    """Save step 30 in a child that strace watches from its start; wait until the child is gone."""
+    """Save step 30 in a child process. strace, with the options `injection`, writes its calls to `log`."""
     job, transfer_30 = saver(store), transfer(30)
     with open(Path(store.root).parent / "metrics.jsonl", "a") as records:
 
@@ -141,7 +141,7 @@ def save_under_strace(store: SnapshotStore, injection: list[str], log: Path) -> 
 
 
 def attach_strace(pid: int, injection: list[str], log: Path) -> subprocess.Popen[str]:
-    """Attach strace; wait until the process is traced. Raises RuntimeError if strace cannot attach."""
+    """Attach strace to process `pid`. If strace cannot attach, kill the process and raise RuntimeError."""
     command = ["strace", "-q", "-y", "-o", str(log), *injection, "-p", str(pid)]
     strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
@@ -153,7 +153,7 @@ def attach_strace(pid: int, injection: list[str], log: Path) -> subprocess.Popen
 
 
 def system_calls(log: Path) -> list[tuple[str, int, str]]:
-    """Return the save's system calls but `futex`: name, number among calls of this name, line of strace."""
+    """Return (name, number among calls of this name, line of `log`) for the save's calls, except `futex`."""
     counts: collections.Counter[str] = collections.Counter()
     found, is_inside = [], False
     for line in log.read_text(errors="replace").splitlines():
@@ -171,7 +171,7 @@ def system_calls(log: Path) -> list[tuple[str, int, str]]:
 
 
 def faults_by_strace(work: Path, stride: int) -> Verdicts:
-    """Yield verdicts on `kill`, `ENOSPC` and `EIO`. Keep an undisturbed save in `work` for `power_losses`."""
+    """Yield verdicts on `kill`, `ENOSPC`, `EIO`. Leaves an undisturbed save in `work` for `power_losses`."""
     reference = SnapshotStore(str(work / "reference" / "snapshots"))
     write_first_two(reference)
     save_under_strace(reference, [], work / "reference.log")
@@ -187,7 +187,7 @@ def faults_by_strace(work: Path, stride: int) -> Verdicts:
 
 
 def file_operations(log: Path, root: str) -> list[Operation]:
-    """Return the operations of the save on files in the snapshot folder."""
+    """Return the save's operations on files in the folder `root`, from strace's log."""
     done: list[Operation] = []
     for name, _, line in system_calls(log):
         names = re.findall(rf'"{root}/([^"]+)"', line)
@@ -208,9 +208,9 @@ def file_operations(log: Path, root: str) -> list[Operation]:
 def states_after(
     done: Sequence[Operation], before: Mapping[str, bytes], saved: Mapping[str, bytes]
 ) -> Iterator[DiskState]:
-    """Yield what a disk may hold if the power fails after these operations on the files `before`.
+    """Yield each state of the disk that a power failure after the operations `done` may leave.
 
-    `saved` are the files that the whole save leaves.
+    `before` and `saved` are the files, {name: content}, before and after the whole save.
     """
     contents = dict(before)  # {inode: content once all of it is written}
     current = {name: name for name in before}  # {name: inode} as processes see the folder
@@ -280,7 +280,7 @@ def power_losses(work: Path, stride: int) -> Verdicts:
 
 
 def orders(work: Path, stride: int) -> Verdicts:
-    """Yield the verdicts on `order`. After a kill the files that exist matter, not the order they came in."""
+    """Yield the verdicts on `order`, one for each combination of the files' states."""
     files = [layout for layout, _ in transfer(30).files]
     states = list(itertools.product(("absent", "half", "whole"), repeat=len(files)))
     for number, state in list(enumerate(states))[::stride]:
@@ -298,7 +298,7 @@ def orders(work: Path, stride: int) -> Verdicts:
 
 
 def faulty_store() -> tuple[SnapshotStore, FaultyStore]:
-    """Return a faulty store with the first two snapshots."""
+    """Return a store that has the first two snapshots, and the FaultyStore that holds its files."""
     FaultyStore.store.clear()
     FaultyStore.pseudo_dirs[:] = [""]
     store = SnapshotStore("memory://bucket/run", (0.0, 0.0))
@@ -319,7 +319,7 @@ def faults_of_a_store(stride: int) -> Verdicts:
 
 
 def fault_of_a_store(fault: str, at: int) -> str:
-    """Return the verdict on a save whose call `at` has this fault."""
+    """Return the verdict on a save to a store with this fault at call `at`."""
     store, files = faulty_store()
     files.last_listing = files.ls(store.root, detail=False)
     files.armed, files.fault, files.at = True, fault, at

@@ -4,9 +4,9 @@
     python benchmarks/doctor.py --only port    # half a minute
 
 Each fault is planted, then torchrun's agents start the doctor or train.py. Within 60 s one sentence must
-name the fault and the node, and the job must end with the right exit code on every node. On the healthy
-cluster the doctor must find no fault. Prints a row per fault, as JSON. Exit code 1 if something is not so,
-2 if this machine cannot run the nodes.
+name the fault and the node. On every node the exit code must be 1, or 0 if the job can go on. On the healthy
+cluster the doctor must find no fault. Prints a row per fault, as JSON. Exit code 1 if this does not
+hold, 2 if this machine cannot run the nodes.
 """
 
 import re
@@ -58,7 +58,7 @@ ANOTHER_TORCH = "import torch\ntorch.__version__ = torch.version.__version__ = '
 
 
 def start(kind: str, node: Node) -> Job:
-    """Start a node's agent. Some faults are in its command, its variables or its files."""
+    """Start a node's agent. Some kinds of fault are in the agent's command, variables or files."""
     cluster, is_odd, shards = node.cluster, node.number == 3, node.disk / "shards"
     shards.mkdir()
     (shards / "train.bin").write_bytes(bytes([7, 0]) * 5000 + bytes([int(is_odd), 0]) * 100)

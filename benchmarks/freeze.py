@@ -106,7 +106,7 @@ def freeze_before_meeting(
 
 
 def stick_once(mark: Path, rank: int, step: int, event: str, call: str) -> None:
-    """Make a rank create `mark` and wait in C code for ever, at an event of a step, unless `mark` exists."""
+    """At an event of a step, let a rank create `mark` and hang in C function `call`, unless `mark` exists."""
     libc = ctypes.CDLL(None)
 
     def stick(**details: Any) -> None:
@@ -127,7 +127,7 @@ def stick_once(mark: Path, rank: int, step: int, event: str, call: str) -> None:
 def kill_beside_stuck(
     folder: Path, number: int, expected: str, rng: random.Random, tally: common.Tally
 ) -> None:
-    """Kill a worker that is not stuck, and measure how long the stuck worker stays."""
+    """Kill a worker that is not stuck, and measure how long the stuck worker lives."""
     run_dir, mark = folder / f"run{number}", folder / f"stuck{number}"
     workers, step = rng.choice([2, 3]), rng.randrange(1, STEPS)
     rank, event = rng.randrange(workers), rng.choice(["step_start", "backward_end"])
@@ -159,7 +159,7 @@ def kill_beside_stuck(
 
 
 def train_beside_busy_processes(folder: Path, minutes: float, tally: common.Tally) -> None:
-    """Train with many evaluations and snapshots; no worker may be taken for a frozen one."""
+    """Train with many evaluations and snapshots; no worker may be taken for frozen."""
     run_dir, settings = folder / "busy", SETTINGS | {"trainer.max_steps": 10**6}
     with common.busy_processes(BUSY):
         job = common.start(run_dir, settings, restarts=3)

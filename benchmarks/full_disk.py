@@ -6,7 +6,7 @@
 A tmpfs of 4 KiB to 2 MiB holds run_dir, snapshot.path or the cache of a downloaded text. In most cases the
 snapshots or the text do not fit. Jobs have one worker, two workers, or two workers of which one is killed.
 
-A job must end with exit code 0, or with one sentence if the last snapshot does not fit (`first_code`). Then
+A job must end with exit code 0 (`first_code`), or with one sentence if the last snapshot does not fit. Then
 the tmpfs grows, and the same command must finish the run with the hash and records of an undisturbed run.
 Only records that run.json calls missing may be missing. Prints a row per case, as JSON; exit code 1 if a
 case fails.
@@ -85,9 +85,9 @@ class Trial:
     output: Path
 
     def train(self, workers: int = 1, kills_at: int | None = None) -> Job:
-        """Train to the end with one worker of plain python, or several of torchrun; return the job.
+        """Run a job to its end: one worker under plain python, or several under torchrun. Return the Job.
 
-        With `kills_at`, the last worker is killed once this step is on record.
+        Sets XDG_CACHE_HOME. If `kills_at` is given, the last worker is killed at this step.
         """
         os.environ["XDG_CACHE_HOME"] = str(self.cache)
         if workers > 1:
@@ -114,7 +114,7 @@ class Trial:
 
 
 def has_records(trial: Trial, expected: Trial) -> bool:
-    """Return whether the records are those of the undisturbed run, except those that run.json calls missing.
+    """Return whether `trial` has the records of `expected`, except records that run.json calls missing.
 
     The evaluation at the step before the first missing step may be missing, too.
     """
@@ -127,7 +127,7 @@ def has_records(trial: Trial, expected: Trial) -> bool:
 
 
 class Disks:
-    """Runs the jobs and judges them."""
+    """Runs the jobs of each case, and judges the results."""
 
     def __init__(self, work: Path, text_url: str, small_text: Path) -> None:
         self.work, self.text_url, self.small_text = work, text_url, small_text
@@ -150,7 +150,7 @@ class Disks:
         return trial
 
     def judge(self, job: Job, trial: Trial, expected: Trial, about: dict[str, Any]) -> None:
-        """Start the trial's command again, compare the results with those of `expected`, and print a row."""
+        """Start the command of `job` again, compare `trial` with `expected`, and print a row with `about`."""
         first_code, errors = job.process.returncode, job.err()
         said = collections.Counter(Path(path).name for path in WRITTEN_IN_VAIN.findall(errors))
         sentences = [line for line in errors.splitlines() if line.startswith("error: ")]
@@ -168,7 +168,7 @@ class Disks:
         self.tally.add(not found, job)
 
     def fill(self, where: str, size: str, workers: int, is_killed: bool) -> None:
-        """Run a job on a disk of this size, and the same command again once the disk is larger."""
+        """Run a job on a disk of this size, then the same command on a larger disk; judge the results."""
         case = Path(tempfile.mkdtemp(dir=self.work))
         trial, disk, expected = self.trial(case, self.small_text), case / "disk", self.reference
         if where == "run_dir":
@@ -187,7 +187,7 @@ class Disks:
 
 
 def cases() -> Iterator[tuple[str, str, int, bool]]:
-    """Yield the cases: where the disk is, its size, number of workers, and whether a worker is killed."""
+    """Yield the cases: (what is on the disk, the disk's size, number of workers, is a worker killed?)."""
     for where in ("run_dir", "snapshot.path", "cache"):
         for size in ("4k", "500k", "1m", "2m"):
             for workers, is_killed in ((1, False), (2, False), (2, True)):

@@ -5,9 +5,9 @@
 
 Prints each measurement as a row of JSON, and a table after each part; --out keeps both. A measurement that
 fails is a row with the reason. `held` is false if something is not as it must be. `host_waits` is the number
-of calls per step that wait for the GPU. `seconds` is the time from a signal to the next step, the time of a
-run's steps, or a step's wait for a save. The program needs no network. It looks for nanoGPT and
-tinyshakespeare.txt beside the project's folder, in the folders there, and in the project's folders.
+of calls per step that wait for the GPU. `seconds` is a duration: from a signal to the next step, of a run's
+steps, or of a wait for a save. The program needs no network. It looks for nanoGPT and tinyshakespeare.txt
+beside the project's folder, in the folders beside it, and in the project's folders.
 
 With --tiny, and on the stand-in for CUDA in tests/support/cuda, models are tiny. Rows of the stand-in say
 so, have no rates and are not kept. Exit code 2 without a GPU, 1 if something did not hold, else 0.
@@ -112,7 +112,7 @@ class Bench:
         return SIZES[size] | ALL | {"data.path": str(data)} | small | (TINY if self.is_tiny else {}) | more
 
     def start(self, run_dir: Path, settings: Row, workers: int = 1, **env: str) -> Job:
-        """Start a job whose rank 0 leaves device.json in its run folder."""
+        """Start a job whose rank 0 writes device.json to the run folder (see `observe`)."""
         program = common.changed_program(self.folder, CODE)
         words = common.arguments_of(settings | {"run_dir": run_dir})
         if self.facts["card"] == STAND_IN:
@@ -127,20 +127,20 @@ class Bench:
         return run_dir
 
     def once(self, size: str, more: Row) -> Path:
-        """Return the folder of a run that nothing disturbs, trained at the first call with its settings."""
+        """Return the folder of an undisturbed run; only the first call with these settings trains it."""
         key = json.dumps([size, more])
         self.undisturbed[key] = self.undisturbed.get(key) or self.train(size, more)
         return self.undisturbed[key]
 
 
 def find_beside(*names: str) -> Path | None:
-    """Return the first existing path of these names, in places that the module's docstring names, or None."""
+    """Look for `names` in the places that the module's docstring names; return the first path, or None."""
     places = (ROOT.parent, *ROOT.parent.iterdir(), *ROOT.iterdir())
     return next((place / name for place in places for name in names if (place / name).exists()), None)
 
 
 def figures(run_dir: Path) -> Row:
-    """Return a run's median rates and the content of device.json; `held`: stderr tells of no failure."""
+    """Return a row: median rates, the content of device.json, and `held`, false if stderr has a failure."""
     rate, share = (common.median_metric(run_dir, name) for name in ("tokens_per_s", "mfu"))
     failed = [line for line in Path(f"{run_dir}.err").read_text().splitlines() if " failed (" in line]
     row = {"held": not failed, "tokens_per_s": rate, "share_of_peak": share, "failed": failed}
@@ -152,9 +152,9 @@ def speed(bench: Bench, size: str, more: Row, **env: str) -> Row:
 
 
 def same_hash(bench: Bench, how: str = "", size: str = "default", workers: int = 1, more: Row = NONE) -> Row:
-    """Train a run, and compare its final hash with the hash of an undisturbed run with one worker.
+    """Train a run; in the row, `held` is whether the hash is that of an undisturbed run with one worker.
 
-    `how` disturbs the run: "" not at all, "STOP" by a file STOP and a second start, or a signal by its name.
+    `how` names what disturbs the run: "" nothing, "STOP" a file STOP before a second start, or a signal.
     """
     if workers > bench.facts["gpus"]:
         raise LeftOut("NCCL refuses two workers on one card, and gloo does not train on GPUs")
@@ -178,14 +178,17 @@ def same_hash(bench: Bench, how: str = "", size: str = "default", workers: int =
 
 
 def beside(bench: Bench, ours: Row, theirs: Row, size: str = "default", metric: str = "train/loss") -> Row:
-    """Return a row with the largest relative difference (`worst`) between two runs' records of a metric."""
+    """Train two runs with the settings `ours` and `theirs`, unless they were trained before.
+
+    Returns a row; `worst` is the largest relative difference between the runs' records of `metric`.
+    """
     one, other = (read_metric(bench.once(size, more), metric) for more in (ours, theirs))
     worst = max(abs(one[step] / other[step] - 1) for step in other)
     return {"held": worst <= LIMIT, "metric": metric, "worst": worst, "records": len(other)}
 
 
 def beside_nanogpt(bench: Bench) -> Row:
-    """Measure seconds per step in turns, both programs compiled; `ratio` is nanoGPT's time over ours."""
+    """Train beside nanoGPT, both compiled. In the row, `ratio` is nanoGPT's time per step divided by ours."""
     checkout = find_beside("nanoGPT")
     if checkout is None or bench.is_tiny:
         raise LeftOut("no nanoGPT beside this folder" if checkout is None else "it has no tiny size here")
@@ -201,7 +204,7 @@ def beside_nanogpt(bench: Bench) -> Row:
 
 
 def recipe(bench: Bench, seed: int) -> Row:
-    """Measure the final validation loss, its mean over the seeds so far, and the seconds of all steps."""
+    """Train the recipe; return a row with the final validation loss, and its mean over the seeds so far."""
     run_dir = bench.train("recipe", {"seed": seed})
     bench.losses += list(read_metric(run_dir, "val/loss").values())[-1:]
     last = read_history(run_dir)["generations"][-1]
@@ -213,21 +216,21 @@ def recipe(bench: Bench, seed: int) -> Row:
 
 
 def large(bench: Bench, more: Row) -> Row:
-    """Measure speed at 124 M parameters; `over_plan` is torch's peak memory over the planned memory."""
+    """Measure speed at 124 M parameters; `over_plan` is torch's peak memory divided by the planned memory."""
     row, config = speed(bench, "124M", more), build(bench.settings("124M", more))
     planned = estimate(config, 50257, 1, on_cpu=False, element=2)["total"] - CUDA_BYTES
     return row | {"over_plan": row["peak_bytes"] / planned}
 
 
 def saves(bench: Bench, memory_every: int) -> Row:
-    """Measure the median seconds for which a step waits for a save, by kind of save."""
+    """Train at 124 M parameters. In the row, `seconds` is the median wait for a save, by kind of save."""
     more = {"snapshot.every": 5, "snapshot.memory_every": memory_every}
     row = speed(bench, "124M", PLAIN | more)
     return row | {"seconds": {kind: statistics.median(times) for kind, times in row.pop("saves").items()}}
 
 
 def sanitized(bench: Bench, *prefix: str, **env: str) -> Row:
-    """Train ten steps under a sanitizer, which must find nothing."""
+    """Train ten steps under a sanitizer, chosen by `prefix` or `env`; the sanitizer must find nothing."""
     if prefix and shutil.which(prefix[0]) is None:
         raise LeftOut(f"no {prefix[0]} on PATH")
     run_dir, more = bench.folder / f"run{len(bench.jobs)}", TINY | {"trainer.max_steps": 10}
@@ -240,7 +243,7 @@ def sanitized(bench: Bench, *prefix: str, **env: str) -> Row:
 
 
 def sampling(bench: Bench) -> Row:
-    """Measure sample.py's tokens per second for 1 and 16 samples, from a short and a long run."""
+    """Measure sample.py's tokens per second for 1 and 16 samples, from the times of two lengths."""
     run_dir, lengths, rates = bench.once("124M", PLAIN), (4, 12) if bench.is_tiny else (16, 272), Row()
     for samples in (1, 16):
         times = []
@@ -308,7 +311,7 @@ COLUMNS = {
 
 
 class Report:
-    """Prints rows, and keeps them in the folder `out` if it is given."""
+    """Prints rows; if a folder `out` is given, keeps the rows and their table there."""
 
     def __init__(self, machine: str, out: Path | None) -> None:
         self.machine, self.out, self.rows = machine, out, list[Row]()
@@ -342,7 +345,7 @@ def spelled(value: Any) -> str:
 
 
 def run_part(name: str, bench: Bench, report: Report, factor: float, left_s: float) -> None:
-    """Make a part's measurements, within `left_s` and `factor` times the part's minutes. Any may fail."""
+    """Add a part's rows to `report`, within `left_s` seconds and `factor` times the part's minutes."""
     minutes, _, checks = PARTS[name]
     bench.deadline = time.monotonic() + min(60 * factor * minutes, left_s)
     if left_s < 30 * factor * minutes:

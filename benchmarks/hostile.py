@@ -5,11 +5,11 @@
 
 A small run has snapshots of steps 2 and 4. In a trial, a bad snapshot of a kind in hostile_kinds.py replaces
 the snapshot of step 4. If the snapshot of step 2 is there, the program must use it and end with exit code 0.
-Otherwise the program must end with one sentence and exit code 2. "init file" is
-snapshot.init_from=step_00000004.safetensors: a bad file must always be refused. Kinds called "valid" may be
-used or refused. No traceback may appear, and no payload may be executed. Peak memory may exceed the peak on
-the valid snapshot by --slack_mb plus the size of the bad files, and more for kinds with 4 MB of JSON. Prints
-a row per trial, as JSON; exit code 1 if a trial has a problem. `--kinds` takes parts of kinds' names.
+Otherwise the program must end with one sentence and exit code 2. "init file" is train.py with
+snapshot.init_from=step_00000004.safetensors; it must refuse each bad file. Kinds called "valid" may be used
+or refused. No traceback may appear, and no payload may be executed. Peak memory may exceed the peak on the
+valid snapshot by --slack_mb plus the size of the bad files. Kinds with 4 MB of JSON may take 120 MB more.
+Prints a row per trial, as JSON; exit code 1 if a trial has a problem. `--kinds` takes parts of kinds' names.
 """
 
 import os
@@ -38,7 +38,7 @@ PARSED_MB = 120  # of memory, for 4 MB of JSON once they are parsed
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a program: exit code, output and peak of memory."""
+    """The end of a program: exit code, output and peak memory."""
 
     code: int
     out: str
@@ -74,7 +74,7 @@ def command(program: str, run_dir: Path, text: Path, fresh: Path) -> list[str]:
 
 
 class Range:
-    """The place where the programs are tried: a whole run, of which each trial gets a copy."""
+    """Tries the programs, each on a copy of one run with valid snapshots."""
 
     def __init__(self, folder: Path, slack_mb: float) -> None:
         self.folder, self.slack_mb = folder, slack_mb
@@ -109,7 +109,7 @@ class Range:
         return self.clean_peaks[program]
 
     def forge(self, kind: str, manifest: Path, tensors: Path) -> None:
-        """Replace a snapshot by a bad snapshot, in a child process."""
+        """Replace a snapshot by a bad snapshot of this kind, in a child process."""
         child = os.fork()
         if child == 0:
             forgery = read(manifest, tensors, self.canary)
@@ -120,7 +120,7 @@ class Range:
         assert status == 0, "the forgery failed"
 
     def trial(self, kind: str, program: str, older: bool) -> bool:
-        """Try a program, print a row with its problems, and return whether there were none."""
+        """Try a program, with a snapshot of step 2 if `older`; print a row; return whether all went well."""
         clean_peak, run_dir = self.clean_peak(program), self.copy()
         snapshots = run_dir / "snapshots"
         paths = snapshots / "step_00000004.json", snapshots / "step_00000004.safetensors"

@@ -1,7 +1,7 @@
 """Snapshots that no run has written, by kind, for hostile.py.
 
-Each kind is a change to a valid snapshot. Checksums and sizes then fit, unless the kind replaces the manifest
-or changes written files. No torch is imported here, because a child's peak memory begins with its parent's.
+Each kind changes a valid snapshot. Checksums and sizes still fit, unless the kind replaces the manifest or
+changes written files. No torch is imported here, because a child's peak memory begins with its parent's.
 """
 
 import hashlib
@@ -96,7 +96,7 @@ def pickled(forgery: Forgery) -> bytes:
 
 
 def zipped(forgery: Forgery) -> bytes:
-    """Return the payload in a zip file like those of torch.save."""
+    """Return the pickled Payload in a zip file like those that torch.save writes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("archive/data.pkl", pickled(forgery))
@@ -244,7 +244,7 @@ def place_instead(forgery: Forgery, change: Callable[[Path], Any], suffix: str) 
 
 
 def forge(kind: str, forgery: Forgery) -> None:
-    """Turn the snapshot into one of this kind."""
+    """Turn `forgery` into a snapshot of this kind."""
     subject, _, rest = kind.partition(": ")
     if kind in OTHERS:
         OTHERS[kind](forgery)

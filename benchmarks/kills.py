@@ -5,13 +5,13 @@
     python benchmarks/kills.py --jobs 0 --agent_jobs 0 --plain_jobs 0 --memory_jobs 20    # in memory
     python benchmarks/kills.py --storm 5000 --every_s 30                 # twice 10 minutes
 
-There are 20 jobs of two workers under torchrun, 10 of two agents with one worker each, and 20 of two workers
-under plain `python train.py`. One worker gets SIGKILL at a random moment. A job counts only if the signal hit
-a living worker. --memory_jobs N adds N jobs with ddp and N jobs with fsdp that save only to memory before
+All jobs have two workers: 20 jobs under torchrun, 10 under two agents of torchrun, and 20 under plain
+`python train.py`. One worker gets SIGKILL at a random moment. A job counts only if the signal hit a
+living worker. --memory_jobs N adds N jobs with ddp and N jobs with fsdp that save only to memory before
 their end. For these jobs the signal waits until a save to memory is under way.
 
 With --storm STEPS, workers of the default run with this many steps are killed, one every --every_s seconds on
-average. `goodput` is the time of an undisturbed run over the time of this run.
+average. `goodput` is the time of an undisturbed run divided by the time of this run.
 
 Prints a row per job or signal, as JSON. Exit code 1 unless every job finished with the hash of the
 undisturbed run. In a storm, goodput must also be at least `--least`. Needs Linux.
@@ -55,7 +55,7 @@ def kill_once(
     tally: common.Tally,
     settings: common.Settings = SETTINGS,
 ) -> None:
-    """Run a job of two workers and kill one of them; it must end with the expected hash."""
+    """Kill one of a job's two workers within `length_s` s; the job must end with the hash `expected`."""
     victim = None
     while victim is None:  # the signal came too late, or before there was a worker: try another moment
         run_dir = folder / f"job-{rng.randrange(10**9)}"
@@ -84,7 +84,7 @@ def kill_once(
 def kill_again_and_again(
     run_dir: Path, settings: common.Settings, arguments: argparse.Namespace
 ) -> tuple[int, int]:
-    """Kill workers until the run ends; return its exit code and the number of kills."""
+    """Start a job and kill workers until it ends; return the job's exit code and the number of kills."""
     rng = random.Random(arguments.seed)
     job = common.start(run_dir, settings, restarts=100_000)
     job.wait_until(lambda: read_history(run_dir)["generations"], 600)
@@ -110,7 +110,7 @@ def training_seconds(run_dir: Path) -> float:
 
 
 def storm(folder: Path, arguments: argparse.Namespace, tally: common.Tally) -> None:
-    """Train the default run undisturbed, then with signals."""
+    """Train the default run undisturbed, then with kills, and print rows that compare the two."""
     settings = {
         "trainer.max_steps": arguments.storm, "trainer.eval_every": 500, "trainer.device": "cpu",
         "trainer.timeout_s": 10, "snapshot.keep_last": 2,

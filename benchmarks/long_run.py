@@ -5,8 +5,8 @@
 
 Trains a tiny model with two workers, and measures every worker's resident memory, in MiB. Then resumes
 copies of the run in turns, at step 1,000 and 1,000 steps before the end, and times 1,000 steps. Prints rows
-as JSON. Exit code 1 unless every worker's memory changes by at most 10 MiB after step 2,000, and late steps
-take at most 1.03 times as long as early steps (median). Needs Linux, and cores that nobody else uses.
+as JSON. Exit code 1 unless every worker's memory changes by at most 10 MiB after step 2,000. The median
+ratio of late times to early times must also be at most 1.03. Needs Linux, and cores that nobody else uses.
 """
 
 import shutil
@@ -38,7 +38,7 @@ def keep_copy(run_dir: Path, step: int, copy: Path) -> None:
 
 
 def watch_memory(job: Job, run_dir: Path, steps: int, every: int, work: Path) -> bool:
-    """Print the workers' memory about every `every` steps, and copy the run twice to `work`.
+    """Print the workers' memory about every `every` steps, and copy the run twice to `work` (`keep_copy`).
 
     Returns whether memory changes by at most LIMIT_MB from step BASE on.
     """

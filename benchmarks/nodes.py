@@ -8,24 +8,23 @@
     python benchmarks/nodes.py --stock        # each node killed once under torchrun's own flags
 
 Needs root. Three nodes with one worker each, in namespaces of this machine. With a shared disk the nodes
-have one run_dir, with separate disks a run_dir each. A node is killed with everything on it; in every second
+have one run_dir, with separate disks a run_dir each. A node is killed with everything on it. In every second
 round of kills, a node with an empty disk replaces the victim. A node that is cut off or frozen is healed
 when the others have trained again for 5 s. Under `--joins`, with sharded state and separate disks, a node
 is lost and comes back with an empty disk. Then a node is killed `delay_s` seconds after the `moment`. The
-moment is the start of the empty node's agent, the end of the rendezvous round, the next round, or the start
-of the next generation on record.
+moments: the empty node's agent starts, the rendezvous round ends, the next round begins, the next generation
+is on record.
 
 Prints a row per trial, as JSON. `on_s` is the time from a kill until a new generation of the other nodes
-has completed a step. For another fault, `on_s` is the longest time without a completed step until the
+has completed a step. For any other fault, `on_s` is the longest time without a completed step until the
 healing. `rejoined_s` is the time from the healing or replacement to a step of all three nodes. `lost` is
 the number of steps before the fault that the other nodes computed again; `told` is this number in run.json.
 `one_history`: metrics.jsonl has each step once, in order, with the losses of the undisturbed run.
 
-Exit code 2 if this machine cannot run the nodes. Exit code 1 unless every trial except those of `--stock` is
-ok. All nodes that are up must end with exit code 0, with one history and the hash of the undisturbed run. A
-kill may lose at most snapshot.memory_every steps, around a join twice as many. Another fault may hold the
-others up for at most trainer.timeout_s + 15 s. The median `on_s` of kills, except those around joins, must be
-at most 8 s.
+Exit code 2 if this machine cannot run the nodes, 1 unless every trial except those of `--stock` is ok. All
+nodes that are up must end with exit code 0, with one history and the hash of the undisturbed run. A kill may
+lose at most snapshot.memory_every steps, around a join twice as many. Another fault may hold the others up
+for at most trainer.timeout_s + 15 s. The median `on_s` of kills, except those around joins, is at most 8 s.
 """
 
 import argparse
@@ -72,7 +71,7 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Trial:
-    """A fault that happens to a node (0, 1 or 2) of a job."""
+    """A fault of node `victim` (0, 1 or 2) of a job; see NodesJob for `disk`, `launch` and `minimum`."""
 
     fault: str
     victim: int
@@ -100,7 +99,7 @@ def inflict(fault: str, node: Node) -> None:
 
 
 def disturb(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
-    """Inflict the fault, then mend it (a killed node only if replaced); return the measured values."""
+    """Inflict the fault, heal the victim, or replace it if the trial says so; return the row's values."""
     is_training = job.reach(rng.randrange(60, 200))
     if not is_training:
         return {"on_s": None}
@@ -139,7 +138,11 @@ def mend(trial: Trial, job: NodesJob, victim: Node) -> None:
 
 
 def grow_and_shrink(trial: Trial, job: NodesJob) -> Found:
-    """Go from 1 node to 3 and back to 2; the victim leaves by SIGTERM to its agent."""
+    """Go from 1 node to 3 and back to 2; the victim leaves by SIGTERM to its agent.
+
+    Returns the victim's `rank`, and the seconds until the job went on after each change (`grown_s`,
+    `shrunk_s`; None if it did not).
+    """
     found: Found = {"grown_s": None, "shrunk_s": None}
     is_training = job.reach(100)
     if not is_training:
@@ -160,7 +163,7 @@ def grow_and_shrink(trial: Trial, job: NodesJob) -> Found:
 
 
 def lose_around_a_join(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
-    """Kill the joiner, start it with an empty disk, and kill the victim at the trial's moment."""
+    """Kill the joiner, boot it with an empty disk, kill the victim at the moment; return the row's values."""
     joiner, victim = job.nodes[trial.joiner], job.nodes[trial.victim]
     stayed = [node for node in job.nodes if node is not joiner]
     others = [node for node in job.nodes if node is not victim]
@@ -214,7 +217,7 @@ def has_begun(job: NodesJob, nodes: Sequence[Node], since: float) -> bool:
 
 
 def outcome(trial: Trial, job: NodesJob) -> Found:
-    """Wait for the end of the job; return its results."""
+    """Wait for the end of the job; return its exit codes, generations, hashes, errors and losses."""
     codes = job.exit_codes()
     last = job.newest_run_dir(job.nodes)
     history = read_history(last)
@@ -228,7 +231,7 @@ def outcome(trial: Trial, job: NodesJob) -> Found:
 
 
 def carry_out(trial: Trial, rng: random.Random, undisturbed: Found) -> Found:
-    """Run a trial's job to its end, and compare it with `undisturbed`, unless `undisturbed` is empty."""
+    """Run a trial's job; return its results, compared with `undisturbed` unless `undisturbed` is empty."""
     settings, began = SETTINGS | trial.settings | {"trainer.max_steps": trial.steps}, time.monotonic()
     with work_folder() as folder, Cluster(NODES, folder, shared=trial.has_storage) as cluster:
         program = changed_program(folder, SLOW) if trial.fault == "join" else str(ROOT / "train.py")

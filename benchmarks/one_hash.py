@@ -39,7 +39,7 @@ WIDE = 768  # more than 25 MiB of weights, which is what fsdp gathers whole
 
 
 def train_forked(settings: Settings, workers: int) -> None:
-    """Train with this many workers, forks of this process. Raises RuntimeError if one of them fails."""
+    """Train with this many workers, forks of this process. Raises RuntimeError if a worker fails."""
     port, pids = free_port(), []
     for rank in range(workers):
         pid = os.fork()
@@ -52,7 +52,7 @@ def train_forked(settings: Settings, workers: int) -> None:
 
 
 def run_worker(settings: Settings, workers: int, rank: int, port: int) -> None:
-    """Run a forked worker, to the end of its process."""
+    """Run worker `rank` in this forked process, then end the process."""
     from mingpt.distributed import Worker
     from mingpt.training.run import build_run
     from mingpt.training.start import find_start

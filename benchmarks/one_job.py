@@ -3,8 +3,8 @@
     python benchmarks/one_job.py                                                        # an hour
     python benchmarks/one_job.py --pairs 1 --gaps 1 --successors 0 --superseded 0       # a minute or two
 
-- pair: two jobs are started together in one run_dir, by plain `python train.py`, by torchrun, or with their
-  snapshots in an object store (moto's server). Exactly one job must train to the end. The other job must end
+- pair: two jobs are started together in one run_dir, under plain python or torchrun. In a third kind, their
+  snapshots are in an object store (moto's server). Exactly one job must train to the end. The other must end
   with one sentence that names the winner. With the object store, a run in another folder must be refused.
 - gap: a worker of a job is killed, and a second job is started at once in the same run_dir. The second job
   must be refused, and the first job must end with the hash of an undisturbed run.
@@ -13,7 +13,7 @@
 - superseded: all processes of a job on another host are frozen, and another job trains to the end. Woken up,
   the first job must end with one sentence and change no file.
 
-Prints a row per case, as JSON. Exit code 1 unless all of them end so. Needs Linux.
+Prints a row per case, as JSON. Exit code 1 unless every case ends as it must. Needs Linux.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def is_refused(job: Job, holder: int) -> bool:
 
 
 def pair(folder: Path, number: int, kind: str) -> dict[str, Any]:
-    """Start two jobs together; return the values of the row."""
+    """Start two jobs together, `kind` "plain", "torchrun" or "s3"; return the values of the row."""
     run_dir, at_store = folder / f"{kind}{number}", {"snapshot.path": f"s3://runs/{number}"}
     settings = SETTINGS | (at_store if kind == "s3" else {})
     begin = common.start if kind == "torchrun" else functools.partial(common.start_plain, workers=1)
@@ -136,7 +136,7 @@ def fingerprint(run_dir: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def object_store() -> Iterator[None]:
-    """Run moto's S3 server with a bucket `runs`. Jobs find the server by environment variables."""
+    """Run moto's S3 server with a bucket `runs`; set the environment variables that lead jobs to it."""
     import fsspec
 
     port = free_port()

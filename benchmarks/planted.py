@@ -3,11 +3,11 @@
     python benchmarks/planted.py                 # all 40, about half an hour on two cores
     python benchmarks/planted.py --faults 7 22   # only these, by their number from 1
 
-A fault is two pieces of text: `old`, which stands once in a file of mingpt/, and `new`, which takes its place
-in a copy of the working tree. Tests run until a test fails. Prints a row per fault, as JSON, with the test
-that failed, or null. Exit code 1 if a fault cannot be planted or no test has found it. If you delete tests
+A fault is two texts. `old` stands once in a file of mingpt/. In a copy of the working tree, `new` takes the
+place of `old`. Tests run until a test fails. Prints a row per fault, as JSON, with the test that failed, or
+null. Exit code 1 if a fault cannot be planted or no test has found it. If you delete tests
 or move code, run this program before and after. If your change has removed the `old` text of a fault, write
-a new `old` and `new` that give mingpt/ the fault that its `name` describes.
+a new `old` and `new`. They must make the fault that `name` describes.
 """
 
 import argparse

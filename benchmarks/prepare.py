@@ -1,11 +1,11 @@
-"""The time of `python -m mingpt prepare`, beside the tokenizers package's or another checkout's, in turns.
+"""The time of `python -m mingpt prepare`, beside that of the tokenizers package or another checkout.
 
     python benchmarks/prepare.py                                  # 100 MB, 5 rounds: a quarter of an hour
     python benchmarks/prepare.py --megabytes 50 --against CHECKOUT --format jsonl
 
-The text is lines of Python's standard library, drawn from a seed. A BPE tokenizer is trained beforehand. Our
-time is that of the whole command; the package's is that of `encode_batch`, 10,000 lines at a time. Exit code
-1 unless the median of the paired ratios is at most 1.3 (with --against 1.05) and peak memory at most 1 GB.
+The text is random lines of Python's standard library. A BPE tokenizer is trained beforehand. Our time is that
+of the whole command. The package's time is that of `encode_batch`, 10,000 lines at a time. Exit code 1 unless
+the median paired ratio is at most 1.3 (1.05 with --against) and peak memory at most 1 GB.
 """
 
 import json
@@ -47,7 +47,7 @@ def make_text(path: Path, size: int) -> None:
 
 
 def prepare(checkout: Path, text: Path, out: Path, tokenizer: str, peaks: list[int]) -> float:
-    """Run the command, and add its peak memory in bytes to `peaks`; return its seconds."""
+    """Delete `out`, run `mingpt prepare`, append its peak memory in bytes to `peaks`; return its seconds."""
     shutil.rmtree(out, ignore_errors=True)
     options = ["--out", str(out), "--tokenizer", tokenizer, "--shard_tokens", "1000000"]
     command, began = [sys.executable, "-m", "mingpt", "prepare", str(text), *options], time.perf_counter()

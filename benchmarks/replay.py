@@ -3,13 +3,13 @@
     python benchmarks/replay.py                      # 26 lies and 20 honest jobs, an hour on two cores
     python benchmarks/replay.py --kinds once --honest 0
 
-The last worker computes wrongly ("lies") in a job of 100 steps with a replay every 20:
+The last worker computes wrongly ("lies") in a job of 100 steps, with a replay every 20 steps:
 
 - `bit`, or `two` with two workers: from step 57 on, gradients of a block's output have one wrong bit.
 - `once`: one bit is wrong once, in the first micro-batch that the worker replays at step 60.
-- `copy`: one bit of a weight changes at step 57, or 60 with a sharded optimizer, which repairs the bit.
+- `copy`: one bit of a weight changes at step 57, or at 60 with a sharded optimizer, whose updates repair it.
 
-In step 61 the job must end with exit code 1 and name only the liar (of two workers, both). Then the same
+In step 61 the job must end with exit code 1 and name only the liar; with two workers, both. Then the same
 command must finish the run without the lie; exact reduction must give the hash of an undisturbed run.
 `--honest` jobs of 500 steps, every other job compiled, run beside two busy processes and must finish. Prints
 a row per job, as JSON. Exit code 1 if one of these conditions does not hold. Needs Linux.
@@ -73,7 +73,7 @@ def lie() -> None:
 
 
 def try_lie(folder: Path, kind: str, case: tuple[int, str, str], expected: str, tally: common.Tally) -> None:
-    """Run a job that lies, then the same command without a lie. `expected` is the hash of exact reduction."""
+    """Run a job that lies, then its command without a lie. Exact reduction must give the hash `expected`."""
     workers, strategy, reduction = case
     words = [*STRATEGIES[strategy], f"trainer.reduction={reduction}"]
     name = "-".join(map(str, (kind, *case)))

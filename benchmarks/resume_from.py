@@ -1,11 +1,11 @@
-"""Does this checkout, from another checkout's snapshots, reach the bits of the other checkout?
+"""Does this checkout, resuming from another checkout's snapshot, reach the other checkout's bits?
 
     git worktree add /tmp/older COMMIT && python benchmarks/resume_from.py /tmp/older
 
-The other checkout trains to the end, with a snapshot half way, by ddp, by ddp with a sharded optimizer, or by
-fsdp. Its last snapshot is removed. This checkout goes on from the snapshot half way, with a different number
-of workers, a different strategy or both. Prints a row per case, as JSON; exit code 1 unless all end with one
-hash and this checkout began half way.
+The other checkout trains to the end, by ddp, by ddp with a sharded optimizer, or by fsdp. It saves a snapshot
+half way and at the end; the last snapshot is removed. This checkout goes on from half way, with a different
+number of workers, a different strategy or both. Prints a row per case, as JSON. Exit code 1 unless all runs
+end with one hash and this checkout began half way.
 """
 
 import shutil

@@ -1,11 +1,11 @@
-"""Seeded kills and changing numbers of workers: does each run end with the hash of the undisturbed one?
+"""Seeded kills and changing numbers of workers: does each run end with the hash of the undisturbed run?
 
     python benchmarks/schedules.py                    # 60 schedules, half an hour on two cores
     python benchmarks/schedules.py --schedules 1      # a minute
 
-A schedule has 1 to 5 kills: at start-up, in a forward pass, inside the reduction, in an evaluation or in the
-middle of a save. After each kill there are 1 to 4 workers. A kill that hits no living worker is a failure.
-Prints one row per schedule, as JSON; exit code 1 unless all runs are identical.
+A schedule has 1 to 5 kills: at start-up, in a forward pass, in the reduction, in an evaluation or a
+save. After each kill there are 1 to 4 workers. A kill that hits no living worker is a failure. Prints one
+row per schedule, as JSON; exit code 1 unless all runs are identical.
 """
 
 import random

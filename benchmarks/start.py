@@ -7,9 +7,9 @@
     python benchmarks/start.py --kills 1 --steps 30     # half a minute
 
 Uses the default run, on two cores; starts are without its first evaluation. Prints a row per round or kill,
-as JSON, then medians of paired ratios. With --against, the first ratio is our time over the other checkout's.
-The last ratio is our time over the time to import torch. Exit code 1 unless the last ratio is at most 2.5 for
-a start, or 1.25 after a kill. Every run with kills must also end with the bits of an undisturbed run.
+as JSON, then medians of paired ratios. With --against, the first ratio is our time divided by the other
+checkout's. The last ratio is our time divided by the time to import torch. Exit code 1 unless the last ratio
+is at most 2.5 for a start, 1.25 after a kill. Runs with kills must end with the bits of an undisturbed run.
 """
 
 import argparse
@@ -38,7 +38,7 @@ MAX_START, MAX_RECOVERY = 2.5, 1.25
 
 
 def seconds_to_first_step(folder: Path, launch: str, checkout: Path) -> float:
-    """Return the seconds until the first step is on record. Raises RuntimeError if the run fails."""
+    """Start a run; return the seconds until its first step is on record. Raises RuntimeError if it fails."""
     launcher, workers = LAUNCHES[launch]
     run_dir = folder / f"run{len(list(folder.iterdir()))}"
     settings = SETTINGS | {"run_dir": run_dir, "trainer.workers": workers}
@@ -47,7 +47,7 @@ def seconds_to_first_step(folder: Path, launch: str, checkout: Path) -> float:
 
 
 def measure_starts(folder: Path, arguments: argparse.Namespace) -> int:
-    """Print the rows of the starts; return the exit code."""
+    """Time starts in turns, and print their rows; return this program's exit code."""
     first_step = functools.partial(seconds_to_first_step, folder, arguments.launch)
     variants: dict[str, Callable[[], float]] = {
         "import_torch_s": common.seconds_to_import_torch,
@@ -73,7 +73,7 @@ def stamp(run_dir: Path) -> list[tuple[int, int]]:
 def seconds_to_recover(
     job: Job, run_dir: Path, step: int, rng: random.Random, import_s: float, signum: int = signal.SIGKILL
 ) -> float:
-    """Send a random worker the signal after `step`; return the seconds to a later generation's first step."""
+    """Signal a random worker after `step`; return the seconds to a later generation's first step."""
     job.wait_until(lambda: last_step(run_dir) >= step, 300)
     time.sleep(rng.uniform(0, 0.2))  # a random moment in a step
     pids, before = job.workers(), len(read_history(run_dir)["generations"])
@@ -100,7 +100,7 @@ def seconds_to_recover(
 
 
 def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
-    """Kill workers, in as many runs as are needed; return the exit code."""
+    """Kill workers, in as many runs as are needed, and print rows; return this program's exit code."""
     rng, tally = random.Random(arguments.seed), common.Tally()
     took, ratios = list[float](), list[float]()
     # Each step has a record, so that a completed step is seen.

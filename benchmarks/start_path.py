@@ -4,9 +4,9 @@
     python benchmarks/start_path.py --against CHECKOUT       # also another commit of this project
 
 The default configuration, not compiled, starts with two workers under torchrun: first a fresh run, then the
-same run, which resumes. Rank 0 notes each function of mingpt/ and train.py that it enters, in any thread,
-until the forward pass of its first micro-batch ends. `functions`, `files` and `lines` count these functions,
-their files, and their lines with docstrings, each once. `collectives` is the number of rank 0's calls of
+same run, which resumes. Until the forward pass of the first micro-batch ends, rank 0 notes each function of
+mingpt/ and train.py that any thread enters. `functions`, `files` and `lines` count these functions, their
+files and their lines (with docstrings), each once. `collectives` is the number of rank 0's calls of
 torch.distributed that exchange something before the event run_start. Prints a row per start, as JSON.
 """
 
@@ -29,9 +29,9 @@ COLLECTIVES = (
 
 
 def run_traced(kind: str, checkout: Path, output: Path) -> None:
-    """Run train.py of `checkout` in this process; rank 0 writes what it found to `output`, as JSON.
+    """Run train.py of `checkout` in this process; rank 0 writes what it counts to `output`, as JSON.
 
-    `kind` is "lines" or "collectives". Nothing of this project may be imported before.
+    `kind` is "lines" or "collectives". Before the call, nothing of this project may be imported.
     """
     sys.path.insert(0, str(checkout))
     from mingpt.base import events
@@ -61,14 +61,14 @@ def run_traced(kind: str, checkout: Path, output: Path) -> None:
 
 
 def note_call(prefix: str, entered: dict[str, set[int]], frame: FrameType, event: str, _: object) -> None:
-    """Note the function that a thread has entered, if it is in a file whose path begins with `prefix`."""
+    """Add the function that a thread enters to `entered`, if the path of its file begins with `prefix`."""
     code = frame.f_code
     if event == "call" and code.co_filename.startswith(prefix):
         entered.setdefault(code.co_filename, set()).add(code.co_firstlineno)
 
 
 def count_collectives() -> list[str]:
-    """Return a list to which each later call of a function in COLLECTIVES, in any thread, adds its name."""
+    """Wrap the functions in COLLECTIVES; return a list to which each call, in any thread, adds its name."""
     import torch.distributed
 
     called = list[str]()
@@ -90,7 +90,7 @@ def count_collectives() -> list[str]:
 
 
 def count_lines(path: Path, entered: set[int]) -> tuple[int, int]:
-    """Return how many functions of a file begin at one of these lines, and the number of their lines."""
+    """Return how many functions of a file begin at a line in `entered`, and how many lines they have."""
     functions, lines = 0, set[int]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef) and node.end_lineno:

@@ -10,17 +10,17 @@
 Runs have two workers under torchrun unless said otherwise. Needs two cores that nobody else uses. Prints a
 row per round, as JSON, then the median and the range of the paired ratios:
 
-CHECKOUT      our time over the other checkout's
---reduction   time with exact reduction over time with fast reduction; for ddp also ExactHook over fast
---nanogpt     nanoGPT's time over ours
---scaling     `efficiency`: tokens/s of W workers over W times the tokens/s of one worker (exact reduction)
---jobs        `efficiency`: tokens/s over those of two jobs at once, each with one worker and half the batch
+CHECKOUT      our time / the other checkout's time
+--reduction   time with exact reduction / time with fast reduction; for ddp, also time with ExactHook / fast
+--nanogpt     nanoGPT's time / our time
+--scaling     `efficiency`: tokens/s of W workers / (W times tokens/s of one worker with exact reduction)
+--jobs        `efficiency`: tokens/s / tokens/s of two jobs at once (each: one worker, half the batch)
 
-nanoGPT runs in a copy of CHECKOUT, on TEXT, tiny Shakespeare as one file. Size `cpu` has the settings of the
+nanoGPT runs in a copy of CHECKOUT, on TEXT (tiny Shakespeare as one file). Size `cpu` has the settings of the
 CPU run in nanoGPT's README. Size `10M` is nanoGPT's shakespeare_char configuration. nanoGPT runs in three
-ways: not compiled; not compiled, with bfloat16 autocast; and compiled. Ours runs as two workers of one
-thread, the same compiled, and one compiled worker of two threads. Exit code 1 if --scaling finds less than
-0.95 for two workers with exact reduction at 10M, or 0.92 at another size.
+ways: not compiled; not compiled, with bfloat16 autocast; and compiled. Our program runs as two workers with
+one thread each, not compiled and compiled, and as one compiled worker with two threads. Exit code 1 if
+--scaling finds less than 0.95 for two workers with exact reduction at 10M, or 0.92 at another size.
 """
 
 import argparse
@@ -96,7 +96,7 @@ class Bench:
         self.folder, self.runs = folder, itertools.count(1)
 
     def step_s(self, settings: common.Settings, workers: int = 2, **options: Any) -> float:
-        """Train a run; return its seconds per step. `options` are those of `common.start`.
+        """Train a run; return its median seconds per step. `options` are those of `common.start`.
 
         Raises RuntimeError if the run fails, or is not compiled although it should be.
         """
@@ -140,7 +140,8 @@ def exact_over_fast(bench: Bench, size: str, arguments: argparse.Namespace) -> b
 def scaling(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
     """Measure 1, 2 and 4 workers; return whether two workers are efficient enough.
 
-    The row "fast, one worker" shows the cost of DistributedDataParallel.
+    A job with one worker wraps its model in DistributedDataParallel only with fast reduction. So the row with
+    `reduction` "fast" and `workers` 1 shows what the wrapper costs.
     """
     variants: dict[str, Callable[[], float]] = {
         f"{reduction} {workers}": functools.partial(
@@ -206,7 +207,7 @@ def copy_peer(checkout: Path, text: str, copy: Path) -> None:
 def peer_step_s(
     copy: Path, size: str, variant: str, device: str = "cpu", steps: int = 0, timeout_s: float | None = None
 ) -> float:
-    """Train with nanoGPT; return its median seconds per iteration in the second half. Raises RuntimeError."""
+    """Train nanoGPT; return the second half's median seconds per step. Raises RuntimeError if that fails."""
     program = "train_bfloat16.py" if variant == "bfloat16" else "train.py"
     steps = steps or SIZES[size]["trainer.max_steps"]
     evaluation = ["--eval_iters=1", "--eval_interval=100000", "--log_interval=1", f"--max_iters={steps}"]

@@ -4,7 +4,7 @@
     python benchmarks/stops.py --plain --stops 1      # of plain `python train.py`, a minute
     python benchmarks/stops.py --pause --stops 10     # by trainer.pause_after, some minutes
 
-The ways to stop a job take turns: SIGTERM to the agent, SIGINT to the agent, SIGUSR1 to a worker, a STOP
+The ways to stop a job take turns: SIGTERM or SIGINT to the agent, SIGUSR1 to a worker, a STOP
 file. So do the moments: in the first worker's first 2 s, after an evaluation has begun, at any time. With
 --pause a worker is killed at the moment, and the job stops by trainer.pause_after. After each stop the same
 command is started again, until the run is finished; then a new run begins. Prints a row per stop, as JSON.
@@ -44,7 +44,10 @@ CODE = "import os, pathlib, stops; stops.leave_marks(pathlib.Path(os.environ['MA
 
 
 def leave_marks(marks: Path) -> None:
-    """Write files that mark when a worker listens, has imported the trainer, evaluates and begins a step."""
+    """Make this worker write files to the folder `marks` at four moments.
+
+    The moments: it listens for signals, has imported the trainer, begins an evaluation, begins a step.
+    """
 
     def note_imports() -> None:
         while not hasattr(sys.modules.get("mingpt.training.trainer"), "Trainer"):
@@ -60,7 +63,7 @@ def leave_marks(marks: Path) -> None:
 
 
 def start_marked(folder: Path, run_dir: Path, marks: Path, is_plain: bool, pause_s: float = 0) -> Job:
-    """Start a job of two workers that leave marks, and pause after `pause_s` seconds unless that is 0."""
+    """Start a job of two workers that call `leave_marks`. It pauses after `pause_s` seconds (0: never)."""
     marks.mkdir(exist_ok=True)
     launcher = [sys.executable] if is_plain else torchrun(2, restarts=3 if pause_s else 0)
     own = {"run_dir": run_dir, "trainer.workers": 2, "trainer.pause_after": pause_s or "null"}
@@ -79,7 +82,7 @@ def newest_step(run_dir: Path) -> int:
 
 
 def request_stop(kind: str, job: Job, pids: list[int], run_dir: Path, rng: random.Random) -> bool:
-    """Request a stop; return whether the request reached a running job."""
+    """Request a stop, or kill a worker if `kind` is "SIGKILL"; return whether that reached a running job."""
     try:
         if kind == "STOP":
             run_dir.mkdir(exist_ok=True)
@@ -94,7 +97,7 @@ def request_stop(kind: str, job: Job, pids: list[int], run_dir: Path, rng: rando
 
 
 def imports_left_s(marks: Path, since: float) -> float:
-    """Return for how many seconds after `since` a worker was still importing."""
+    """Return for how many seconds after `since` (time.monotonic) at least one worker was still importing."""
     ends = [float(path.read_text() or since) for path in marks.glob("imported-*")]
     return max([0.0, *(end - since for end in ends)])
 

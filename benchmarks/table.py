@@ -22,7 +22,7 @@ PRESETS = [
 def preset(path: Path) -> str:
     """Return a preset's line of the table.
 
-    FLOP are those of forward and backward passes (Chowdhery et al. 2022). State is in float32.
+    FLOP are those of forward and backward passes (Chowdhery et al. 2022). The last column is for float32.
     """
     import torch
 

@@ -3,9 +3,9 @@
     python benchmarks/throughput.py     # default, nanoGPT's CPU size, 10 M with and without dropout: 5 min
     python benchmarks/throughput.py --sizes default --rounds 1             # half a minute
 
-Prints a row per size, as JSON. `products` is the share of a step's time that the step's arithmetic would take
-at the rate of a large matrix product in the run's type. A part's share is its time in the main thread; each
-part ends with its event (ENDS). `reduction` is what is left of the reduction after the last backward pass;
+Prints a row per size, as JSON. `products`: the arithmetic's time at the rate of a large matrix product,
+divided by the step's time. A part's share is its time in the main thread, divided by the step's time; each
+part ends with an event (ENDS). `reduction` is what is left of the reduction after the last backward pass;
 `optimizer` includes clipping. CPU seconds and page faults of a step, and peak memory, are rank 0's. On a
 GPU (`--workers 1 trainer.device=cuda`) the shares of forward and backward are the times of their launches.
 Needs cores that nobody else uses.
@@ -97,7 +97,7 @@ class StepTimes:
         self.steps.append(time.perf_counter() - self.step_began)
 
     def on_run_end(self, state: "TrainState") -> None:
-        """Write rank 0's measurements to run_dir."""
+        """Write rank 0's measurements to times.json in run_dir."""
         if not self.is_rank_0:
             return
         steps = self.steps[self.warm_up :]
@@ -116,7 +116,7 @@ class StepTimes:
 
 
 def measure(settings: common.Settings, workers: int, more: Sequence[str]) -> dict[str, Any]:
-    """Train once; return rank 0's measurements, and torch's version, the device and the dtype."""
+    """Train once; return rank 0's measurements (see `on_run_end`), torch's version, device and dtype."""
     with common.work_folder() as folder:
         run_dir = folder / "run"
         given = common.arguments_of({**QUIET, **settings, "run_dir": run_dir}, more)

@@ -5,7 +5,7 @@
 
 The trainer runs in workers forked after one import of torch. Each worker takes the others for workers of
 other nodes. torch's profiler names every collective of gloo, in every thread, with the number and the type of
-its elements; the kernel counts the bytes of every socket. The results are counts, not seconds: they do not
+its elements. The kernel counts the bytes of every socket. The results are counts, not seconds: they do not
 depend on how busy a machine is. A worker that gives n bytes to a collective of W workers sends:
 
     all_to_all   n (W - 1) / W     its own part stays; if parts differ in size, on average over the workers
@@ -13,10 +13,10 @@ depend on how busy a machine is. A worker that gives n bytes to a collective of 
     all_reduce   2 n (W - 1) / W   a ring; also FSDP2's own reduce-scatter, which gloo does as an all-reduce
     broadcast    n (W - 1) / W     on average over the workers
 
-`sent` is the sum of these bytes, `wire` the bytes that the sockets between workers have sent; both are means
-over the workers. `largest` is the largest `sent` of a worker. `calls` are the first worker's. `ring` is the
-bytes of an all-reduce of the gradient: 2 (W - 1) / W x 4 bytes x parameters. Prints one row per strategy,
-optimizer and number of workers, as JSON. Needs Linux.
+`sent` is the sum of these bytes; `wire` is the bytes that sockets between workers have sent. Both are means
+over the workers. `largest` is the largest `sent` of a worker. `calls` counts the first worker's collectives.
+`ring` is the bytes of an all-reduce of the gradient: 2 (W - 1) / W x 4 bytes x parameters. Prints a row per
+strategy, optimizer and number of workers, as JSON. Needs Linux.
 """
 
 import itertools
@@ -62,7 +62,7 @@ ACKED_AT = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
 
 
 class Recorder:
-    """Counts the collectives of one worker in a step, and writes them to `path`."""
+    """Counts one worker's collectives and bytes in a step, and writes the counts to `path`, as JSON."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -129,7 +129,7 @@ def subscribe(folders: list[Path]) -> None:
 
 
 def sent_bytes(given: dict[str, int], workers: int) -> dict[str, float]:
-    """Return {kind: bytes sent} for the bytes that a worker gives to collectives of `workers` workers."""
+    """Return {collective: bytes sent} for a worker that gives collectives the bytes `given`."""
     rest = (workers - 1) / workers
     factors = {"all_to_all": rest, "all_gather": workers - 1, "all_reduce": 2 * rest, "broadcast": rest}
     return {kind: size * factors[kind] for kind, size in given.items()}
@@ -138,8 +138,7 @@ def sent_bytes(given: dict[str, int], workers: int) -> dict[str, float]:
 def summary(by_rank: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
     """Return the figures of a row (see the module's docstring), and `messages`.
 
-    `messages` are those of the first worker's calls, without broadcasts: W - 1 per round of a ring or an
-    all-to-all.
+    `messages` counts the first worker's messages, but no broadcasts: W - 1 per round of a ring or all-to-all.
     """
     totals = [sum(sent_bytes(counted["given"], workers).values()) for counted in by_rank]
     calls, rounds = by_rank[0]["calls"], {"all_to_all": 1, "all_gather": 1, "all_reduce": 2}
