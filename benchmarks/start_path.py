@@ -61,7 +61,7 @@ def run_traced(kind: str, checkout: Path, output: Path) -> None:
 
 
 def note_call(prefix: str, entered: dict[str, set[int]], frame: FrameType, event: str, _: object) -> None:
-    """Add the function that a thread enters to `entered`, if the path of its file begins with `prefix`."""
+    """Add the called function to `entered`, if the path of the function's file begins with `prefix`."""
     code = frame.f_code
     if event == "call" and code.co_filename.startswith(prefix):
         entered.setdefault(code.co_filename, set()).add(code.co_firstlineno)

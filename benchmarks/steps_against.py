@@ -207,7 +207,7 @@ def copy_peer(checkout: Path, text: str, copy: Path) -> None:
 def peer_step_s(
     copy: Path, size: str, variant: str, device: str = "cpu", steps: int = 0, timeout_s: float | None = None
 ) -> float:
-    """Train nanoGPT; return the second half's median seconds per step. Raises RuntimeError if that fails."""
+    """Train nanoGPT in `copy`; return the median seconds per step over the second half of the steps."""
     program = "train_bfloat16.py" if variant == "bfloat16" else "train.py"
     steps = steps or SIZES[size]["trainer.max_steps"]
     evaluation = ["--eval_iters=1", "--eval_interval=100000", "--log_interval=1", f"--max_iters={steps}"]

@@ -80,4 +80,7 @@ class CorruptSnapshot(Exception):
 
 
 class UnreadableSnapshot(Exception):
-    """A snapshot, or a folder of snapshots, cannot be read now, or is of another job, but may be valid."""
+    """A snapshot or its folder cannot be read now, or a snapshot belongs to a different job.
+
+    The snapshot may still be valid.
+    """

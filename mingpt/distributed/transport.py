@@ -109,8 +109,9 @@ class Transport:
         """Yield the vectors of all ranks, in the order of the ranks; `sizes` has their numbers of elements.
 
         `pieces` are the pieces of this rank's vector. A yielded vector is valid until the next vector is
-        yielded. All ranks must iterate to the end. With `at_once`, for vectors of about equal sizes, one
-        collective gathers all vectors. Otherwise each vector is broadcast, and yielded when it has arrived.
+        yielded. All ranks must iterate to the end. With `at_once`, one collective gathers all vectors, padded
+        to the longest; use it only if their sizes are about equal. Without `at_once`, each vector is
+        broadcast, and yielded when it has arrived.
         """
         own = torch.cat(pieces)
         if at_once:

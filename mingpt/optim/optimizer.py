@@ -150,7 +150,7 @@ class Optimizer:
             self.parts.append(Muon(hidden, config, rows, transport, product_dtype))
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """Update the weights in place from gradients of the same shapes, which stay unchanged. Collective."""
+        """Update the weights in place. `gradients` have the same shapes and stay unchanged. Collective."""
         for part in self.parts:
             part.step(lr, gradients)
 

@@ -148,8 +148,8 @@ class JsonlSink(Sink):
         """Truncate the file before the first record of a step after `run.step`.
 
         If `run.step` is 0, all records are dropped, because the record of step 0 is written again. A last
-        line that a crash left incomplete is dropped, too. Raises OSError if the file cannot be read or
-        truncated.
+        line that a crash left incomplete is dropped, too. Each kept record is passed to `remember`, which
+        updates `last` and `lowest`. Raises OSError if the file cannot be read or truncated.
         """
         kept_bytes, step = 0, self.run.step
         for line, record in read_lines(self.file.path):

@@ -229,10 +229,10 @@ class MemorySaver:
         self.thread.start()
 
     def is_free(self) -> bool:
-        """Return whether a save may begin: none of the ranks `peers` is still writing or has failed.
+        """Return whether a save may begin: no rank that saves with this one is writing or has failed.
 
-        If none of these ranks is still writing, but one has failed, saving is disabled on all of these ranks.
-        Collective if the state is sharded.
+        If the state is sharded, all ranks save together; else this rank saves by itself. If no rank is still
+        writing, but one has failed, all these ranks stop saving. Collective if the state is sharded.
         """
         is_busy = bool(self.thread and self.thread.is_alive())
         states = self.peers.all_gather_object((is_busy, self.problem))

@@ -264,8 +264,9 @@ def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
     """Return (lines about the facts and links, sentences that name each fault, its nodes and what to do).
 
     `answers` has the facts of each worker, in the order of the ranks; None for a worker that did not answer.
-    If ADVICE has advice on a fact, a value that differs from the most frequent value is a fault. If two
-    values are equally frequent, the value of the lower rank counts as right. An empty value is no fault.
+    For a fact on which ADVICE has advice, the right value is the value that most nodes have. If two values
+    are on equally many nodes, the value of the lower rank is right. A different value is a fault, but an empty
+    value is not.
     """
     workers = [there for there in answers if there is not None]
     rows, first = [], workers[0]

@@ -4,10 +4,10 @@ The command trains a small model undisturbed, then again while workers are kille
 come at random but seeded moments: at start-up, in the forward pass, inside the reduction, in an evaluation,
 in the middle of a save. After a kill the number of workers and the strategy may change. The command compares
 the final tensors, bit for bit, and the loss curves of the two runs. It also checks, by a hash, that the
-workers trained on the tokens that configuration and text determine. Exit code 0: all is identical, and each
-kill was done; 1: something differs, or a kill was not done, and the last line names the seed; 2: a mistake in
-the options. Ten kills take one to three minutes on two CPU cores. Settings such as model.arch=gpt2 change the
-model.
+workers trained on the tokens that the configuration and the text determine. Exit code 0: all is identical,
+and each kill hit a worker; 1: something differs, or a kill hit no worker, and the last line names the seed;
+2: a mistake in the options. Ten kills take one to three minutes on two CPU cores. Settings such as
+model.arch=gpt2 change the model.
 """
 
 import json

@@ -168,7 +168,10 @@ def refuse_nodes(context: DistributedContext, failed: dict[int, tuple[str, str]]
 
 
 def try_disks(config: Config) -> None:
-    """Raise UserError if the disk of a local path in the settings does not answer within DISK_S seconds."""
+    """Raise UserError if the disk of a path does not answer within DISK_S seconds.
+
+    The paths are run_dir, snapshot.path and data.path, except URLs.
+    """
     for place in (config.run_dir, config.snapshot.path, config.data.path):
         if place is not None and "://" not in place:
             try:

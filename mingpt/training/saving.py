@@ -33,11 +33,11 @@ MAX_FILES = 10_000  # if there are more token shards, a manifest lists none, bec
 class Saving:
     """Saves the snapshots of this generation (the workers between two restarts).
 
-    The constructor is collective. One rank has `RunFolder.keeps_snapshots` for each folder of snapshots on
-    disk; the lowest such rank is the main rank. If the state is not sharded, these ranks write to disk, and
-    the first worker of each node writes to the node's memory. If the state is sharded, the main rank writes
-    the rows of all ranks to disk, and each rank writes its rows to memory. A snapshot counts as durable once
-    the main rank has written the snapshot to disk.
+    The constructor is collective. For each snapshot folder on disk, `RunFolder.keeps_snapshots` is true on
+    one rank; the lowest of these ranks is the main rank. If the state is not sharded, these ranks write to
+    disk, and the first worker of each node writes to the node's memory. If the state is sharded, the main
+    rank writes the rows of all ranks to disk, and each rank writes its rows to memory. A snapshot counts as
+    durable once the main rank has written the snapshot to disk.
     """
 
     def __init__(self, run: Run, audit: Audit, run_logger: RunLogger | None) -> None:

@@ -65,7 +65,8 @@ def why_no_cluster() -> str | None:
 class NodeJob(Job):
     """A command that the constructor starts on a node.
 
-    `pid` is the command's process id outside the node; if the command ended at once, nsenter's process id.
+    The program nsenter enters the node's namespaces, runs the command and waits for its end. `pid` is the
+    command's process id outside the node; if the command ended at once, `pid` is nsenter's process id.
     """
 
     def __init__(self, node: "Node", command: Sequence[str], output: Path, env: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Finds the settings that source code reads as attributes of a section of the configuration.
+"""Finds the settings that source code reads from a section of the configuration, as attributes.
 
 A section is recognised by its name, as in `config.trainer.device` or `trainer.device`, or by an annotation.
 In a file with `config: DataConfig`, `config.path` reads data.path.
