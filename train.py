@@ -2,8 +2,8 @@
 
 Exit codes:
 
-- 0 if the run is finished or was stopped; but under torchrun 128 + signal if a signal other than SIGUSR1
-  stopped the run.
+- 0 if the run is finished or was stopped.
+- 128 + signal after a second signal and, under torchrun, after any signal except SIGUSR1.
 - 2 for a mistake that only the user can correct.
 - 1 for any other error.
 """

@@ -8,8 +8,8 @@ snapshots or the text do not fit. Jobs have one worker, two workers, or two work
 
 A job must end with exit code 0 (`first_code`), or with one sentence if the last snapshot does not fit. Then
 the tmpfs grows, and the same command must finish the run with the hash and records of an undisturbed run.
-Only records that run.json calls missing may be missing. Prints a row per case, as JSON; exit code 1 if a
-case fails.
+Only records that run.json calls missing, and the last one before them, may be missing. Prints a row per
+case, as JSON; exit code 1 if a case fails.
 """
 
 import collections

@@ -216,7 +216,7 @@ def recipe(bench: Bench, seed: int) -> Row:
 
 
 def large(bench: Bench, more: Row) -> Row:
-    """Measure speed at 124 M parameters; `over_plan` is torch's peak memory divided by the planned memory."""
+    """Measure 124 M parameters with the settings `more`; `over_plan` is torch's peak over planned memory."""
     row, config = speed(bench, "124M", more), build(bench.settings("124M", more))
     planned = estimate(config, 50257, 1, on_cpu=False, element=2)["total"] - CUDA_BYTES
     return row | {"over_plan": row["peak_bytes"] / planned}

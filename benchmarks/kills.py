@@ -55,7 +55,7 @@ def kill_once(
     tally: common.Tally,
     settings: common.Settings = SETTINGS,
 ) -> None:
-    """Kill one of a job's two workers within `length_s` s; the job must end with the hash `expected`."""
+    """Kill one of two workers within `length_s` s; `tally` gets whether the job has the hash `expected`."""
     victim = None
     while victim is None:  # the signal came too late, or before there was a worker: try another moment
         run_dir = folder / f"job-{rng.randrange(10**9)}"

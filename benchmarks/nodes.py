@@ -99,7 +99,7 @@ def inflict(fault: str, node: Node) -> None:
 
 
 def disturb(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
-    """Inflict the fault, heal the victim, or replace it if the trial says so; return the row's values."""
+    """Inflict the fault; heal the victim or, after a kill, replace it if the trial says so. Return a row."""
     is_training = job.reach(rng.randrange(60, 200))
     if not is_training:
         return {"on_s": None}

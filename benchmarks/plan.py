@@ -2,8 +2,8 @@
 
     python benchmarks/plan.py [--sizes default 10M 12x768]       # a quarter of an hour on two cores
 
-Trains a few steps with two workers on CPUs, by each strategy. Both figures are in MB, without the memory of
-the imported libraries. The exit code is 1 if any estimate differs from its peak by more than a third.
+Trains a few steps with two workers on CPUs, by each strategy without recomputation. Both figures are in MB,
+without the imported libraries. The exit code is 1 if any estimate differs from its peak by more than a third.
 """
 
 import itertools

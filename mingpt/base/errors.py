@@ -6,8 +6,8 @@ from collections.abc import Sequence
 class UserError(ValueError):
     """A mistake that only the user can correct; the message is one sentence.
 
-    The process exits with code 2. In a job all ranks raise UserError, and the job ends without restarts. But
-    only the ranks of a refused node raise the subclass NodeRefused, and the job goes on.
+    The process exits with code 2, and the job ends without restarts. Once the workers have met, all ranks
+    raise UserError. But only the ranks of a refused node raise the subclass NodeRefused, and the job goes on.
     """
 
 

@@ -29,10 +29,10 @@ Outcome = tuple[Any, Exception | None]  # (what some work returned, the error th
 
 
 def wait_for(work: "Work | None") -> None:
-    """Wait for an asynchronous collective, send or receive.
+    """Wait for an asynchronous collective, send or receive. `work` is None on ranks outside the group.
 
-    Raises DistNetworkError in place of a plain RuntimeError, the type of gloo's errors. Other errors stay as
-    they are.
+    Ranks outside the group must not call this. Raises DistNetworkError in place of a plain RuntimeError, the
+    type of gloo's errors. Other errors stay as they are.
     """
     from torch.distributed import DistNetworkError
 

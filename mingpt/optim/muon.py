@@ -94,7 +94,7 @@ class Muon:
     ) -> None:
         """Compute this worker's updates, receive the other workers' updates, and apply all. Collective.
 
-        `buffers` has the momentum of each matrix.
+        `buffers` has the momentum of each matrix, to which `step` has already added `gradients`.
         """
         updates = self.orthogonal({name: self.nesterov(gradients[name], buffers[name]) for name in self.mine})
         sizes = [[self.weights[name].numel() for name in names] for names in self.names_by_rank]

@@ -13,7 +13,7 @@ of workers that cannot reach each other. Then the group that claims the folder f
 waits while the claim is renewed.
 
 The rank that writes the records of a run folder holds the job's claim to that folder. Before each record and
-each file of a snapshot, this rank calls `Claim.check`, which raises ClaimLost if the claim is lost.
+each file of a snapshot that is not in memory, this rank calls `Claim.check`, which may raise ClaimLost.
 """
 
 import json

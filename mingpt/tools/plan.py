@@ -2,11 +2,12 @@
 
     python -m mingpt plan [CONFIG.yaml] [section.key=value ...] [--workers N] [--gpu_memory 80GB]
 
-Nothing is trained. The bytes of weights, optimizer, gradients and snapshots are exact. Activations are
-estimated by equation 2 of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
-Models". The total is right to within a third. With --gpu_memory, which trainer.device=cuda requires, each
-worker has a GPU; without it, all workers share this machine's memory. With data.vocab_size=N the data are
-not read. The exit code is 0, even if no strategy fits; it is 2 if the settings or the options are wrong.
+Nothing is trained. The bytes of weights, optimizer, gradients and snapshots are counted; sharded tensors
+count as if all workers had equal parts. Activations are estimated by equation 2 of Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models". The total is right to within a third. With
+--gpu_memory, which trainer.device=cuda requires, each worker has a GPU; without it, all workers share this
+machine's memory. With data.vocab_size=N the data are not read. The exit code is 0, even if no strategy fits;
+it is 2 if the settings or the options are wrong.
 """
 
 import math

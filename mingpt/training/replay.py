@@ -125,7 +125,7 @@ class Replay:
         return (named, f"holds a different copy of {first_difference(digests)}") if named else None
 
     def compare_gradients(self) -> tuple[list[int], str] | None:
-        """Compute each rank's first micro-batch on two ranks, and compare the gradients. Collective.
+        """Compute each rank's first micro-batch twice, on two ranks if possible, and compare. Collective.
 
         Returns (ranks that may be wrong, end of a message about these ranks). Returns None if the gradients
         are equal. Also returns None if a rank cannot read its data, because the step itself reports that.

@@ -106,7 +106,7 @@ def load_corpus(
 
     On rank 0 of a fresh run, `initial` has the weights of snapshot.init_from, if that is set; otherwise
     `initial` is None. With `is_restart`, data.tokenizer is not compared with the snapshot's tokenizer. All
-    ranks raise UserError if there is no suitable tokenizer, or if the data cannot be used.
+    ranks raise UserError if a tokenizer is missing or not suitable, or if the data cannot be used.
     """
     if snapshot is None:
         has_initial = config.snapshot.init_from is not None
