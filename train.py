@@ -3,7 +3,8 @@
 Exit codes:
 
 - 0 if the run is finished or was stopped.
-- 128 + signal after a second signal and, under torchrun, after any signal except SIGUSR1.
+- 128 + signal after a second signal (1 under plain `python` with several workers) and, under torchrun, after
+  any signal except SIGUSR1.
 - 2 for a mistake that only the user can correct.
 - 1 for any other error.
 """

@@ -27,10 +27,10 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command that the first of `arguments` names; return its exit code.
+    """Run the command that the first of `arguments` names; return its exit code. `doctor` ends the process.
 
-    Without arguments, or with --help, print the list of commands and raise SystemExit(0). Raises UserError
-    for a user's mistake.
+    Without arguments, or with --help first, print the list of commands and raise SystemExit(0). Raises
+    UserError for a user's mistake.
     """
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()]

@@ -98,7 +98,8 @@ def write_stdout(text: str) -> None:
 def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run `command(arguments)`; return its exit code, or 2 after a UserError.
 
-    Log lines, and the message of a UserError, are written to stderr. Any other exception is raised.
+    Calls `open_streams` first. Log lines, and the message of a UserError, are written to stderr. Any other
+    exception is raised.
     """
     open_streams()
     handler = logging.StreamHandler()

@@ -170,7 +170,8 @@ def decode_text(content: bytes, offset: int = 0) -> str:
 
     Raises ValueError for other content, and if more than a third of the bytes are NULs. The error's message
     begins with "not UTF-8". The message then says that the content is probably UTF-16, or names the first
-    wrong byte and its place in the file. `offset` is the place of `content` in the file, in bytes.
+    wrong byte and its place in the file, not counting the mark. `offset` is the place of `content` in the
+    file, in bytes.
     """
     # UTF-16 without a mark may be valid UTF-8, with a NUL beside each letter.
     if content.startswith(UTF16_MARKS) or 3 * content.count(0) > len(content):

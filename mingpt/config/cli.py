@@ -48,7 +48,8 @@ def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Return the config file's path (None if no file is given) and the settings as {dotted key: text}.
 
     Raises UserError for a second file, a key with two different values, an option without a value, or spaces
-    around an equals sign. Does not check whether keys and values are valid.
+    around an equals sign, unless the word after it is an existing path. Does not check whether keys and
+    values are valid.
     """
     for before, word in itertools.pairwise(argv):
         is_value = before.endswith("=") and "=" not in word and word[:2] != "--" and not os.path.exists(word)

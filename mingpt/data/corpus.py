@@ -70,9 +70,9 @@ class TextData:
     def take_tokenizer(self, tokenizer: Tokenizer | None, where: str) -> Tokenizer | None:
         """Return `tokenizer`, which is the tokenizer of the weights that the run starts with.
 
-        Returns None for a CharTokenizer; the caller then makes a tokenizer from this text. Raises UserError
-        if `tokenizer` is None, because no embedding row of the weights could be used. The message names the
-        weights by `where`.
+        Returns None unless `tokenizer` is a JsonTokenizer; the caller then makes a tokenizer from this text.
+        Raises UserError if `tokenizer` is None, because no embedding row of the weights could be used. The
+        message names the weights by `where`.
         """
         if tokenizer is None:
             raise UserError(
@@ -173,8 +173,8 @@ def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
     number. Also returns None if the number is for a different val_fraction, or for a text with a different
     hash than `fingerprint`.
     """
-    beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
     try:
+        beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
         about = read_json(beside)
         matches = about["sha256"] == fingerprint and about["val_fraction"] == config.val_fraction
         return float(about["val_nats_per_character"]) if matches else None

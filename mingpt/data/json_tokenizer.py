@@ -191,7 +191,7 @@ class JsonTokenizer(Tokenizer):
         return split_text(text, PIECE_CHARACTERS) if self._can_be_cut else [text]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, encoded on all cores. Raises UserError for a lone surrogate."""
+        """Return the tokens of each text. Raises UserError for a lone surrogate."""
         for text in texts:
             check_unicode(text)  # some versions of the package raise TypeError, others encode other text
         encode = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)  # from 0.20.1

@@ -69,7 +69,8 @@ class Meta(pydantic.BaseModel):
 class ShardFile:
     """A checked file of `size` bytes, with `tokens` tokens of type `dtype` from byte `offset` on.
 
-    `fingerprint` is a hash of the file's name, size and some blocks of its content.
+    `fingerprint` is a hash of the file's name, its size, some blocks of its content, and its SHA-256 in
+    meta.json, if any.
     """
 
     path: str
@@ -83,8 +84,8 @@ class ShardFile:
 def is_shards(path: str) -> bool:
     """Return whether `path`, a data.path, names token shards: a folder, a pattern, or a name ending in .bin.
 
-    A URL is judged only by its name, without the network. A local path with *, ? or [ is not a pattern if a
-    file has exactly this name.
+    A URL other than file:// or local:// is judged only by its name. A local path with *, ? or [ is not a
+    pattern if a file has exactly this name.
     """
     local = local_path(path)
     if local is None:

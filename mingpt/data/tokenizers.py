@@ -68,9 +68,9 @@ class Tokenizer(ABC):
         """Return the text of `tokens`, without special tokens; bytes that are not UTF-8 become U+FFFD."""
 
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text in pieces of whole characters as tokens arrive.
+        """Yield the text in pieces as tokens arrive. By default, each token is decoded alone.
 
-        Joined, the pieces are what `decode` returns.
+        Override this if the joined pieces would not be what `decode` returns.
         """
         for token in tokens:
             yield self.decode([token])
@@ -78,20 +78,20 @@ class Tokenizer(ABC):
     def token_bytes(self) -> np.ndarray | None:
         """Return the number of UTF-8 bytes of each token, (len(self),) int64; 0 for special tokens.
 
-        Returns None if a token might stand for different numbers of bytes in different texts.
+        Returns None by default, and if a token might stand for different numbers of bytes in different texts.
         """
         return None
 
     def loses(self, text: str) -> bool:
-        """Return whether encoding loses some of the text. Whitespace at the ends of the text does not count.
+        """Return whether encoding loses some of the text; by default False.
 
-        A class may try only the beginning of a long text.
+        Whitespace at the ends of the text does not count. A class may try only the beginning of a long text.
         """
         return False
 
     @property
     def end_of_text(self) -> int | None:
-        """The token that ends a document; None if the tokenizer has no such token."""
+        """The token that ends a document; None if no such token is known."""
         return None
 
     def default_prompt(self) -> list[int]:

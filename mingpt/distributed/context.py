@@ -58,8 +58,8 @@ class DistributedContext(Group):
     `device`, `dtype` and `threads` are the settings trainer.device, trainer.dtype and trainer.threads.
     `timeout_s` limits each collective. Without a launcher such as torchrun this worker is the only one. All
     ranks raise UserError if any rank lacks the device, or if the ranks have different kinds of devices. In a
-    job of several ranks, all raise StopRequested if any rank has received a request to stop. For further
-    errors see `join_generation` and `connect_gpus`.
+    job of several ranks, all raise StopRequested, or exit, if any rank has received a request to stop. For
+    further errors see `join_generation` and `connect_gpus`.
 
     While the work of `on_rank`, `on_all` or `gather_on_all` runs, this process exits if a peer is lost. The
     process also exits if all ranks agree to stop before training begins. If the work raises UserError on any
@@ -217,7 +217,7 @@ class DistributedContext(Group):
         `newest_written` is the step of the newest snapshot that this generation has written to disk; it is
         zero on all ranks but one. All ranks must also call the returned function, which returns (losses of
         all micro-batches, the snapshot's step). That function sets `agreed_stop` if any rank has received a
-        request to stop. If the losses are on a GPU, the exchange begins only in that function.
+        request to stop. If the losses are on a CUDA GPU, the exchange begins only in that function.
         """
         import torch
 
@@ -251,8 +251,8 @@ class DistributedContext(Group):
     def should_stop(self) -> bool:
         """Return whether all ranks agreed to stop, so that the caller may end its work early.
 
-        With one rank, a request that this rank has received is enough. With several ranks, the result may
-        become true on some ranks later than on others. Not collective.
+        With one rank, a request that this rank has received is enough, and sets `agreed_stop`. With several
+        ranks, the result may become true on some ranks later than on others. Not collective.
         """
         if self.world_size == 1:
             self.agree_to_stop([self.stop_signal.reason])

@@ -115,8 +115,8 @@ def has_fast_bfloat16() -> bool:
 def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
     """Return the dtype of matrix products for `wanted`, the setting trainer.dtype.
 
-    auto means bfloat16 if the device computes bfloat16 fast. Otherwise auto means float16 on CUDA GPUs, and
-    float32 on all other devices.
+    auto means bfloat16 on CPUs and CUDA GPUs that compute bfloat16 fast. Otherwise auto means float16 on CUDA
+    GPUs, and float32 on all other devices.
     """
     import torch
 

@@ -165,12 +165,12 @@ def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
 
 
 def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
-    """Return the plan to end the job because of `error`, even if restarts are left.
+    """Return the plan to end the job, or only this node's agent, because of `error`.
 
-    Local rank 0 of each node ends the node's agent; the node's other workers wait for the agent's SIGTERM.
-    Rank 0 prints the error. Before the rendezvous (if `has_met` is false), and for NodeRefused and ClaimLost,
-    rank 0 may not have seen the error. Then local rank 0 of each node prints the error, too. Without an
-    agent, every worker does what local rank 0 would do, but no agent is ended.
+    Restarts that are left do not matter. Local rank 0 ends the node's agent; the node's other workers wait
+    for the agent's SIGTERM. Rank 0 prints the error. Before the rendezvous (if `has_met` is false), and for
+    NodeRefused and ClaimLost, rank 0 may not have seen the error. Then local rank 0 prints the error, too.
+    Without an agent, every worker does what local rank 0 would do, but no agent is ended.
     """
     is_first = launch.local_rank == 0 or launch.agent_pid is None
     is_printed = launch.rank == 0 or not has_met or isinstance(error, (NodeRefused, ClaimLost))
@@ -228,7 +228,7 @@ class ProcessExit:
     """Ends this process as `how_to_exit` decides, and holds the values that this decision needs.
 
     Any thread may begin an exit. Only the first thread that does so carries the exit out, but `exit_at_once`
-    exits even while another thread is exiting.
+    exits even while another thread is exiting. On rank 0, the constructor removes an old status file.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -267,9 +267,9 @@ class ProcessExit:
         """Register what an exit calls during a run, and open this worker's StackFile in `run_dir`/stacks.
 
         `last_step` returns the last completed step. `note_failure` records in run.json why the job failed; it
-        is None on ranks that do not write to `run_dir`. If the StackFile cannot be opened, no stacks are
-        written to `run_dir`. A rank with a `note_failure` first removes stack files of earlier generations:
-        empty files, and files that are not among the MAX_STACK_FILES newest.
+        is None on ranks that do not write to `run_dir`. After an OSError here, no stacks are written to
+        `run_dir`. After a rendezvous, a rank with a `note_failure` first removes stack files of earlier
+        generations: empty files, and files that are not among the MAX_STACK_FILES newest.
         """
         self.last_step, self.note_failure = last_step, note_failure
         folder, name = run_dir / "stacks", self.rendezvous.generation if self.rendezvous else ""
@@ -329,7 +329,7 @@ class ProcessExit:
         self.perform(self.plan(error))
 
     def exit_if_nccl_stuck(self) -> None:
-        """Exit if a collective on GPUs has waited for over `timeout_s` seconds, or if NCCL lost a peer."""
+        """Exit if a collective on GPUs has waited for over `timeout_s` seconds, or if NCCL has an error."""
         if self.nccl and self.nccl.waited_s() > self.timeout_s:
             self.exit_beside_main_thread(PeerLost(f"{TIMED_OUT} {self.timeout_s:g} s"))
         elif self.nccl and self.nccl.backend.get_error().name == "COMM_ERROR":
@@ -343,8 +343,8 @@ class ProcessExit:
     def perform(self, plan: ExitPlan, is_told: Callable[[], bool] = lambda: False) -> NoReturn:
         """Carry out a plan, then exit. Work that needs the run folder or the job's TCPStore has a time limit.
 
-        `is_told` returns whether the agent has sent SIGTERM to this process; a plan with `awaits_agent` waits
-        for this SIGTERM.
+        `is_told` returns whether the agent has sent SIGTERM to this process. A plan with `awaits_agent` waits
+        until this is so, or the agent is gone.
         """
         launch = self.launch
         if plan.ends_agent:
@@ -378,7 +378,7 @@ class ProcessExit:
         os._exit(plan.code)
 
     def kill_silent(self, ranks: Sequence[int]) -> None:
-        """Kill this agent's workers among `ranks` that store no exit reason within PEER_EXIT_S seconds."""
+        """Kill this agent's workers among `ranks` with no readable exit reason within PEER_EXIT_S."""
         siblings, deadline = open_siblings(self.launch.agent_pid), time.monotonic() + PEER_EXIT_S
         silent = [rank for rank in siblings if rank in ranks]
         while silent and time.monotonic() < deadline:

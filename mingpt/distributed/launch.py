@@ -54,9 +54,9 @@ class Launch:
     def from_environment(cls) -> "Launch":
         """Return the Launch that this process's environment variables describe.
 
-        Raises UserError if RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is missing. Also raises
-        UserError if a variable such as RANK is not a whole number, or if OMP_NUM_THREADS is more than
-        MAX_THREADS.
+        If RANK or WORLD_SIZE is not set, only OMP_NUM_THREADS and SLURM_STEP_NUM_TASKS count. Otherwise,
+        raises UserError if MASTER_ADDR or MASTER_PORT is missing. Also raises UserError if a variable that
+        counts, such as RANK, is not a whole number, or if OMP_NUM_THREADS is more than MAX_THREADS.
         """
         env = os.environ
 
@@ -127,7 +127,7 @@ class Launch:
     def threads(self, wanted: int) -> int:
         """Return the number of CPU threads of a worker for `wanted`, the setting trainer.threads.
 
-        If `wanted` is 1, the default, and OMP_NUM_THREADS is a number above 0, return OMP_NUM_THREADS.
+        If `wanted` is 1, the default, return `omp_threads` instead, unless that is None or 0.
         """
         return self.omp_threads if wanted == 1 and self.omp_threads else wanted
 

@@ -35,7 +35,7 @@ def set_defaults() -> None:
 class NcclWatch:
     """Measures how long the GPUs' collectives have waited for a peer; `backend` is torch's NCCL backend.
 
-    Construct it after init_process_group.
+    Construct it after init_process_group. The constructor sets the backend's timeout to SLACK * `timeout_s`.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -96,7 +96,7 @@ class Rendezvous:
     def _answer_nonces(self) -> str:
         """Answer the other ranks' nonces until all ranks have confirmed the generation's name.
 
-        Returns the name. Only rank 0 calls this.
+        Then calls `_replace_generation`, and returns the name. Only rank 0 calls this.
         """
         store, name = self._store, uuid.uuid4().hex
         store.set(member_key(name, 0), "")
@@ -143,7 +143,7 @@ class Rendezvous:
         """Wait until rank 0 has set `key`. Raises PeersMissing at the deadline.
 
         `name` is the generation's name, or "" if this rank does not know the name yet. With the name, the
-        error lists all late ranks; without the name, it lists rank 0.
+        error lists the ranks of `_waited_for`; without the name, it lists rank 0.
         """
         is_there = self._store.check([key])
         while not is_there:

@@ -124,7 +124,7 @@ class Segments:
         self.maps: dict[int, mmap.mmap] = {}
 
     def begin(self, nbytes: int) -> None:
-        """Wait until all ranks have ended the last exchange; provide segments for the next one. Collective.
+        """Call `Peers.wait_for_end`; provide segments for the next exchange. Collective.
 
         Each segment has at least `nbytes` bytes, a number that must be the same on all ranks. Segments that
         are too small are replaced by new ones; tensors in the old segments stay valid.

@@ -60,9 +60,9 @@ class StopSignal:
     REPEAT_S seconds after the first signal, ends this process at once.
 
     The thread works even while the main thread is stuck. The thread also ends this process if the agent is
-    gone, or if another worker of the agent was lost. The same happens if a collective on GPUs has lost a
-    peer, or has waited for more than trainer.timeout_s seconds. During training with several workers, the
-    thread also ends this process if no collective ends for trainer.timeout_s seconds after a signal other
+    gone, or if another worker of the agent failed or was lost. The same happens if a collective on GPUs has
+    lost a peer, or has waited for more than trainer.timeout_s seconds. During training with several workers,
+    the thread also ends this process if no collective ends for trainer.timeout_s seconds after a signal other
     than SIGUSR1.
     """
 
@@ -95,7 +95,7 @@ class StopSignal:
         return self.received or (PAUSE if time.monotonic() >= self.pause_at else None)
 
     def watch_siblings(self) -> None:
-        """From now on, exit if another worker of this node's agent fails, or exits without an exit reason."""
+        """From now on, watch the other workers of this node's agent, as `look_at_siblings` describes."""
         self.siblings = open_siblings(self.launch.agent_pid)
 
     def watch_stop_file(self, path: Path, note_stop: Callable[[], None] | None = None) -> None:
@@ -136,7 +136,7 @@ class StopSignal:
         self.exit.exit_process(StopRequested(reason))
 
     def hand_over(self, handler: Callable[[int, FrameType | None], None]) -> None:
-        """Stop listening, so that `handler` receives all further signals. No signal is lost.
+        """Stop listening, so that `handler` receives all further SIGNALS. No signal is lost.
 
         Call this in the main thread.
         """

@@ -30,7 +30,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @dataclass(frozen=True)
 class Reduction:
-    """How `Transport.reduce` sums the vectors of all ranks: each rank sums its chunk of all vectors."""
+    """How `Transport.reduce` sums the vectors of all ranks. A rank usually sums only its chunk."""
 
     counts: list[int]  # how many vectors each rank has, perhaps 0
     sizes: list[int]  # how many elements of a vector each rank's chunk has
@@ -57,7 +57,8 @@ class Transport:
         """Return a copy of this transport with a new process group, for use by another thread. Collective.
 
         `timeout_s` limits each collective of the new group. If this transport uses shared memory, the copy
-        uses the same memory, so two threads must not use the two transports at the same time.
+        uses the same memory, so two threads must not use the two transports at the same time. Without a
+        launcher, also initializes torch's default process group.
         """
         if not dist.is_initialized():  # without a launcher
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -81,8 +82,9 @@ class Transport:
     def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start to sum `tensor` over the ranks; return a function that waits and returns the sum.
 
-        `tensor` may be overwritten. The backend chooses the order of the additions. The result's bits do not
-        depend on that order if nothing is rounded, for example if all ranks but one have zeros.
+        With shared memory, this call itself waits. `tensor` may be overwritten. The backend chooses the order
+        of the additions. The result's bits do not depend on that order if nothing is rounded, for example if
+        all ranks but one have zeros.
         """
         work = dist.all_reduce(tensor, group=self.group, async_op=True) if self.world_size > 1 else None
 

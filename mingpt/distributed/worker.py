@@ -22,12 +22,12 @@ class Worker:
 
     The exit code is 0 if the block finished or was told to stop, 2 after a UserError, and 1 after any other
     Exception. Under an agent (such as torchrun's), the exit code is 128 + signal if a signal other than
-    SIGUSR1 told the block to stop. If the agent is gone, the exit code is 1. If a request to stop ends the
-    block early, the block sets `stopped_by` to the name of this request, such as "SIGTERM". An exception such
-    as SystemExit, which is no subclass of Exception, is not handled here.
+    SIGUSR1 told the block to stop. A second signal gives 128 + signal, too. If the agent is gone, the exit
+    code is 1. If a request to stop ends training early, the block sets `stopped_by` to the name of this
+    request. SystemExit, which is no subclass of Exception, is not handled here.
 
-    The constructor begins to listen for signals. It exits with code 2 if the launcher's environment variables
-    are wrong or the working directory is gone.
+    The constructor begins to listen for signals, and disables garbage collection until `connect`. It exits
+    with code 2 if the launcher's environment variables are wrong or the working directory is gone.
     """
 
     def __init__(self) -> None:

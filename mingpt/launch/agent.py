@@ -1,8 +1,7 @@
 """`python train.py` without a launcher: torchrun's agent in this process, with several workers.
 
 This works like `torchrun --standalone --nproc_per_node=N --max-restarts=M train.py ...`, but without
-torchrun's own output. The exit code is that of a single process: 0 finished or stopped, 2 a user's mistake,
-1 anything else.
+torchrun's own output. The exit code is 0 (finished or stopped), 2 (a user's mistake) or 1 (anything else).
 """
 
 import gc
@@ -69,8 +68,9 @@ def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> Non
 
     The exit code is that of the job. If a launcher has started this process, or if the job has only one
     worker, this process is itself a worker, and the function returns. In all cases the function first calls
-    `watch_stop_file`. Raises UserError if trainer.workers is too large, or if trainer.workers is auto and
-    srun has started several tasks without torchrun.
+    `watch_stop_file`. If `command[0]` is no file, train.py takes its place. Unless `Launch.is_distributed` is
+    true, raises UserError if trainer.workers is too large, or is auto although srun has started several
+    tasks.
     """
     launch = worker.launch
     watch_stop_file(worker, config)

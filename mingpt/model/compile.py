@@ -148,8 +148,8 @@ def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dt
     """Compile a new block, like the blocks of `model`, for (B, T, C) activations `x`.
 
     Returns whether compiling succeeds. A failure is logged. Success fills the compiler's cache. `dtype` is
-    the type of the block's weights; only the shape and device of `x` matter. `autocast()` is the context of a
-    forward pass.
+    the type of the block's weights; only the shape and device of `x` matter, and `x` may get a gradient.
+    `autocast()` is the context of a forward pass.
     """
     try:
         import torch._inductor.config as inductor

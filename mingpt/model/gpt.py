@@ -99,7 +99,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
         """Map (B, T, C) features to (B, T, C); `positions` and `cache` are for the attention.
 
-        If the attribute `recompute` is true, activations are not kept: the backward pass computes them again.
+        In training, if the attribute `recompute` is true, the backward pass computes activations again.
         """
         if cache is not None:  # never compiled: each token would have a different shape
             return type(self).compute(self, x, positions, cache)

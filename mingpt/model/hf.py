@@ -56,7 +56,7 @@ def convertible(arch: str) -> type[Convertible]:
 
 
 def import_transformers() -> Any:
-    """Import transformers, which takes seconds, and make it log only errors.
+    """Import transformers, which takes seconds, and make it log only errors and show no progress bars.
 
     Raises UserError if transformers cannot be imported.
     """

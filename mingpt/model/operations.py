@@ -7,7 +7,7 @@
 | RMSNorm, squared ReLU | torch's | torch's | own backward passes |
 | GELU | torch's | by one exponential | by a table in bfloat16, else torch's |
 | dropout | torch's | random bytes, vectorised | random bytes |
-| attention | torch's fused kernel | matrix products, up to MAX_MATH_ATTENTION tokens | likewise |
+| attention | torch's fused kernel | products, up to MAX_MATH_ATTENTION tokens | likewise, without a cache |
 
 torch's backward passes keep and read more intermediate results than those of `CPUOps`, and copy between the
 layouts of consecutive matrix products. On one core, `CPUOps` shortens a micro-batch of the default run by a

@@ -195,9 +195,10 @@ def wide(matrix: Tensor, shape: Shape) -> Tensor:
 
 
 def newton_schulz(matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return `matrices`, (N, rows, columns), with all singular values brought near one (Jordan 2024).
+    """Return `matrices`, (N, rows, columns), with singular values brought near one (Jordan 2024).
 
-    The result has `dtype`, in which the products are computed. A matrix must not have more rows than columns.
+    Tiny singular values stay smaller. The result has `dtype`, in which the products are computed. A matrix
+    must not have more rows than columns.
     """
     # In float16, small numbers would become zero before they are divided by the norm.
     x = matrices.float() if dtype == torch.float16 else matrices.to(dtype)

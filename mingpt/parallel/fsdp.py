@@ -32,7 +32,7 @@ from mingpt.parallel.tree import PartialSums, add_lists, push
 
 
 class FSDPReduction(Strategy):
-    """FSDP2 with its own reduce-scatter, `trainer.reduction=fast`.
+    """FSDP2 with the backend's reduce-scatter, `trainer.reduction=fast`.
 
     FSDP2's collectives use their own process group, so they may run beside the collectives of other threads.
     """

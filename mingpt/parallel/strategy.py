@@ -247,7 +247,8 @@ class Strategy(ABC):
     def finish_step(self) -> None:
         """Complete the gradients of the step. Call this after the last micro-batch.
 
-        If the exchange of gradients failed, raises the error of the exchange, often because a peer is lost.
+        If the exchange of gradients failed, raises the error, often that of a lost peer, unless a backward
+        pass has raised it.
         """
 
     @abstractmethod

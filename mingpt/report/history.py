@@ -1,4 +1,7 @@
-"""run.json, the history of a run: one entry for each generation (the workers between two restarts)."""
+"""run.json, the history of a run: one entry for each generation that began to train.
+
+A generation is the workers between two restarts.
+"""
 
 import contextlib
 import json
@@ -42,7 +45,7 @@ class Generation(pydantic.BaseModel):
 
 
 class Suspects(pydantic.BaseModel):
-    """Workers whose results differed from those of other workers.
+    """Workers that may have computed wrongly.
 
     Snapshots of steps after `after` are not used.
     """
@@ -69,7 +72,7 @@ class History(pydantic.BaseModel):
 def read_job_start(history: dict[str, Any]) -> int | None:
     """Return the step from which the newest job in `history`, the content of run.json, started.
 
-    Returns None if no job is on record.
+    Returns None if no such start is on record.
     """
     starts = [entry["from_step"] for entry in history["generations"] if not entry["restart"]]
     return starts[-1] if starts else None
@@ -140,9 +143,9 @@ def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str
 class RunHistory:
     """Writes run.json, on a rank that writes to the run folder.
 
-    Constructing a RunHistory reads the file, if there is one; a damaged file is renamed to damaged-run.json,
-    if possible. `note_step` and `note_durable` return before the file is written. Times are in seconds since
-    1970. The file has these fields, among others:
+    Constructing a RunHistory reads the file, if there is one; a damaged or unreadable file is renamed to
+    damaged-run.json, if possible. `note_step` and `note_durable` return before the file is written. Times are
+    in seconds since 1970. The file has these fields, among others:
 
     - `status`: running, finished, stopped or failed
     - `durable_step`: the step of the newest snapshot on disk; 0 if none is known
@@ -150,7 +153,7 @@ class RunHistory:
     - `job_began`: the time at which that job started
     - `inputs`: fingerprints of the last generation's data and tokenizer, and its software; the results depend
       on these inputs and the settings
-    - `generations`: a list with an entry for each generation
+    - `generations`: a list with an entry for each generation that began to train
 
     An entry has these fields:
 
@@ -161,7 +164,7 @@ class RunHistory:
     - `end`: how the generation ended
     - `restart`: false for a job's first generation
     - `began`: when the generation's start was complete, and this entry was added
-    - `seen`: when the generation's last step on record was complete
+    - `seen`: when the generation last recorded a step or its end
     - `seconds`: the time between `began` and `seen`, by a monotonic clock
     - `phases`: the seconds of the start (from the beginning of the process to `began`), of evaluations, and
       of waits for snapshots
@@ -294,10 +297,11 @@ class RunHistory:
         self.write()
 
     def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
-        """Record that the results of `workers` differed from those of other workers at `step`.
+        """Record that `workers` may have computed wrongly, as found after `step`.
 
-        Snapshots of steps after `after` are not used. Call this before any of these snapshots is set aside
-        (renamed): the record must exist even if this worker is killed during the renames.
+        Snapshots of steps after `after` are not used. Also sets `durable_step` to 0. Call this before any of
+        these snapshots is set aside (renamed): the record must exist even if this worker is killed during the
+        renames.
         """
         entry = {"step": step, "after": after, "workers": workers}
         self.content["suspects"] = [*self.content.get("suspects", []), entry]

@@ -114,8 +114,8 @@ class RunStart:
     logged_step: int = 0  # the newest step, not past `step`, that must have a record of metrics; 0 for none
     # The steps at which the run's generations began; empty until RunLogger fills it in for the sinks.
     from_steps: list[int] = field(default_factory=list)
-    # Once the run folder belongs to another job or a later generation, `check_claim` raises ClaimLost, and
-    # `may_write` returns False.
+    # Once the claim was removed, or is that of another job or a later generation, `check_claim` raises
+    # ClaimLost, and `may_write` returns False.
     check_claim: Callable[[], None] = lambda: None
     may_write: Callable[[], bool] = lambda: True
 
@@ -144,7 +144,7 @@ class Sink:
         """Take a text after `step`; `name` is "sample" for the text that an evaluation generates."""
 
     def on_step(self, step: int) -> None:
-        """Note that `step` is complete. Called after each step, even if the step has no record."""
+        """Note that `step` is complete. Called after each step, but not for sinks in an `InThread`."""
 
     def close(self) -> None:
         """Write what is left. `RunLogger.ended` and `RunLogger.failed` call this method."""

@@ -48,7 +48,7 @@ class Curves(NamedTuple):
 def read_curves(path: Path) -> Curves:
     """Return the losses in the metrics.jsonl at `path`; empty curves if the file is missing.
 
-    Losses of MAX_LOSS or more are left out. Raises OSError if the file cannot be read.
+    Losses that are not below MAX_LOSS are left out. Raises OSError if the file cannot be read.
     """
     points = {"train/loss": array("d"), "val/loss": array("d")}
     for record in (record for _, record in read_lines(path) if record is not None):
@@ -155,7 +155,7 @@ def smooth(losses: np.ndarray) -> np.ndarray:
 
 
 def draw_loss(figure: Any, run: RunStart) -> None:
-    """Draw the losses and restarts of a run, and the entropy of its text, if known.
+    """Draw the losses of a run, the starts of its later generations, and the entropy of its text, if known.
 
     The training loss is drawn twice, as it is and smoothed. Raises OSError if metrics.jsonl cannot be read.
     """

@@ -74,8 +74,8 @@ class RunLogger:
 
     Constructing a RunLogger writes config.yaml, begins a generation in run.json, and drops from metrics.jsonl
     the records of steps that are done again. If a file cannot be written, one log line says so, and the run
-    goes on. `environment` is the software and the device that this generation uses. Raises ClaimLost if by
-    now another job or a later generation writes to the run folder.
+    goes on. `environment` is the software and the device that this generation uses. Raises ClaimLost if this
+    generation no longer holds the claim to the run folder.
     """
 
     def __init__(self, start: RunStart, environment: Environment) -> None:
@@ -107,7 +107,7 @@ class RunLogger:
     def repeated_failure(self) -> str | None:
         """Return the sentence of `RunHistory.repeated_failure`, or None.
 
-        If there is a sentence, record the run as failed.
+        If there is a sentence, calls `failed` with it.
         """
         sentence = self.history.repeated_failure()
         if sentence:
@@ -173,7 +173,7 @@ class RunLogger:
     def log_values(self, step: int, values: Values) -> None:
         """Give the values of metrics after `step` to all sinks.
 
-        Raises ClaimLost if by now another job or a later generation writes to the run folder.
+        Raises ClaimLost if this generation no longer holds the claim to the run folder.
         """
         self.start.check_claim()
         for sink in self.sinks:
@@ -205,7 +205,7 @@ class RunLogger:
         self.records.flush()
 
     def failed(self, step: int, why: str, goes_on: bool = False) -> None:
-        """Report that this generation failed at `step`; `why` says why.
+        """Report that this generation failed after `step`; `why` says why. Closes the sinks.
 
         The `status` in run.json becomes "failed". With `goes_on` it becomes "stopped", because the job
         continues on this node; the job's next generation sets "running" again.
@@ -264,10 +264,10 @@ class RunLogger:
 
 
 def peak_memory() -> int:
-    """Return the peak memory of this process in bytes, with shared memory; 0 on systems other than Linux."""
+    """Return the peak memory of this process in bytes, with shared memory; 0 if the kernel does not tell it."""
     status = Path("/proc/self/status")
-    text = status.read_text() if status.exists() else "VmHWM: 0"
-    return 1024 * int(text.partition("VmHWM:")[2].split()[0])
+    words = status.read_text().partition("VmHWM:")[2].split() if status.exists() else []
+    return 1024 * int(words[0]) if words else 0
 
 
 def is_reported(run_dir: Path) -> bool:

@@ -116,7 +116,7 @@ class InThread(Sink):
     def work(self) -> None:
         """Make the sink, make the queued calls in order, and close the sink. Never raises.
 
-        Once another job or a later generation writes to the run folder, return without closing the sink.
+        If `may_write` returns False before a call, return without closing the sink.
         """
         try:
             sink = self.make_sink(self.run)

@@ -18,8 +18,8 @@ from typing import Any
 from mingpt.base.files import parse_json, reason_of, write_all, write_atomic
 from mingpt.report.metrics import RunStart, Sink, Values
 
-# Called before a file is changed. If it returns False, another job or a later generation (a generation is the
-# workers between two restarts) writes to the folder by now, and nothing may be written.
+# Called before a file is changed. If it returns False, this generation (the workers between two restarts) no
+# longer holds the claim to the folder, and nothing may be written.
 MayWrite = Callable[[], bool]
 log = logging.getLogger(__name__)
 
@@ -27,9 +27,10 @@ log = logging.getLogger(__name__)
 class ReportFile:
     """A file that is replaced as a whole, or appended to. Several threads may use it. Raises no OSError.
 
-    A write that fails is kept, and tried again before the next write. One log line says when writing begins
-    to fail, and another line when writing works again. At most `max_waiting` writes are kept, then the oldest
-    is dropped; None means no limit. While `may_write` returns False, nothing is written.
+    A write that fails is kept, and tried again before the next write, unless `replace` drops it. One log line
+    says when writing begins to fail, and another line when writing works again. At most `max_waiting` writes
+    are kept, then the oldest is dropped; None means no limit. While `may_write` returns False, nothing is
+    written.
     """
 
     def __init__(

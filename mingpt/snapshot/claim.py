@@ -150,8 +150,8 @@ class Claim:
     def acquire(self) -> None:
         """Claim the folder, and from then on renew the claim in a background thread.
 
-        Waits until `may_take` returns True, or until the newest claim has not been renewed for LEASE_S
-        seconds. Raises UserError, which names the holder, if another job is seen to be alive, or renews its
+        Waits until `may_take` returns True, or until LEASE_S seconds pass without a renewal of the newest
+        claim. Raises UserError, which names the holder, if another job is seen to be alive, or renews its
         claim during the wait. Raises OSError if the folder cannot be read or written.
         """
         waited_for, deadline = NONE, 0.0
@@ -197,9 +197,10 @@ class Claim:
     def take(self, found: Found) -> None:
         """Try to claim the folder; on success set `number`. `found` is the claim that counted so far.
 
-        If the holder of `found` and this generation have an agent in common, the claim's file is overwritten.
-        Otherwise a file with the next number is created. If another job is faster, `number` stays 0. Raises
-        OSError if the file cannot be written.
+        If the holder of `found` and this generation have an agent in common, the claim's file is overwritten,
+        and `holder` gets the `job` and `since` of `found`. Otherwise a file with the next number replaces the
+        claim's file. If another job is faster, `number` stays 0. Raises OSError if the file cannot be
+        written.
         """
         is_ours = self.holder.shares_agent(found.holder)
         if is_ours:

@@ -87,7 +87,7 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
 def tensor_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
     """Return the full shape of each parameter and of each tensor of the optimizer's state, by name.
 
-    Each name begins with "model." or "optimizer.".
+    Each name begins with "model." or "optimizer.". Raises the UserErrors of `parameter_shapes`.
     """
     parameters = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
     states = state_shapes(parameters, config.optimizer)
@@ -98,8 +98,8 @@ def tensor_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
 def stored_rows(manifest: Manifest) -> RowMap:
     """Return which rows each part of a saved state holds; `manifest` is the manifest of any of the parts.
 
-    A state that is not sharded is a single part. Raises UserError if no model can have the configuration in
-    the manifest.
+    A state that is not sharded is a single part. A part may lack the tensors that are not sharded. Raises
+    UserError if no model can have the configuration in the manifest.
     """
     shapes, shard = tensor_shapes(manifest.settings, manifest.tokenizer.vocab_size), manifest.shard
     if shard is None:

@@ -70,9 +70,9 @@ class FileStore:
     """Writes, lists and removes the files at `url`, a folder or an fsspec URL.
 
     If `list_names` or a read fails, `with_retries` tries again after each pause of `retries_s`, in seconds.
-    An upload to a URL is retried in the same way. `check_claim` is called before a file is uploaded or gets
-    its final name. `check_claim` must raise ClaimLost if this job no longer has the claim (the right to write
-    at `url`). The constructor raises UserError if the URL's driver is not installed.
+    An upload to a URL is retried after the same pauses. `check_claim` is called before a file is uploaded or
+    gets its final name. `check_claim` must raise ClaimLost if this job no longer has the claim (the right to
+    write at `url`). The constructor raises UserError if the URL's driver is not installed.
     """
 
     def __init__(

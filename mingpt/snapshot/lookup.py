@@ -34,7 +34,7 @@ def open_snapshot(
     snapshot that can be used is returned; snapshots that were tried before are skipped with a log line. With
     `weights_only`, only the header of the optimizer's file is read. Raises UserError if no snapshot can be
     used, if `check` raises UserError, or if `best` is given with a file. Also raises UserError if a snapshot
-    that is tried has an unknown schema version.
+    that is tried has an unknown schema version, or if the run's config.yaml cannot be used.
     """
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)
@@ -86,7 +86,7 @@ def possible_places(where: str) -> list[str]:
 
     `where` is the folder or URL of the run or of its snapshots. If `where` is a local folder with a
     config.yaml that sets `snapshot.path`, that path comes first; then `snapshots/` in `where`; then `where`
-    itself. Raises UserError if the config.yaml is damaged.
+    itself. Raises UserError if the config.yaml cannot be used.
     """
     places = [f"{where.rstrip('/')}/snapshots", where]
     config = f"{where}/config.yaml"
@@ -99,9 +99,9 @@ def possible_places(where: str) -> list[str]:
 def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
     """Yield (step, row of the printed table) for each snapshot in `store`.
 
-    Logs why a snapshot is not valid. Also yields rows for snapshots whose files a run has renamed: a renamed
-    snapshot is damaged, or suspect (a worker may have computed wrongly). The tensors of a renamed snapshot
-    are not read. Raises UnreadableSnapshot if the folder cannot be read.
+    Logs the errors that reading a snapshot raises. Also yields rows for snapshots whose files a run has
+    renamed: a renamed snapshot is damaged, or suspect (a worker may have computed wrongly). The tensors of a
+    renamed snapshot are not read. Raises UnreadableSnapshot if the folder cannot be read.
     """
     for match in filter(None, map(MANIFEST.fullmatch, store.list_names())):
         prefix, set_aside, step = match[1], match[2], int(match[3])

@@ -52,8 +52,9 @@ class Part(pydantic.BaseModel):
 class DataFields(Part):
     """What a manifest says about the data that the run trains on.
 
-    `path` is data.path, `sha256` the fingerprint (a hash) of all data. `files` has the fingerprint of each
-    token shard, by the shard's name; `files` is empty for a text, or if there are too many shards.
+    `path` is data.path with credentials hidden, `sha256` the fingerprint (a hash) of all data. `files` has
+    the fingerprint of each token shard, by the shard's name; `files` is empty for a text, or if there are too
+    many shards.
     """
 
     path: str
@@ -129,7 +130,7 @@ class LossScaleFields(pydantic.BaseModel):
 class Manifest(Part):
     """The content of a manifest, checked for types and ranges.
 
-    `files`, `sha256`, `bytes` and `audit` have their defaults until the snapshot is written.
+    Before the snapshot is written, `files`, `sha256`, `bytes` and `audit` have their defaults.
     """
 
     run: RunId | None = None  # id of the run that wrote the snapshot; None: not recorded

@@ -196,7 +196,8 @@ class MemorySaver:
 
         The agent reads this file, because the agent may have to remove the run's folder. Raises OSError if a
         folder cannot be created, or if there is no room for `needed` bytes. The space that older snapshots of
-        the run take counts as room, because new snapshots replace the older ones.
+        the run take counts as room, because new snapshots replace the older ones. Also removes the file
+        LEFT_TO_AGENT.
         """
         root = self.snapshots.root
         root.mkdir(mode=0o700, exist_ok=True)
@@ -232,7 +233,7 @@ class MemorySaver:
         """Return whether a save may begin: no rank that saves with this one is writing or has failed.
 
         If the state is sharded, all ranks save together; else this rank saves by itself. If no rank is still
-        writing, but one has failed, all these ranks stop saving. Collective if the state is sharded.
+        writing, but one has failed, all these ranks call `disable`. Collective if the state is sharded.
         """
         is_busy = bool(self.thread and self.thread.is_alive())
         states = self.peers.all_gather_object((is_busy, self.problem))
@@ -244,7 +245,7 @@ class MemorySaver:
         return not problem
 
     def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields, is_first: bool) -> None:
-        """Write this rank's part, send it to the rank that keeps a copy, and write copies of other parts.
+        """Write this rank's part, send its sharded rows if copies are made, and write copies of other parts.
 
         `save` runs this in a background thread. `transfer` has the bytes of this rank's part, `late_fields`
         returns further fields of the manifest, and `is_first` is true in the generation's first save. Before
@@ -315,7 +316,7 @@ class MemorySaver:
         )
 
     def disable(self, problem: str) -> None:
-        """Remove this rank's snapshots from memory, and save no more to memory.
+        """Call `remove`, and save no more to memory.
 
         All ranks that save together call this; the first of them logs the reason, `problem`.
         """

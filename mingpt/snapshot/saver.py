@@ -54,8 +54,9 @@ class Transfer:
     `layouts` has a plan of each file, and `staging` holds this rank's rows. `sources` takes a tensor's name.
     It returns (rank, size in bytes) for each rank whose rows go into the file, in the order of the rows. The
     writer goes through the tensors in a file's order. The writer receives the rows of one rank after the
-    other, at most PIECE_BYTES at a time. The writer and each rank that sends construct a Transfer with the
-    same layouts and call `write_files`. A rank that only sends may call `exchange` instead.
+    other, at most PIECE_BYTES at a time. The writer and each rank that sends construct a Transfer, with the
+    sent tensors in the same order, and call `write_files`. A rank that only sends may call `exchange`
+    instead, then wait for `sent`.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class Transfer:
     def exchange(self) -> None:
         """Exchange the rows that `write_files` has not exchanged.
 
-        A rank that is not the writer begins to send its rows. The writer receives rows here only if a write
-        has failed, and drops these rows.
+        A rank that is not the writer begins to send its rows. The writer drops the rows that it receives
+        here.
         """
         for _, chunks in self.files:
             for _ in chunks:

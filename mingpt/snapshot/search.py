@@ -2,9 +2,10 @@
 
 The first worker of each node lists the newest snapshots that it could read from its SnapshotStores; for this
 it reads no weights. All ranks exchange these lists, and `choose`, a pure function, picks the newest save
-whose parts are all listed. A whole state is one part; a sharded state has one part for each worker that saved
-the state. The number of workers may have changed in the meantime. The ranks that are to read the chosen parts
-then check all bytes of these parts. If a part is bad, it is left out, and the ranks choose again.
+whose parts are all listed. A whole state is one part; a sharded state in memory has one part for each worker
+that saved the state. The number of workers may have changed in the meantime. The ranks that are to read the
+chosen parts then check all bytes of these parts. If a part is bad, it is left out, and the ranks choose
+again.
 
 A chosen save becomes a StoredState, which says for each tensor which rank reads which rows. All ranks read
 the state together: `StoredState.stream` reads some rows at a time on one rank and broadcasts them. So no rank
@@ -97,7 +98,8 @@ class Reader:
     def view(self) -> View:
         """Open the newest snapshots of each store; return a View that offers those without a known fault.
 
-        At most one snapshot on disk, and OFFERS_IN_MEMORY snapshots of each store in memory, are offered.
+        At most one snapshot on disk, and OFFERS_IN_MEMORY snapshots of each store in memory, are offered. A
+        store that cannot be listed offers nothing.
         Raises the UserErrors of `SnapshotStore.open`, for example for an unknown schema version.
         """
         offers, completed_step = list[Offer](), 0
@@ -344,9 +346,9 @@ def load_latest(
     """Copy the newest valid snapshot that any rank sees into `tensors`, on all ranks; return its manifest.
 
     Use this in a training loop of your own in which each rank has the whole state, `tensors`, in float32.
-    Returns None if there is no snapshot. All ranks raise UserError if `tensors` are not float32, or if the
-    snapshot has other names or shapes. All ranks also raise UserError if there are snapshots, but none can be
-    used. Collective.
+    Returns None if there is no snapshot. Raises UserError, only on this rank, if `tensors` are not float32.
+    All ranks raise UserError if the snapshot has other names, types or shapes. All ranks also raise UserError
+    if no snapshot can be used, but there are some or a rank cannot list the folder. Collective.
     """
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float32:

@@ -125,7 +125,7 @@ class Snapshot:
 
     @property
     def config(self) -> Config:
-        """The configuration of the run that wrote the snapshot."""
+        """The configuration in the manifest; settings that are missing there have their defaults."""
         return self.manifest.settings
 
     def read(self, name: str) -> Tensor:
@@ -223,7 +223,7 @@ class SnapshotStore(FileStore):
 
         If the step has a manifest, the caller must write the same state over each file, so that the snapshot
         stays valid. Otherwise the step is marked as unfinished, and files of an earlier attempt are removed.
-        Raises the errors of `write_stream`.
+        After a failed `prepare`, first calls `make_ready`. Raises the errors of `write_stream`.
         """
         self.check_claim()
         if not self.is_ready:
@@ -237,8 +237,7 @@ class SnapshotStore(FileStore):
     def write_file(self, layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
         """Write a tensor file from `chunks`, which include the header; return the file's record.
 
-        The file is durable on return, but belongs to no snapshot until `commit` is called. Raises the errors
-        of `write_stream`.
+        The file is durable on return. Raises the errors of `write_stream`.
         """
         sha256 = self.write_stream(layout.name, chunks, layout.size)
         return FileRecord(name=layout.name, sha256=sha256, bytes=layout.size)
@@ -252,7 +251,8 @@ class SnapshotStore(FileStore):
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, which makes the files of its step a snapshot. The file is durable on return.
 
-        Raises UserError if the manifest would be too large, and the errors of `write_stream`.
+        Also removes the mark of an unfinished save. Raises UserError if the manifest would be too large, and
+        the errors of `write_stream`.
         """
         step = manifest.step
         self.write_atomic(file_name(step, "json"), encode_manifest(manifest))
@@ -273,7 +273,10 @@ class SnapshotStore(FileStore):
         self.remove_file(unfinished_name(step))
 
     def remove_files(self, step: int) -> None:
-        """Remove the files of `step`. The manifest's removal is durable before other files are removed."""
+        """Remove the files of `step`, but not the mark of an unfinished save.
+
+        The manifest's removal is durable before other files are removed.
+        """
         self.remove_file(file_name(step, "json"))
         self.fsync_folder()
         for name in files_of(self.names(), step):
@@ -375,7 +378,7 @@ class SnapshotStore(FileStore):
 def unfinished_steps(names: Iterable[str]) -> list[int]:
     """Return the steps that files in `names` mark as unfinished saves.
 
-    Such a save may be complete all the same, if the process was killed before it could remove the mark.
+    Such a save may be complete all the same, if its mark was not removed.
     """
     matches = (UNFINISHED.fullmatch(name) for name in names)
     return [int(match[1]) for match in matches if match]

@@ -2,18 +2,19 @@
 
 A RUN is a run folder, or the metrics.jsonl of a run. The snapshots of a run may also lie at the
 run's snapshot.path. The command prints a row for each run, and draws the losses of all runs into one picture,
-compare.png in the working directory; an earlier compare.png is replaced. Then the command compares each run
-with the first run, and prints for each pair:
+by default compare.png in the working directory; an earlier picture is replaced. Then the command compares
+each run with the first run, and prints for each pair:
 
 - which of the two has the lower validation loss at the last step that both have evaluated
-- the settings, data and versions that differ, with * if they can change the result
+- the settings, data and versions that differ, with * if they can change the result (with
+  trainer.reduction=exact)
 - for each metric that differs, the first values that differ
 - how many tensors differ between the two runs' snapshots of the newest step at which both have a snapshot
 - what is not compared
 - the finding: "the same bits", or the cause of the first difference
 
-Exit code 0: all that was compared has the same bits; 1: something differs; 2: a run is missing or cannot be
-read, or two runs have no step in common.
+Exit code 0: all that was compared has the same bits; 1: something differs, or a snapshot is damaged; 2: a
+run is missing or cannot be read, or two runs have no step in common.
 """
 
 import math
@@ -126,7 +127,8 @@ def read_facts(run: Run) -> dict[str, str]:
 
     The values are from config.yaml and run.json; the result is empty if either file is missing, or if
     run.json is damaged or has no `inputs`. If run.json records changes of a setting, the setting has its
-    first value. Each change has a name of its own, such as "optimizer.learning_rate after step 100".
+    first value. Each change has a name of its own, such as "optimizer.learning_rate after step 100". Raises
+    UserError if config.yaml cannot be used.
     """
     config, inputs = run.folder / "config.yaml", run.history.get("inputs")
     if not inputs or not config.is_file():
@@ -144,7 +146,10 @@ def read_facts(run: Run) -> dict[str, str]:
 
 
 def affects_result(key: str) -> bool:
-    """Return whether the fact named `key` (see Facts) can change the result, or the losses on record."""
+    """Return whether the fact named `key` (see Facts) can change the result, or the losses on record.
+
+    The answer is for trainer.reduction=exact.
+    """
     if key in settings():
         return settings()[key].affects_result or key == "trainer.eval_windows"
     return key != "workers"
@@ -236,8 +241,9 @@ def compare_tensors(runs: Sequence[Run], step: int) -> Iterator[str]:
 def compare(one: Run, other: Run) -> Comparison:
     """Compare the metrics of two runs, and their snapshots of the newest step at which both have a snapshot.
 
-    Raises UserError if the runs have no value and no snapshot of the same step, or if a config.yaml cannot be
-    used. Raises UnreadableSnapshot if a snapshot cannot be read.
+    A damaged snapshot counts as a difference. Raises UserError if the runs have no value and no snapshot of
+    the same step, or if a config.yaml cannot be used. Raises UnreadableSnapshot if a snapshot cannot be
+    read.
     """
     runs = (one, other)
     ours, theirs = map(read_values, runs)

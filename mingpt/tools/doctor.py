@@ -2,10 +2,10 @@
 
     torchrun ... -m mingpt doctor [CONFIG.yaml] [section.key=value ...]
 
-Start the doctor with the flags and settings of the run. It prints what each node has, the rate at which each
-node receives data from each other node, and one sentence per fault. Exit code 0: no fault; 1: faults
-(torchrun does not restart the workers), or a worker did not arrive; 2: a mistake on the command line
-(torchrun itself exits with 1).
+Start the doctor with the flags and settings of the run. It prints what each node has, and one sentence per
+fault. If all workers answer, it also prints the rate at which each node receives data from each other node.
+Exit code 0: no fault; 1: faults (torchrun does not restart the workers), or a worker did not arrive; 2: a
+mistake on the command line (torchrun itself exits with 1).
 train.py itself checks, when it starts, whether the workers' settings differ, and whether token shards and
 folders can be used.
 """
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def examine(launch: Launch, config: Config) -> None:
     """Examine all workers; the lowest rank that answers prints a report. Collective.
 
-    All ranks raise NonRetryableError if there are faults.
+    Raises NonRetryableError if there are faults.
     """
     from torch.distributed import HashStore
 
@@ -149,7 +149,7 @@ def find_facts(launch: Launch, config: Config) -> Facts:
 
 
 def find_addresses() -> dict[str, str]:
-    """Return {interface: address} of this host; gloo will listen at the first address.
+    """Return {interface: address} of this host; gloo will probably listen at the first address.
 
     gloo listens on the interface that GLOO_SOCKET_IFNAME names. If this variable is not set, the first key is
     "host name". An address that is not found is replaced by that of the host's name, or else by 127.0.0.1.
@@ -266,8 +266,8 @@ def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
 
     `answers` has the facts of each worker, in the order of the ranks; None for a worker that did not answer.
     For a fact on which ADVICE has advice, the right value is the value that most nodes have. If two values
-    are on equally many nodes, the value of the lower rank is right. A different value is a fault, except an
-    empty value.
+    are on equally many nodes, the value of the lower rank is right. A different value is a fault. Empty
+    values are ignored.
     """
     workers = [there for there in answers if there is not None]
     rows, first = [], workers[0]

@@ -155,11 +155,11 @@ def main(arguments: Sequence[str]) -> int:
 def export(run: str, out: str, best: bool = False) -> str:
     """Write a snapshot to the folder `out` in Hugging Face's format.
 
-    `run` is the path or URL of a snapshot, or of a run: then the newest snapshot is written, or with `best`
-    the snapshot with the lowest validation loss. Returns a line that says what was written, and a second line
-    if no tokenizer was written. The files appear in `out` only when all of them are on disk. Raises UserError
-    if `out` is a URL, is not empty or cannot be written. Also raises UserError if no snapshot can be used or
-    converted, or if transformers is missing.
+    `run` is the path or URL of a snapshot, or of a run: then the newest usable snapshot is written, or with
+    `best` the one with the lowest validation loss. Returns a line that says what was written, and a second
+    line if no tokenizer was written. The files appear in `out` only when all of them are on disk. Raises
+    UserError if `out` is a URL, is not empty or cannot be written. Also raises UserError if no snapshot can
+    be used or converted, if `best` is given with a snapshot, or if transformers is missing.
     """
     if "://" in out:
         raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")

@@ -7,7 +7,7 @@ count as if all workers had equal parts. Activations are estimated by equation 2
 "Reducing Activation Recomputation in Large Transformer Models". The total is right to within a third. With
 --gpu_memory, which trainer.device=cuda requires, each worker has a GPU; without it, all workers share this
 machine's memory. With data.vocab_size=N the data are not read. The exit code is 0, even if no strategy fits;
-it is 2 if the settings or the options are wrong.
+it is 2 if the settings, options or data cannot be used.
 """
 
 import math

@@ -67,7 +67,7 @@ def find_files(names: Sequence[str]) -> list[Any]:
     """Return an fsspec OpenFile for each file that `names` (paths, URLs and patterns) stand for.
 
     The files are in the order of `names`; files that match the same pattern are sorted by their names. Raises
-    UserError if a pattern matches no file, or if a name cannot be used.
+    UserError if a pattern matches no file, or if a name cannot be used; a missing file is noticed by `read`.
     """
     found = list[Any]()
     for name in names:

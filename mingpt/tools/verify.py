@@ -5,9 +5,9 @@ come at random but seeded moments: at start-up, in the forward pass, inside the 
 in the middle of a save. After a kill the number of workers and the strategy may change. The command compares
 the final tensors, bit for bit, and the loss curves of the two runs. It also checks, by a hash, that the
 workers trained on the tokens that the configuration and the text determine. Exit code 0: all is identical,
-and each kill hit a worker; 1: something differs, or a kill hit no worker, and the last line names the seed;
-2: a mistake in the options. Ten kills take one to three minutes on two CPU cores. Settings such as
-model.arch=gpt2 change the model.
+and each kill hit a worker; 1: something differs or fails, or a kill hit no worker, and the last line names
+the seed; 2: a mistake in the options, or the undisturbed run fails. Ten kills take one to three minutes on
+two CPU cores. Settings such as model.arch=gpt2 change the model.
 """
 
 import json
@@ -110,8 +110,8 @@ def find_problems(
     """Train a run that `kills` disturb, and compare it with the undisturbed run, both in the folder `work`.
 
     Returns (the problems that were found, the SHA-256 of the disturbed run's last snapshot). If a run cannot
-    be trained or read, that is a problem, and the SHA-256 is None. `workers` is the number of workers at the
-    beginning. `seed` only names the run's folder.
+    be trained or read, that is a problem, and the SHA-256 is None. Otherwise the disturbed run's folder is
+    removed. `workers` is the number of workers at the beginning. `seed` only names the run's folder.
     """
     config, folder = build(settings), work / f"seed-{seed}"
     try:

@@ -24,7 +24,7 @@ MIN_BATCH_TOKENS = 4096  # without a backward pass there is memory for so many t
 
 
 def eval_batch_size(config: Config) -> int:
-    """Return the number of windows (token sequences) that an evaluation computes in one forward pass."""
+    """Return the most windows (token sequences) that an evaluation computes in one forward pass."""
     return max(config.trainer.micro_batch_size, MIN_BATCH_TOKENS // config.data.block_size)
 
 
@@ -41,8 +41,8 @@ class Evaluator:
 
         The loss is computed without dropout, over all windows of the split or, if trainer.eval_windows is
         set, over at most that number of windows. If the size of the evaluated text in bytes is known, the
-        result also has "val/bits_per_byte". Returns None on all ranks if the ranks have agreed to stop.
-        Raises UserError on all ranks if the data cannot be used. `step` is only put into events.
+        result also has "val/bits_per_byte". Returns None on all ranks if the ranks have agreed to stop during
+        training. Raises UserError on all ranks if the data cannot be used. `step` is only put into events.
         """
         events.emit("evaluation_start", step=step)
         by_rank = self.context.gather_on_all(self.local_sums)

@@ -56,12 +56,13 @@ class InitialWeights:
 
 
 def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_from=") -> InitialWeights:
-    """Return the weights that `where` names: a path or URL, or one of GPT2_NAMES, which is downloaded.
+    """Return the weights that `where` names: a path or URL, or else one of GPT2_NAMES, which is downloaded.
 
     If `where` is a run folder, the newest snapshot is read. With `best`, or if "@best" is appended to
     `where`, the snapshot with the lowest validation loss is read. `where` may also be a file of a snapshot,
     or a folder in Hugging Face's format. Raises UserError if the weights cannot be used. For weights in
-    Hugging Face's format, the message begins with `asked` (how the user asked for the weights) and `where`.
+    Hugging Face's format, `best` is ignored, "@best" raises UserError, and the message begins with `asked`
+    (how the user asked for the weights) and `where`.
     """
     asks_best = where.endswith("@best") and not os.path.exists(where)
     if asks_best:
@@ -128,10 +129,10 @@ def download(name: str) -> str:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors in a folder's safetensors files, except BUFFERS, by their names in transformers.
+    """Return the tensors in WEIGHTS, else in INDEX's files, except BUFFERS, by their names in transformers.
 
-    Raises UserError if the index names a file outside of the folder, or if a tensor's type is not one of
-    FLOATS. Also raises UserError if the folder has a pickle instead of safetensors files.
+    Raises UserError if the index names a file that is not beside it, or if a tensor's type is not one of
+    FLOATS. Also raises UserError if the folder has a pickle instead of these files.
     """
     files = {WEIGHTS}
     if not (folder / WEIGHTS).exists():
@@ -159,9 +160,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a folder in Hugging Face's format; None if the folder has no tokenizer.
+    """Return the tokenizer of a folder in Hugging Face's format.
 
-    Raises UserError if the tokenizer cannot be used.
+    Returns None if the folder has neither the file TOKENIZER nor one of VOCABULARIES. Raises ValueError,
+    perhaps a UserError, if the tokenizer cannot be used.
     """
     if (folder / TOKENIZER).exists():
         return parse_tokenizer_json((folder / TOKENIZER).read_bytes())
@@ -205,10 +207,10 @@ def match_rows(
 ) -> Tensor:
     """Return an embedding, (V, C), for the tokens of `tokenizer`, made of rows of `here` and `there`.
 
-    `other` is the tokenizer of `there`. A token that both tokenizers have gets its row of `there`; any other
-    token keeps its row of `here`. If the tokenizers are equal, and `there` and `here` have the same shape,
-    returns `there` itself. A tokenizer that is None counts as equal to any other. `name` is the embedding's
-    name in the log.
+    `other` is the tokenizer of `there`. A token that both tokenizers have gets its row of `there`, if there
+    is one; any other token keeps its row of `here`. If the tokenizers are equal, and `there` and `here` have
+    the same shape, returns `there` itself. A tokenizer that is None counts as equal to any other. `name` is
+    the embedding's name in the log.
     """
     is_same = tokenizer is None or other is None or tokenizer.fingerprint() == other.fingerprint()
     if is_same and there.shape == here.shape:

@@ -1,11 +1,12 @@
 """Replay: a check that all workers compute alike. The workers compare copies of the state, and gradients.
 
-Workers with processors of one kind compute the same bits. So if two results differ, at least one result is
-wrong: a core, a GPU or its memory has failed without an error. If the processors are of different kinds,
-nothing is compared. A replay is made before a step. First the workers compare their copies of the weights and
-of the optimizer's state, unless these are sharded. If the copies are equal, each worker computes gradients of
-two micro-batches: its own first micro-batch of the step, and that of the next worker. The gradients are not
-summed over workers. The workers compare digests (hashes) of these gradients.
+With deterministic kernels, workers with processors of one kind compute the same bits. So if two results
+differ, at least one result is wrong: a core, a GPU or its memory has failed without an error. If the
+processors are of different kinds, nothing is compared. A replay is made before a step. First the workers
+compare their copies of the weights and of the optimizer's state, unless these are sharded. If the copies are
+equal, each worker computes gradients of two micro-batches: its own first micro-batch of the step, and that of
+the next worker. The gradients are not summed over workers. The workers compare digests (hashes) of these
+gradients.
 """
 
 import logging
@@ -96,10 +97,11 @@ class Replay:
     def check(self) -> None:
         """If a replay is due before this step, compare the workers' copies and gradients. Collective.
 
-        If copies or gradients differ, the snapshots that are newer than the last replay in which all workers
-        agreed are discarded (`Saving.discard_after`). Then all ranks of each node with a worker that may be
-        wrong raise NodeRefused. The ranks of all other nodes raise PeersMissing, and may go on in the next
-        generation. But if every node has a worker that may be wrong, all ranks raise NonRetryableError.
+        If copies or gradients differ, the snapshots newer than the last replay in which all workers agreed
+        are discarded, and all snapshots in memory (`Saving.discard_after`). Then all ranks of each node with
+        a worker that may be wrong raise NodeRefused. The ranks of all other nodes raise PeersMissing, and may
+        go on in the next generation. But if every node has a worker that may be wrong, all ranks raise
+        NonRetryableError.
         """
         if not self.is_due():
             return
@@ -128,12 +130,12 @@ class Replay:
         """Compute each rank's first micro-batch twice, on two ranks if possible, and compare. Collective.
 
         Returns (ranks that may be wrong, end of a message about these ranks). Returns None if the gradients
-        are equal. Also returns None if a rank cannot read its data, because the step itself reports that.
+        are equal. Also returns None if a rank cannot read the data.
         """
         rank, workers = self.context.rank, self.context.world_size
         mine, others = self.numbers[rank], self.numbers[(rank + 1) % workers]
         if any(self.context.all_gather_object(not self.can_read(mine, others))):
-            return None  # the step itself will report the data that cannot be read
+            return None  # the step itself reports it if a rank cannot read its own micro-batches
         results = self.context.all_gather_object(fetch(self.digests(mine), self.digests(others)))
         named, ends = set[int](), []
         for owner in range(workers):
@@ -180,7 +182,7 @@ class Replay:
         return self.strategy.digests(inputs, targets)
 
     def end_generation(self, ranks: list[int], what: str) -> NoReturn:
-        """Discard the snapshots that are newer than the last replay in which all workers agreed. Collective.
+        """Call `Saving.discard_after` for the last replay in which all workers agreed. Collective.
 
         Then raises the error that `check` describes. `ranks` are the ranks that may be wrong. The message
         names their workers, followed by `what`, which says why they may be wrong.

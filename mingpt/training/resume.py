@@ -1,7 +1,7 @@
 """The decision whether a run may go on from the snapshot that was found or, without one, start at step 0.
 
-Unless trainer.eval_only is set, corrupt snapshots on disk are renamed, so that they are not used again. A run
-whose snapshots past step 0 are lost or damaged does not silently start again at step 0
+Unless trainer.eval_only is set, corrupt snapshots found on disk are renamed, so that they are not used again.
+A run whose snapshots past step 0 are lost or damaged does not silently start again at step 0
 (`check_nothing_is_lost`).
 """
 
@@ -216,10 +216,10 @@ def prepare_store(
 ) -> None:
     """Rename corrupt snapshots on disk, and remove useless snapshots from memory. Collective.
 
-    A rank that writes snapshots to a folder renames the corrupt snapshots that it found there, and prepares
+    A rank that writes snapshots to a folder renames the snapshots that `found.corrupt` returns, and prepares
     the folder for saving. The first worker of each node removes from memory what
-    `MemorySnapshots.remove_leftovers` and `make_room` describe.
-    Raises the errors of `refuse_where_it_fails` if a folder cannot be written to.
+    `MemorySnapshots.remove_leftovers` and `make_room` describe. Raises the errors of `refuse_where_it_fails`
+    if a folder cannot be written to.
     """
 
     def prepare() -> None:

@@ -84,7 +84,7 @@ def out_of_memory_explained() -> Iterator[None]:
 def gpu_memory(message: str) -> str:
     """Return a phrase that says how much GPU memory was in use, and how much torch then asked for.
 
-    `message` is the message of torch's error. Returns "" if `message` is not about a GPU's memory.
+    `message` is the message of torch's error. Returns "" if `message` is not about a CUDA GPU's memory.
     """
     asked = re.search(r"Tried to allocate (\S+ \w+)", message)
     if not asked or not torch.cuda.is_initialized():

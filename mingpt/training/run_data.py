@@ -106,7 +106,7 @@ def load_corpus(
 
     On rank 0 of a fresh run, `initial` has the weights of snapshot.init_from, if that is set; otherwise
     `initial` is None. With `is_restart`, data.tokenizer is not compared with the snapshot's tokenizer. All
-    ranks raise UserError if a tokenizer is missing or not suitable, or if the data cannot be used.
+    ranks raise UserError if a tokenizer cannot be read or is not suitable, or if the data cannot be used.
     """
     if snapshot is None:
         has_initial = config.snapshot.init_from is not None
@@ -167,7 +167,8 @@ def choose_tokenizer(
     data.tokenizer=auto stands for the first of these that exists:
 
     - The tokenizer.json beside the data.
-    - If `has_initial`: the tokenizer of the weights `initial` (on rank 0), if the data can use it.
+    - If `has_initial`: the tokenizer of the weights `initial` (on rank 0), if the data can use it. For a
+      text, weights without a tokenizer raise UserError.
     - A tokenizer of characters for a text, None for token shards.
 
     `has_initial` is the same on all ranks. Raises UserError if the tokenizer cannot be used.
@@ -187,10 +188,11 @@ def choose_tokenizer(
 
 
 def read_tokenizer(context: DistributedContext, path: Path | str | None, place: str) -> Tokenizer:
-    """Return, on all ranks, the tokenizer in the file `path` of the first node that can read it. Collective.
+    """Return, on all ranks, the tokenizer that `path` names, read on the first node that can. Collective.
 
     `path` is None on nodes without the file. If no node can read the file, all ranks raise the UserError of
-    the first node. If `path` is None there, the message names `place`.
+    the first node. If `path` is None there, the message names `place`. Also raises UserError if the file
+    cannot be used.
     """
 
     def read() -> bytes:

@@ -1,9 +1,9 @@
 """The run folder on each node: one folder that all nodes share, or a different folder on each node's disk.
 
 If nodes share no disk, the first worker of each node writes the run's records to the node's own folder. If
-the state is not sharded, the first worker also writes snapshots there. When a generation (the workers between
-two restarts) begins, the nodes agree on the run's id, and the run's records are copied to all nodes. So any
-node may die, and a node that joins gets the records.
+the state is not sharded and snapshot.path is null, the first worker also writes snapshots there. When a
+generation (the workers between two restarts) begins, the nodes agree on the run's id, and the run's records
+are copied to all nodes. So any node may die, and a node that joins gets the records.
 """
 
 import errno

@@ -285,7 +285,7 @@ class Saving:
         raise NonRetryableError(failure)
 
     def describe_failure(self) -> str | None:
-        """Return a sentence on why the last write to disk failed; None if no write failed.
+        """Return a sentence on why the last write to disk failed; None if it did not fail.
 
         Call this only on the main rank. If the write failed with ClaimLost, raises this error instead. On a
         local disk, an error that is neither an OSError nor a UserError is also raised.

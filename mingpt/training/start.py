@@ -101,9 +101,10 @@ class StartPoint(RunStart):
 def find_start(config: Config, context: DistributedContext) -> StartPoint:
     """Claim and open the run folder, open the data, and find the state to start from. Collective.
 
-    Raises UserError if the settings, folders, data or snapshots do not allow the start. If the job goes on
-    without some nodes, raises NodeRefused on the ranks of these nodes, and PeersMissing on all other ranks. A
-    request to stop raises StopRequested.
+    With trainer.eval_only, the run folder is not claimed. Raises UserError if the settings, folders, data or
+    snapshots do not allow the start. If the job goes on without some nodes, raises NodeRefused on the ranks
+    of these nodes, and PeersMissing on all other ranks. A request to stop raises StopRequested, or ends the
+    process.
     """
     check_same_settings(config, context)
     folder = open_run_folder(config, context)

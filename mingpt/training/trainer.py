@@ -62,11 +62,11 @@ class Trainer:
             run.context.mark_started()
 
     def open_run_logger(self, run: Run) -> RunLogger | None:
-        """Return a new RunLogger; None on a rank that writes no records, or if there is nothing to train.
+        """Return a new RunLogger; None on a rank that writes no records.
 
-        If there is something to train, also registers with `context.exit` how to get the last step. A rank
-        with a RunLogger also registers how to record a failure in run.json. If trainer.pause_after is set,
-        rank 0 also sets the time at which the job stops.
+        With `nothing_left` or trainer.eval_only, only returns None. Otherwise also registers with
+        `context.exit` how to get the last step. A rank with a RunLogger also registers how to record a
+        failure in run.json. If trainer.pause_after is set, rank 0 also sets the time at which the job stops.
         """
         if self.nothing_left or run.config.trainer.eval_only:
             return None
@@ -88,8 +88,8 @@ class Trainer:
 
         All ranks raise UserError if the data cannot be used, and NonRetryableError if the same failure
         repeats or the last snapshot cannot be written. A rank raises ExpectedError if it has too little
-        memory, and ClaimLost if the claim (the right to write to the run folder) is lost. For further errors
-        see `handle_nonfinite` and `Replay.check`.
+        memory or its disk fails, and ClaimLost if the claim (the right to write to the run folder) is lost.
+        For further errors see `handle_nonfinite` and `Replay.check`.
         """
         with self.failure_handled():
             if not self.begin_run():
@@ -176,8 +176,9 @@ class Trainer:
     def begin_run(self) -> bool:
         """Prepare for the first step and return True; return False if nothing is left to do. Collective.
 
-        With trainer.eval_only, evaluates here and returns False. All ranks raise NonRetryableError if earlier
-        generations of the job have failed repeatedly at the same step.
+        In the latter case, removes the file STOP and needless snapshots in memory. With trainer.eval_only,
+        only evaluates here and returns False. All ranks raise NonRetryableError if earlier generations of the
+        job have failed repeatedly at the same step.
         """
         config, state = self.config.trainer, self.state
         if config.eval_only:
@@ -215,8 +216,8 @@ class Trainer:
     def end_run(self, stopped_by: str | None) -> None:
         """Save the present step if that was not done, wait for the write, and record the end. Collective.
 
-        `stopped_by` is the request that stopped the run; None: the run is complete. Raises the errors of
-        `Saving.finish`.
+        `stopped_by` is the request that stopped the run; None: the run is complete. Also removes the file
+        STOP, and calls `Saving.release_memory`. Raises the errors of `Saving.finish`.
         """
         if self.saving.is_missing():
             self.save_to_disk(is_last=True)
@@ -235,10 +236,11 @@ class Trainer:
     def handle_nonfinite(self, grad_norm: float) -> None:
         """Count the update as skipped, or end the run, if the gradient or a loss is not finite. Collective.
 
-        With float16, a gradient that is not finite only halves the loss scale, until the scale is 1.
-        Otherwise, with trainer.on_nonfinite=skip, a gradient that is not finite is counted as a skipped
-        update, up to MAX_SKIPPED - 1 in a row. For any other gradient or loss that is not finite, all ranks
-        raise NonFiniteError. If a rank could not use its data, all ranks raise UserError instead.
+        If both are finite, updates `skipped` and the loss scale. With float16, a gradient that is not finite
+        only halves the loss scale, until the scale is 1. Otherwise, with trainer.on_nonfinite=skip, a
+        gradient that is not finite is counted as a skipped update, up to MAX_SKIPPED - 1 in a row. For any
+        other gradient or loss that is not finite, all ranks raise NonFiniteError. If a rank could not use its
+        data, all ranks raise UserError instead.
         """
         config, state = self.config.trainer, self.state
         total, in_a_row = state.skipped

@@ -71,11 +71,11 @@ def test_the_embedding_may_have_more_rows_than_the_tokenizer_has_tokens_and_not_
 def test_the_entropy_floor_is_known_for_the_embedded_play_alone() -> None:
     content = PLAY.read_bytes()
     about = json.loads((ROOT / "data" / "input.json").read_text())
-    path = str(PLAY)
-    floor = about["val_nats_per_character"]
+    path, floor = str(PLAY), about["val_nats_per_character"]
     assert make_corpus(content, DataConfig(path=path)).entropy_floor == floor
     assert make_corpus(content, DataConfig(path=path, val_fraction=0.2)).entropy_floor is None
     assert make_corpus(content[:-1], DataConfig(path=path)).entropy_floor is None
+    assert make_corpus(content, DataConfig(path=".")).entropy_floor is None
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt.gz", "a.parquet"])

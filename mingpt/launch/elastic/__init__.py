@@ -6,8 +6,8 @@ Neither leaves out a node that reaches the store but not the other nodes. If age
 workers, an agent that joins in mid-run kills the job.
 
 Here agents find each other in a shared folder, or at several hosts, of which one must be alive. Agents
-exchange JSON, every network call has a time limit, and any node may die. `launch/elastic.sh` starts torchrun
-with this rendezvous. handler.py imports torch; command.py does so only for `--nproc gpu`.
+exchange JSON, each wait for an answer has a time limit, and any node may die. `launch/elastic.sh` starts
+torchrun with this rendezvous. handler.py imports torch; command.py does so only for `--nproc gpu`.
 """
 
 from collections.abc import Callable

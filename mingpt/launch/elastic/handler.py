@@ -162,7 +162,8 @@ class ElasticRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait, without a time limit, until a round with this agent starts; return its RendezvousInfo.
 
-        If this agent leads, it proposes the round. Raises SystemExit(0) if the job is finished.
+        If this agent leads, it proposes the round. If the job is finished, removes the memory snapshots of
+        this agent's workers and raises SystemExit(0).
         """
         self._node.wait_for_round()
         self._restart = None
