@@ -264,7 +264,7 @@ class RunLogger:
 
 
 def peak_memory() -> int:
-    """Return the peak memory of this process in bytes, with shared memory; 0 if the kernel does not tell it."""
+    """Return this process's peak memory in bytes, with shared memory; 0 if the kernel does not tell it."""
     status = Path("/proc/self/status")
     words = status.read_text().partition("VmHWM:")[2].split() if status.exists() else []
     return 1024 * int(words[0]) if words else 0
