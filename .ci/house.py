@@ -47,7 +47,7 @@ class Size:
 
 
 # What a fork may add to the program; all additions of docs/extending.md fit in it. A fork raises it.
-MARGIN = {"statements": 105, "nodes": 660, "files": 6}
+MARGIN = {"statements": 105, "nodes": 680, "files": 6}
 MAX_FILES = 103 + MARGIN["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
