@@ -29,6 +29,8 @@ from mingpt.base.files import PIECE_BYTES
 log = logging.getLogger(__name__)
 FILE_NAME = re.compile(r"step_([0-9]{8,19})\.(json|safetensors|optimizer\.safetensors|tokenizer)")
 UNFINISHED = re.compile(r"partial-step_([0-9]{8,19})")
+# What a killed job leaves: a mark of an unfinished save, or a file that was being written.
+LEFTOVER = re.compile(rf"partial-({FILE_NAME.pattern}|(partial-)?step_[0-9]{{8,19}}|probe-[0-9a-f]{{32}})")
 KINDS = ("safetensors", "optimizer.safetensors")  # of tensor files, weights first
 TOKENIZER = "tokenizer"  # the kind of the file with the tokenizer's bytes
 OPTIMIZER = "optimizer."  # prefix of the names of optimizer state
@@ -72,6 +74,11 @@ def step_of(name: str, kind: str | None = None) -> int | None:
         return None
     found = "json" if match[2] == "json" else "safetensors"
     return int(match[1]) if kind in (None, found) else None
+
+
+def is_snapshot_file(name: str) -> bool:
+    """Return whether `name` is the name of a snapshot's file, or of what a killed job leaves (LEFTOVER)."""
+    return bool(FILE_NAME.fullmatch(name) or LEFTOVER.fullmatch(name))
 
 
 def steps_in(names: Iterable[str], kind: str | None = None) -> list[int]:

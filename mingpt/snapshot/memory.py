@@ -21,7 +21,9 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,12 +31,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mingpt.base.files import reason_of
+from mingpt.base.files import reason_of, remove_quietly
 from mingpt.base.rows import RowMap
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.exit import is_lost_peer
 from mingpt.distributed.group import BackgroundGroup
-from mingpt.snapshot.layout import TensorSpec, make_layout, step_of
+from mingpt.snapshot.layout import TensorSpec, is_snapshot_file, make_layout, step_of
 from mingpt.snapshot.manifest import Manifest, ShardFields
 from mingpt.snapshot.saver import Keep, LateFields, SnapshotSaver, Transfer
 from mingpt.snapshot.store import SnapshotStore
@@ -43,6 +45,8 @@ from mingpt.snapshot.store import SnapshotStore
 # folder if no generation follows (see `leave_to_agent`). If a generation follows, it first removes the file.
 LEFT_TO_AGENT = "left-to-agent"
 LEFTOVER_S = 24 * 3600.0
+RUN_NAME = re.compile(r"mingpt-[0-9a-f]{32}-[0-9a-f]{8}")  # of a run's folder
+RANK_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+(-copy)?")  # of a folder that a rank writes to
 log = logging.getLogger(__name__)
 
 
@@ -56,7 +60,7 @@ class MemorySnapshots:
 
     def folders(self) -> list[Path]:
         """Return this run's folders of snapshots on this machine, of all ranks and generations, sorted."""
-        return sorted(path for path in self.root.glob("*") if path.is_dir())
+        return rank_folders(self.root)
 
     def stores(self) -> list[SnapshotStore]:
         return [SnapshotStore(str(path)) for path in self.folders()]
@@ -70,39 +74,67 @@ class MemorySnapshots:
         stores = self.stores()
         kept = max((found for store in stores for found in store.steps() if found <= step), default=None)
         for store in stores:
-            for name in store.names():
+            for name in filter(is_snapshot_file, store.names()):
                 if kept is None or step_of(name) != kept:
                     store.remove_file(name)
 
     def remove_leftovers(self) -> None:
-        """Remove other runs' folders for which `is_leftover` is true, with a log line for each folder."""
+        """Remove the snapshots of other runs whose folders `is_leftover` accepts; log a line for each run."""
         for root in self.root.parent.glob("mingpt-*"):
             if root != self.root and is_leftover(root):
                 log.warning(f"removing {root} from memory: another run left it more than a day ago")
-                shutil.rmtree(root, ignore_errors=True)
+                remove_run(root)
 
-    def remove(self, belongs: Callable[[str], bool]) -> None:
-        """Remove the run's snapshot folders whose names `belongs` accepts, and the file LEFT_TO_AGENT.
 
-        Then removes the run's folder, `root`, if `root` is empty. Errors are ignored.
-        """
-        for path in self.folders():
-            if belongs(path.name):
-                shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other workers of this machine have folders there
-            (self.root / LEFT_TO_AGENT).unlink(missing_ok=True)
-            self.root.rmdir()
+def is_private(folder: Path) -> bool:
+    """Return whether `folder` belongs to this user, and no other user can write there. False for a link.
+
+    The name of a run's folder can be guessed, so another user may have made a folder or a link of that name.
+    """
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    is_closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(status.st_mode) and is_closed and status.st_uid == os.getuid()
+
+
+def rank_folders(root: Path) -> list[Path]:
+    """Return the folders of snapshots in a run's folder, sorted; [] if `is_private(root)` is false."""
+    if not is_private(root):
+        return []
+    return sorted(path for path in root.glob("*") if RANK_NAME.fullmatch(path.name) and path.is_dir())
+
+
+def remove_run(root: Path, belongs: Callable[[str], bool] = lambda name: True) -> None:
+    """Remove those folders of snapshots in a run's folder whose names `belongs` accepts, and LEFT_TO_AGENT.
+
+    Only files of snapshots are removed, and then the folders that are empty. So whatever a user has put there
+    stays. Errors are ignored. Does nothing if `is_private(root)` is false.
+    """
+    if not is_private(root):
+        return
+    for folder in rank_folders(root):
+        if belongs(folder.name):
+            with contextlib.suppress(OSError):
+                for path in folder.iterdir():
+                    if is_snapshot_file(path.name):
+                        remove_quietly(path)
+                folder.rmdir()
+    with contextlib.suppress(OSError):  # other workers of this machine have folders there
+        (root / LEFT_TO_AGENT).unlink(missing_ok=True)
+        root.rmdir()
 
 
 def is_leftover(root: Path) -> bool:
-    """Return whether a run's folder belongs to this user, and nothing in the folder has changed for a day.
+    """Return whether `root` is a run's folder with snapshots in which nothing has changed for a day.
 
-    Returns False for a symbolic link, and if files disappear during this call.
+    Returns False if the folder is not this user's, and if files disappear during this call.
     """
+    if not RUN_NAME.fullmatch(root.name) or not rank_folders(root):
+        return False
     try:
-        if root.is_symlink() or root.stat().st_uid != os.getuid():
-            return False
-        newest_change = max(path.stat().st_mtime for path in (root, *root.rglob("*")))
+        newest_change = max(path.lstat().st_mtime for path in (root, *root.rglob("*")))
     except FileNotFoundError:
         return False  # another job is removing it or writing there
     return newest_change < time.time() - LEFTOVER_S
@@ -195,12 +227,14 @@ class MemorySaver:
         """Create this rank's folders, and write the path of the run's folder to `launch.memory_file`, if any.
 
         The agent reads this file, because the agent may have to remove the run's folder. Raises OSError if a
-        folder cannot be created, or if there is no room for `needed` bytes. The space that older snapshots of
-        the run take counts as room, because new snapshots replace the older ones. Also removes the file
-        LEFT_TO_AGENT.
+        folder cannot be created, if `is_private` is false for the run's folder, or if there is no room for
+        `needed` bytes. The space that older snapshots of the run take counts as room, because new snapshots
+        replace the older ones. Also removes the file LEFT_TO_AGENT.
         """
         root = self.snapshots.root
         root.mkdir(mode=0o700, exist_ok=True)
+        if not is_private(root):
+            raise OSError(errno.EPERM, f"{root.name} there is a link, or another user can write to it")
         (root / LEFT_TO_AGENT).unlink(missing_ok=True)
         if self.launch.memory_file:
             self.launch.memory_file.write_text(str(root))
@@ -255,7 +289,7 @@ class MemorySaver:
         try:
             manifest = manifest.model_copy(update=late_fields())
             if not is_first and self.launch.local_rank == 0:
-                self.snapshots.remove(lambda name: not name.startswith(self.generation))
+                remove_run(self.snapshots.root, lambda name: not name.startswith(self.generation))
             sent = []
             if self.group:
                 sending = self.plan_copy(self.rank, manifest.step)
@@ -333,7 +367,7 @@ class MemorySaver:
 
         If no generation follows, the agent of launch/elastic removes the snapshots when the agent exits.
         """
-        if self.snapshots.root.is_dir():
+        if is_private(self.snapshots.root):
             (self.snapshots.root / LEFT_TO_AGENT).touch()
 
     def remove(self) -> None:
@@ -346,4 +380,7 @@ class MemorySaver:
             self.thread.join()
         own = {Path(saver.store.url).name for saver in self.savers.values()}
         is_first = self.launch.local_rank == 0
-        self.snapshots.remove(lambda name: name in own or (is_first and not name.startswith(self.generation)))
+        remove_run(
+            self.snapshots.root,
+            lambda name: name in own or (is_first and not name.startswith(self.generation)),
+        )

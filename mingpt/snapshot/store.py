@@ -19,6 +19,7 @@ import itertools
 import logging
 import os
 import sys
+import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -31,6 +32,7 @@ from mingpt.config import Config
 from mingpt.snapshot.file_store import FileStore
 from mingpt.snapshot.layout import (
     KINDS,
+    LEFTOVER,
     OPTIMIZER,
     TOKENIZER,
     UNFINISHED,
@@ -201,19 +203,18 @@ class SnapshotStore(FileStore):
             ) from None
 
     def make_ready(self) -> None:
-        """Create the folder, remove unfinished files, and write a file as a test.
+        """Create the folder, remove what killed jobs left there (LEFTOVER), and write a file as a test.
 
         Raises the errors of `write_stream`.
         """
-        self.is_ready, probe = False, f"probe-{os.getpid()}"
+        self.is_ready, probe = False, f"probe-{uuid.uuid4().hex}"
         self.files.makedirs(self.root, exist_ok=True)
         names = self.names()
         for step in unfinished_steps(names):
             if not self.has_manifest(step):
                 self.remove(step)
-        for name in names:
-            if name.startswith("partial-"):
-                self.remove_file(name)
+        for name in filter(LEFTOVER.fullmatch, names):
+            self.remove_file(name)
         self.write_atomic(probe, b"writable")
         self.files.rm_file(self.path(probe))
         self.is_ready = True

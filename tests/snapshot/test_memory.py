@@ -152,16 +152,60 @@ def make_old(root: Path, hours: float) -> None:
         os.utime(path, (then, then))
 
 
-def test_what_a_run_left_is_removed_after_a_day(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_run_left_is_removed_after_a_day_and_what_a_user_put_there_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
-    roots = {}
-    for name, hours in {"old": 24.1, "recent": 23.9, "own": 100}.items():
-        memory = make_saver(tmp_path, name)
+    roots, ages = {}, {"old": 24.1, "mixed": 24.1, "recent": 23.9, "own": 100}
+    for name in ages:
+        memory = make_saver(tmp_path, uuid.uuid4().hex)
         save(memory, 5)
         roots[name] = memory.snapshots.root
-        make_old(memory.snapshots.root, hours)
-    (tmp_path / "mingpt-link").symlink_to(roots["old"])
+    notes = (
+        tmp_path / "mingpt-distributed" / "notes.txt",
+        *(folder / "notes.txt" for folder in (roots["mixed"], *roots["own"].iterdir())),
+    )
+    for path in notes:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    for name, hours in ages.items():
+        make_old(roots[name], hours)
+    make_old(notes[0].parent, 100)
+    (tmp_path / f"mingpt-{uuid.uuid4().hex}-01234567").symlink_to(roots["old"])
     memory.snapshots.remove_leftovers()
-    assert [name for name, root in roots.items() if root.exists()] == ["recent", "own"]
-    assert len(caplog.records) == 1 and str(roots["old"]) in caplog.text
+    assert [name for name, root in roots.items() if root.exists()] == ["mixed", "recent", "own"]
+    assert os.listdir(roots["mixed"]) == ["notes.txt"]
+    assert len(caplog.records) == 2 and str(roots["old"]) in caplog.text
     assert SnapshotStore(str(memory.own.store.url)).steps() == [5]
+    memory.snapshots.make_room(-1)
+    memory.remove()
+    assert [path.read_text() for path in notes] == ["mine"] * 3
+
+
+@pytest.mark.parametrize("planted", ["a link", "writable by others", "another user's"])
+def test_a_folder_to_which_another_user_can_write_is_neither_used_nor_touched(
+    planted: str, memory: MemorySaver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder's name can be guessed by whoever can read run.json."""
+    save(memory, 5)
+    root = memory.snapshots.root
+    if planted == "a link":
+        (tmp_path / "target").mkdir()
+        root = root.rename(tmp_path / "target" / root.name)
+        memory.snapshots.root.symlink_to(root)
+    elif planted == "writable by others":
+        root.chmod(0o777)
+    elif os.getuid():
+        pytest.skip("only root can give a folder to another user")
+    else:
+        os.chown(root, 12345, 12345)
+    content = {path: path.lstat() for path in root.rglob("*")}
+    later = make_saver(tmp_path)
+    assert later.snapshots.stores() == []
+    later.snapshots.make_room(-1)
+    save(later, 10)
+    later.leave_to_agent()
+    later.remove()
+    assert {path: path.lstat() for path in root.rglob("*")} == content
+    (line,) = caplog.messages
+    assert f"({memory.snapshots.root.name} there is a link, or another user can write to it, on" in line

@@ -110,6 +110,18 @@ def test_a_full_disk_at_the_start_is_a_line_and_it_is_tried_again_with_the_first
     assert not [name for name in file_names(store) if "step_00000002" not in name]
 
 
+def test_at_the_start_only_what_a_killed_job_left_is_removed(store: SnapshotStore) -> None:
+    ours = ["partial-step_00000003", "partial-step_00000003.json", "partial-partial-step_00000003"]
+    ours += ["step_00000003.safetensors", f"partial-probe-{32 * '0'}"]
+    users = ["partial-results.csv", "partial-step_3.json", "probe-1", f"probe-{os.getpid()}", "step_x"]
+    for name in ours + users:
+        Path(store.path(name)).write_text("mine")
+    Path(store.path("partial-x")).mkdir()
+    store.prepare()
+    assert file_names(store) == sorted([*users, "partial-x"])
+    assert {Path(store.path(name)).read_text() for name in users} == {"mine"}
+
+
 def test_an_upload_that_keeps_failing_or_is_truncated_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     store = SnapshotStore(f"memory://{random.random()}/snapshots", retries_s=(0.0,))
     content = b"conten"

@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import random
-import shutil
 import socket
 import sys
 import threading
@@ -53,7 +52,7 @@ from mingpt.launch.elastic.boards import (
 )
 from mingpt.launch.elastic.decisions import FINISHED, LEFT, Entry, Round
 from mingpt.launch.elastic.node import Meeting, Node
-from mingpt.snapshot.memory import LEFT_TO_AGENT
+from mingpt.snapshot.memory import LEFT_TO_AGENT, remove_run
 
 PROPOSAL_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 10.0
@@ -294,7 +293,7 @@ class ElasticRendezvous(RendezvousHandler):
         if self._memory_file.exists():
             root = Path(self._memory_file.read_text())
             if not only_left or (root / LEFT_TO_AGENT).exists():
-                shutil.rmtree(root, ignore_errors=True)
+                remove_run(root)
 
     def _leave(self) -> None:
         self._node.end(LEFT, EXIT_S)

@@ -124,7 +124,8 @@ def test_an_agent_that_ends_frees_the_memory_of_its_node_unless_its_workers_fail
     handler = new_handler()
     Path(os.environ[MEMORY_FILE]).write_text(str(own))  # as a worker does
     for root in (own, other):
-        (root / "folder").mkdir(parents=True)
+        root.mkdir(mode=0o700)
+        (root / f"{32 * '0'}-0").mkdir()
     if end == "finished":
         with pytest.raises(SystemExit, match="0"):
             handler.next_rendezvous()
