@@ -1,4 +1,4 @@
-"""Say which run is best, where runs begin to differ, and why: python -m mingpt compare RUN RUN [RUN ...]
+"""Say which run is best, and where and in what runs differ: python -m mingpt compare RUN RUN [RUN ...]
 
 A RUN is a run folder, or the metrics.jsonl of a run. The snapshots of a run may also lie at the
 run's snapshot.path. The command prints a row for each run, and draws the losses of all runs into one picture,
@@ -11,7 +11,7 @@ each run with the first run, and prints for each pair:
 - for each metric that differs, the first values that differ
 - how many tensors differ between the two runs' snapshots of the newest step at which both have a snapshot
 - what is not compared
-- the finding: "the same bits", or the cause of the first difference
+- the finding: "the same bits", or what is on record as different
 
 Exit code 0: all that was compared has the same bits; 1: something differs, or a snapshot is damaged; 2: a
 run is missing or cannot be read, or two runs have no step in common.
@@ -37,36 +37,6 @@ from mingpt.snapshot import Snapshot, SnapshotStore
 from mingpt.snapshot.lookup import possible_places
 
 TIMINGS = ("_s", "mfu")  # endings of the names of metrics that measure time, which are not compared
-# Settings and versions that change only the rounding; with trainer.reduction=fast, those in PARALLELISM, too.
-ROUNDING_SETTINGS = (
-    "trainer.dtype",
-    "trainer.compile",
-    "trainer.reduction",
-    "trainer.fsdp_param_dtype",
-    "trainer.micro_batch_size",
-    "software.",
-)
-PARALLELISM = ("workers", "trainer.parallel", "trainer.shard_optimizer")
-# With dropout, these also change which activations are dropped.
-MASKS = ("trainer.micro_batch_size", "trainer.compile", "software.compiled", "software.device_type")
-# The stages of a step in which metrics are computed, in the order of time. Step 0 has only an evaluation.
-FORWARD, BACKWARD, UPDATE, EVALUATION = range(4)
-STAGES = {"train/loss": FORWARD, "grad_norm": BACKWARD, "lr": UPDATE}
-# {beginning of a fact's name: the stage of step 1 in which this fact begins to act}. All other facts act from
-# step 0 on.
-BEGIN = {
-    "model.dropout": FORWARD,
-    "trainer.batch_size": FORWARD,
-    "trainer.reduction": BACKWARD,
-    "optimizer.": UPDATE,
-}
-AFTER_WARMUP = ("trainer.max_steps", "optimizer.schedule", "optimizer.min_lr_fraction")
-ROUNDING, OTHER = "rounding", "another computation"
-# In float32, two gradient norms differ by rounding if the `share` by which they differ is less than
-# ROUNDING_SHARE for each step since they were last seen equal. If the share is more than OTHER_SHARE, they do
-# not differ by rounding, in bfloat16 either.
-ROUNDING_SHARE, OTHER_SHARE = 1e-4, 1e-2
-MAX_UNSEEN = 20  # steps without a record, after which rounding may have grown to any size
 HEADER = "  steps  val/loss  lowest  bits/byte  lowest  seconds         tokens  run"
 ROW = "{:7}{:10.3f}{:8.3f}{:11.3f}{:8.3f}{:9.0f}{:15,}  "
 Facts = Mapping[str, str]  # {name: value} of a run's settings, data, software and so on; {} if unknown
@@ -155,66 +125,23 @@ def affects_result(key: str) -> bool:
     return key != "workers"
 
 
-def can_act(key: str, facts: Sequence[Facts], moment: tuple[int, int]) -> bool:
-    """Return whether the fact named `key` can have had an effect at `moment` or before.
-
-    The fact differs between the two runs, whose Facts are `facts`. `moment` is (step, stage of the step, such
-    as FORWARD).
-    """
-    if key == "trainer.eval_windows":
-        return moment[1] == EVALUATION
-    if key == "trainer.on_nonfinite":
-        return False  # at the step where this setting acts, the run that stops has no record
-    if " after step " in key:
-        return int(key.rpartition(" ")[2]) < moment[0]
-    if key in AFTER_WARMUP:
-        return (min(int(known["optimizer.warmup_steps"]) for known in facts) + 1, UPDATE) <= moment
-    stages = [stage for prefix, stage in BEGIN.items() if key.startswith(prefix)]
-    return (1, stages[0]) <= moment if stages else True
-
-
 def share(pair: Pair) -> float:
     """Return the difference of two values as a share of the larger absolute value."""
     return abs(pair[0] - pair[1]) / max(map(abs, pair))
 
 
-def classify(first: Mapping[str, tuple[int, Pair]], steps: Sequence[int]) -> str:
-    """Return why two runs differ: ROUNDING, OTHER (another computation), or, if it is not clear, both names.
+def explain(differing: Sequence[str], are_known: bool) -> str:
+    """Return a finding on two runs that differ: what is on record as different, or that this is not known.
 
-    `first` is {metric that differs: (first step at which it differs, the values of both runs)}. `steps` has
-    all steps at which both runs recorded the gradient norm. Rounding begins in the last digits of the norm
-    and grows with each step; different samples or dropout masks change the norm at once.
+    `differing` has the names of the facts that differ; those that cannot change the result are named only if
+    there are no others. `are_known` says whether the Facts of both runs are on record.
     """
-    if "lr" in first:
-        return OTHER
-    if "grad_norm" in first:
-        step, norms = first["grad_norm"]
-        unseen = step - max((equal for equal in steps if equal < step), default=0)
-        if unseen <= MAX_UNSEEN and share(norms) < ROUNDING_SHARE * unseen:
-            return ROUNDING
-        if unseen <= MAX_UNSEEN and share(norms) > OTHER_SHARE:
-            return OTHER
-    return f"{ROUNDING} or {OTHER}"
-
-
-def explain(able: Sequence[str], facts: Sequence[Facts], kind: str) -> str:
-    """Return in words why two runs differ.
-
-    `able` has the names of the facts that differ and can have had an effect (`can_act`). `facts` has the
-    Facts of both runs. `kind` is what `classify` returned.
-    """
-    is_fast = "fast" in [known.get("trainer.reduction") for known in facts]
-    has_dropout = any(float(known.get("model.dropout", 0)) for known in facts)
-    prefixes = ROUNDING_SETTINGS + PARALLELISM if is_fast else ROUNDING_SETTINGS
-    rounding = [key for key in able if key.startswith(prefixes) and not (has_dropout and key in MASKS)]
-    causes = [key for key in able if affects_result(key) and key not in rounding]
-    if causes:
-        return f"{OTHER}: {', '.join(causes)}"
-    if not all(facts):
-        return f"{kind}: settings are not on record: give run folders"
-    if rounding and kind != OTHER:
-        return f"{ROUNDING}: {', '.join(rounding)}"
-    return f"{kind}: nothing on record explains it"
+    if not are_known:
+        return "cannot tell: settings are not on record, give run folders"
+    causes = [key for key in differing if affects_result(key)] or differing
+    if not causes:
+        return "cannot tell: nothing on record differs"
+    return f"on record as different: {', '.join(causes)}"
 
 
 def compare_tensors(runs: Sequence[Run], step: int) -> Iterator[str]:
@@ -291,11 +218,7 @@ def compare(one: Run, other: Run) -> Comparison:
     ]
     finding = f"the same bits: {compared}"
     if differences:
-        moments = [(step, STAGES.get(name, EVALUATION)) for name, (step, _) in first.items()]
-        moment = min(moments, default=(saved or 0, EVALUATION))
-        able = [key for key in differing if can_act(key, facts, moment)]
-        kind = classify(first, [step for step, name in pairs if name == "grad_norm"])
-        finding = explain(able, facts, kind)
+        finding = explain(differing, all(facts))
     return Comparison(lines, differences, not_compared, finding)
 
 
