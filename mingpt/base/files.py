@@ -48,8 +48,8 @@ def atomic_file(
 ) -> Iterator[io.FileIO]:
     """Open a file for writing, under the name `partial`, and rename it to `path` when the block ends.
 
-    The file is unbuffered: use `write_all`. `partial` is by default `<name>.partial` beside `path`. An error
-    before or during the rename removes the partial file, and an earlier file at `path` stays.
+    The file is unbuffered: use `write_all`. `partial` is by default `<name>.mingpt-partial` beside `path`. An
+    error before or during the rename removes the partial file, and an earlier file at `path` stays.
 
     `sync="file"` calls fsync on the file before the rename; `sync="folder"` also calls it on the folder after
     the rename. If the folder's fsync fails, OSError is raised although the new file is at `path`.
@@ -58,7 +58,7 @@ def atomic_file(
     the folder during a long write. If it raises an error or returns False, the file is not renamed. After
     False, the partial file stays and nothing is raised.
     """
-    partial = partial or Path(path).with_name(f"{Path(path).name}.partial")
+    partial = partial or Path(path).with_name(f"{Path(path).name}.mingpt-partial")
     try:
         with open(partial, "wb", buffering=0) as file:
             yield file

@@ -36,6 +36,7 @@ STACKS_S = 0.5
 STORAGE_S = 5.0  # the limit of work that needs storage, because storage that hangs may be the exit's cause
 STACKS_AFTER = 0.9  # share of timeout_s after which a stuck worker writes its stacks: before others time out
 MAX_STACK_FILES = 20
+STACK_FILES = f"worker-[0-9]*-{8 * '[0-9a-z]'}.txt"  # the names that `stack_path` gives
 NCCL_LOST = "remote process exited or there was a network error"  # NCCL's only text that means a lost peer
 PAUSE = "trainer.pause_after"  # the name of the request to stop that this setting makes
 JOB_ENDS = ("SIGUSR1", "STOP", PAUSE)  # requests to stop that end the job; after others, the agent decides
@@ -274,7 +275,9 @@ class ProcessExit:
         self.last_step, self.note_failure = last_step, note_failure
         folder, name = run_dir / "stacks", self.rendezvous.generation if self.rendezvous else ""
         with contextlib.suppress(OSError):  # such as a full disk, which is reported for other files
-            found = sorted(folder.glob("*.txt"), key=os.path.getmtime, reverse=True) if note_failure else []
+            found = (
+                sorted(folder.glob(STACK_FILES), key=os.path.getmtime, reverse=True) if note_failure else []
+            )
             for number, old in enumerate(found):
                 # A worker that was killed leaves an empty file.
                 is_surplus = not os.path.getsize(old) or number >= MAX_STACK_FILES

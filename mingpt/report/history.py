@@ -98,7 +98,7 @@ def mark_ended(run_dir: Path, status: str) -> None:
     """
     path = run_dir / "run.json"
     try:
-        content = read_json(path)
+        content = read_json(path, History)
         if content["status"] == "running":
             content["status"] = status
         write_atomic(path, json.dumps(content, indent=1) + "\n", sync="file")
@@ -144,8 +144,8 @@ class RunHistory:
     """Writes run.json, on a rank that writes to the run folder.
 
     Constructing a RunHistory reads the file, if there is one; a damaged or unreadable file is renamed to
-    damaged-run.json, if possible. `note_step` and `note_durable` return before the file is written. Times are
-    in seconds since 1970. The file has these fields, among others:
+    damaged-run.json, or a longer name if that is taken, if possible. `note_step` and `note_durable` return
+    before the file is written. Times are in seconds since 1970. The file has these fields, among others:
 
     - `status`: running, finished, stopped or failed
     - `durable_step`: the step of the newest snapshot on disk; 0 if none is known
@@ -192,12 +192,15 @@ class RunHistory:
         except FileNotFoundError:
             pass  # a new run
         except (OSError, BadJson) as error:
+            aside = self.path.with_name("damaged-run.json")
+            if aside.exists():
+                aside = self.path.with_name(f"damaged-run-{time.time_ns()}.json")
             log.warning(
-                f"{self.path} cannot be used ({reason_of(error)}): it is set aside as damaged-run.json if "
+                f"{self.path} cannot be used ({reason_of(error)}): it is set aside as {aside.name} if "
                 "possible"
             )
             with contextlib.suppress(OSError):  # if the rename fails, the new file replaces the damaged one
-                self.path.replace(self.path.with_name("damaged-run.json"))
+                self.path.replace(aside)
         self.content["id"] = run_id
         self.content["versions"] = versions | {"python": platform.python_version()}
         self.generations: list[dict[str, Any]] = self.content["generations"]

@@ -245,7 +245,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         picture = to_png(path.name, draw_timeline, run_dir)
         # The job may write its own timeline.png at the same time.
-        write_atomic(path, picture, partial=run_dir / "timeline.drawn.png")
+        write_atomic(path, picture, partial=run_dir / "timeline.png.drawn.mingpt-partial")
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{run_dir} has no run.json: give the folder of a run") from None
     except (OSError, BadJson, ImportError) as error:

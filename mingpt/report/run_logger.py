@@ -82,7 +82,6 @@ class RunLogger:
         self.start, self.environment, config, corpus = start, environment, start.config, start.corpus
         start.check_claim()
         self.config_file = ReportFile(start.run_dir / "config.yaml", start.may_write)
-        self.config_file.replace(to_yaml(config))
         self.history = RunHistory(start.run_dir, start.run_id, {"torch": environment.torch}, start.may_write)
         self.history.content["gpu"] = self.gpu = gpu_facts(torch.device(environment.device_type))
         self.history.content["inputs"] = {
@@ -91,6 +90,8 @@ class RunLogger:
             "software": asdict(environment),
         }
         self.previous_end = self.history.start_generation(start)
+        # After run.json, which shows at the next start that a run has written config.yaml.
+        self.config_file.replace(to_yaml(config))
         run = replace(start, from_steps=[entry["from_step"] for entry in self.history.generations])
         self.records = JsonlSink(run)
         self.sinks = [self.records, *(make_sink(run) for make_sink in SINKS)]

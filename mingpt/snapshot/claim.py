@@ -80,15 +80,16 @@ class Found(NamedTuple):
     renewed: int  # modification time of the file, in nanoseconds since 1970
 
 
-UNKNOWN = Holder((), "unknown", "unknown", since=0.0)  # if a claim's file is damaged or is being written
+UNKNOWN = Holder((), "unknown", "unknown", since=0.0)  # if a claim's file is damaged, or another program's
+EMPTY = replace(UNKNOWN, generation="empty")  # if a claim's file is being written
 NONE = Found(0, UNKNOWN, 0)  # what `read_newest` returns if there is no claim
 
 
 def read_newest(folder: Path) -> Found:
     """Return the claim with the highest number in `folder`, made by any job; NONE if there is no claim.
 
-    The claim's `holder` is UNKNOWN if its file is damaged, or is being written now. Raises OSError if the
-    folder or the file exists but cannot be read.
+    The claim's `holder` is UNKNOWN if its file is damaged, and EMPTY if the file is being written now. Raises
+    OSError if the folder or the file exists but cannot be read.
     """
     try:
         names = os.listdir(folder)
@@ -103,7 +104,7 @@ def read_newest(folder: Path) -> Found:
         try:
             holder = check_json(parse_json(content), Holder)
         except BadJson:
-            holder = UNKNOWN
+            holder = UNKNOWN if content else EMPTY
         return Found(int(name[6:12]), holder, renewed)
     return NONE
 
@@ -131,7 +132,7 @@ class Claim:
         except OSError:
             return  # nothing is logged here: logging a line to log.txt calls this first
         other = found.holder
-        if other.generation == self.holder.generation or (found.number and other == UNKNOWN):
+        if other.generation == self.holder.generation or (found.number and other.job == UNKNOWN.job):
             return
         what = f"run_dir {self.folder}"
         if other.job == self.holder.job:
@@ -199,8 +200,8 @@ class Claim:
 
         If the holder of `found` and this generation have an agent in common, the claim's file is overwritten,
         and `holder` gets the `job` and `since` of `found`. Otherwise a file with the next number replaces the
-        claim's file. If another job is faster, `number` stays 0. Raises OSError if the file cannot be
-        written.
+        claim's file; a file that may be a user's stays beside it. If another job is faster, `number` stays 0.
+        Raises OSError if the file cannot be written.
         """
         is_ours = self.holder.shares_agent(found.holder)
         if is_ours:
@@ -217,7 +218,7 @@ class Claim:
             if not is_ours:
                 remove_quietly(self.path(number))
             raise
-        if not is_ours:
+        if not is_ours and found.holder != UNKNOWN:
             remove_quietly(self.path(found.number))
         if read_newest(self.folder).number > number:
             remove_quietly(self.path(number))  # the number was free only because there is a newer claim

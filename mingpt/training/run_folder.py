@@ -6,10 +6,12 @@ generation (the workers between two restarts) begins, the nodes agree on the run
 are copied to all nodes. So any node may die, and a node that joins gets the records.
 """
 
+import contextlib
 import errno
 import functools
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -34,6 +36,10 @@ from mingpt.snapshot.layout import memory_of
 # Settings that change no result but must be the same on all workers.
 SAME_EVERYWHERE = ("trainer.eval_only", "trainer.parallel", "trainer.shard_optimizer", "trainer.fsdp_reshard")
 DISK_S = 60.0  # seconds within which a disk must answer, else the start is refused
+OWN_HISTORY = re.compile(
+    rb'\s*{\s*"id": ?"[0-9a-f]{32}"'
+)  # how the run.json of a run begins, also if damaged
+REPLACED_FILES = ("run.json", "config.yaml", "metrics.jsonl", "loss.png", "timeline.png")
 HISTORY_FILES = ("metrics.jsonl", "run.json")  # run.json last: it shows that there is a run
 log = logging.getLogger(__name__)
 
@@ -78,8 +84,8 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
 def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     """Make the run folder on every node, and find out which ranks write to it. Collective.
 
-    With trainer.eval_only no folder is made, and no rank writes. If a folder cannot be written to, or a disk
-    does not answer, raises the errors of `refuse_where_it_fails`.
+    With trainer.eval_only no folder is made, and no rank writes. Raises the errors of `refuse_where_it_fails`
+    if `check_is_ours` raises an error, if a folder cannot be written to, or if a disk does not answer.
     """
     path = Path(config.run_dir)
     if config.trainer.eval_only:
@@ -87,6 +93,7 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
 
     def open_here() -> None:
         try_disks(config)
+        check_is_ours(path)
         make_run_dir(path)
 
     refuse_where_it_fails(context, open_here)
@@ -180,6 +187,20 @@ def try_disks(config: Config) -> None:
                 raise UserError(
                     f"the disk of {place} does not answer within {DISK_S:g} s: look at its mount"
                 ) from None
+
+
+def check_is_ours(path: Path) -> None:
+    """Raise UserError if the folder `path` has files that a run would replace, but no run.json of a run."""
+    found = [name for name in REPLACED_FILES if os.path.lexists(path / name)]
+    if not found:
+        return
+    with contextlib.suppress(OSError), (path / "run.json").open("rb") as file:
+        if OWN_HISTORY.match(file.read(100)):
+            return
+    raise UserError(
+        f"run_dir {path} holds {', '.join(found)}, which a run would replace, and no run.json of a run: "
+        "choose another run_dir, or move these files away"
+    )
 
 
 def make_run_dir(path: Path) -> None:

@@ -98,7 +98,7 @@ class FolderBoard:
         self._folder = path / quote(rdzv_id, safe="")
 
     def exchange(self, mine: Entry) -> list[Entry]:
-        """Post the entry `mine`, return the valid entries of all agents, and remove old entries.
+        """Post the entry `mine`, return the valid entries of all agents, and remove old ones.
 
         Raises OSError if the folder cannot be used. Hangs while the storage hangs.
         """
@@ -111,7 +111,7 @@ class FolderBoard:
             try:
                 entries = parse_entries([path.read_bytes()])
                 is_finished = [entry.state for entry in entries] == [FINISHED]
-                if now - path.stat().st_mtime > (FORGET_FINISHED_S if is_finished else FORGET_S):
+                if entries and now - path.stat().st_mtime > (FORGET_FINISHED_S if is_finished else FORGET_S):
                     path.unlink(missing_ok=True)
             except OSError:
                 continue  # another agent has just removed the file, or it cannot be read now
