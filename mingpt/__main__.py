@@ -16,7 +16,7 @@ from mingpt.base.command import CommandParser, run_command
 # Command: (the module whose `main` takes the arguments and returns the exit code, what the command does)
 COMMANDS = {
     "verify": ("tools.verify", "prove on this machine that kills and other numbers of workers change no bit"),
-    "compare": ("tools.compare", "say which run is best, where runs begin to differ, and why"),
+    "compare": ("tools.compare", "say which run is best, and where and in what runs differ"),
     "doctor": ("tools.doctor", "say why a cluster does not start, or which of its links are slow"),
     "plan": ("tools.plan", "say what a run needs, before it is started, and what fits"),
     "prepare": ("tools.prepare", "encode text into token shards"),

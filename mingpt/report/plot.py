@@ -4,8 +4,10 @@ The losses are read from metrics.jsonl, and the times from run.json. While a run
 plots.
 """
 
+import errno
 import functools
 import io
+import os
 import re
 import textwrap
 from array import array
@@ -26,6 +28,7 @@ from mingpt.report.history import PHASES, Generation, History, plural
 from mingpt.report.metrics import RunStart, Sink, Values
 from mingpt.report.writing import ReportFile, read_lines
 
+MADE_BY = "mingpt-distributed"  # in each picture's metadata, to tell them from files of other programs
 MAX_LOSS = 1e30  # larger losses are not drawn, nor are losses that are not finite
 EARLY_SHARE = 0.1  # losses of this first share of the steps fall fast, and do not set the y-axis's range
 COLORS = {
@@ -113,8 +116,16 @@ def to_png(name: str, draw: Callable[..., object], *sources: object) -> bytes:
     figure, picture = figure_of(name), io.BytesIO()
     figure.clear()
     draw(figure, *sources)
-    figure.savefig(picture)
+    figure.savefig(picture, metadata={"Software": MADE_BY})
     return picture.getvalue()
+
+
+def check_replaceable(path: str) -> None:
+    """Raise FileExistsError if there is a file at `path` that `to_png` has not made."""
+    if os.path.lexists(path):
+        with open(path, "rb") as file:
+            if MADE_BY.encode() not in file.read(200):
+                raise FileExistsError(errno.EEXIST, "it is no picture of this program")
 
 
 def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = None) -> Any:

@@ -2,8 +2,8 @@
 
 A RUN is a run folder, or the metrics.jsonl of a run. The snapshots of a run may also lie at the
 run's snapshot.path. The command prints a row for each run, and draws the losses of all runs into one picture,
-by default compare.png in the working directory; an earlier picture is replaced. Then the command compares
-each run with the first run, and prints for each pair:
+by default compare.png in the working directory. An earlier picture of this program is replaced, but no other
+file. Then the command compares each run with the first run, and prints for each pair:
 
 - which of the two has the lower validation loss at the last step that both have evaluated
 - the settings, data and versions that differ, with * if they can change the result (with
@@ -32,7 +32,7 @@ from mingpt.base.paths import typed_path
 from mingpt.config import flatten, settings, to_dict
 from mingpt.config.cli import build, read_file
 from mingpt.report import load_history, read_records
-from mingpt.report.plot import draw_curves, read_curves, to_png
+from mingpt.report.plot import check_replaceable, draw_curves, read_curves, to_png
 from mingpt.snapshot import Snapshot, SnapshotStore
 from mingpt.snapshot.lookup import possible_places
 
@@ -40,7 +40,6 @@ TIMINGS = ("_s", "mfu")  # endings of the names of metrics that measure time, wh
 HEADER = "  steps  val/loss  lowest  bits/byte  lowest  seconds         tokens  run"
 ROW = "{:7}{:10.3f}{:8.3f}{:11.3f}{:8.3f}{:9.0f}{:15,}  "
 Facts = Mapping[str, str]  # {name: value} of a run's settings, data, software and so on; {} if unknown
-Pair = tuple[float, float]
 
 
 class Run(NamedTuple):
@@ -125,11 +124,6 @@ def affects_result(key: str) -> bool:
     return key != "workers"
 
 
-def share(pair: Pair) -> float:
-    """Return the difference of two values as a share of the larger absolute value."""
-    return abs(pair[0] - pair[1]) / max(map(abs, pair))
-
-
 def explain(differing: Sequence[str], are_known: bool) -> str:
     """Return a finding on two runs that differ: what is on record as different, or that this is not known.
 
@@ -181,7 +175,7 @@ def compare(one: Run, other: Run) -> Comparison:
     # Later steps are put in first, so that the earliest step of each metric replaces them.
     first = {name: (step, (a, b)) for (step, name), (a, b) in reversed(pairs.items()) if a != b}
     differences = [
-        f"{name} differs from step {step} on: {a:.8g} and {b:.8g}, by {share((a, b)):.0e} of it"
+        f"{name} differs from step {step} on: {a:.8g} and {b:.8g}, by {abs(a - b) / max(abs(a), abs(b)):.0e} of it"
         for name, (step, (a, b)) in sorted(first.items(), key=lambda item: item[1])
     ]
     compared, not_compared = f"{len(pairs)} values", list[str]()
@@ -240,6 +234,10 @@ def draw(runs: Sequence[Run], path: str) -> Iterator[str]:
     """Draw the losses of all runs into a PNG at `path`; yield a line that names the PNG or an error."""
     try:
         curves = {run.name: read_curves(run.file) for run in runs}
+        if not any(curve.size for found in curves.values() for curve in found):
+            yield f"{path} is not drawn: no loss is on record"
+            return
+        check_replaceable(path)
         write_atomic(path, to_png("compare.png", draw_curves, curves))
         yield f"losses of all runs: {path}"
     except (OSError, ImportError) as error:

@@ -206,9 +206,20 @@ def test_the_first_lines_tell_which_of_several_runs_is_best_and_a_picture_shows_
     assert "val/loss at step 20, the last of both runs: 1.7500 and 1.5000, lower in c" in lines
     make_run(tmp_path / "d", [{"step": 10, "val/loss": 1.25}, {"step": 20, "val/loss": 1.75}])
     assert not any("the last of both runs" in line for line in compare("a", "d")[1])  # they end alike
-    assert compare("a", "b", "--plot", "none/x.png")[1][3] == (
-        "none/x.png is not drawn (No such file or directory): give another --plot FILE"
-    )
+    reasons = {"none/x.png": "No such file or directory", "compare.png": "", "my.png": "it is no picture of"}
+    (tmp_path / "my.png").write_text("mine")
+    for picture, reason in reasons.items():
+        expected = f"{picture} is not drawn ({reason}" if reason else f"losses of all runs: {picture}"
+        assert compare("a", "b", "--plot", picture)[1][3].startswith(expected)
+    assert (tmp_path / "my.png").read_text() == "mine"
+
+
+def test_without_a_loss_on_record_no_picture_is_drawn(tmp_path: Path, compare: Compare) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path / name)
+        write(make_store(tmp_path / name), make_manifest(8))
+    assert compare("a", "b")[1][3] == "compare.png is not drawn: no loss is on record"
+    assert not (tmp_path / "compare.png").exists()
 
 
 def test_a_run_that_cannot_be_compared_is_refused_in_one_sentence(tmp_path: Path, compare: Compare) -> None:
