@@ -175,7 +175,8 @@ def compare(one: Run, other: Run) -> Comparison:
     # Later steps are put in first, so that the earliest step of each metric replaces them.
     first = {name: (step, (a, b)) for (step, name), (a, b) in reversed(pairs.items()) if a != b}
     differences = [
-        f"{name} differs from step {step} on: {a:.8g} and {b:.8g}, by {abs(a - b) / max(abs(a), abs(b)):.0e} of it"
+        f"{name} differs from step {step} on: {a:.8g} and {b:.8g}, "
+        f"by {abs(a - b) / max(abs(a), abs(b)):.0e} of it"
         for name, (step, (a, b)) in sorted(first.items(), key=lambda item: item[1])
     ]
     compared, not_compared = f"{len(pairs)} values", list[str]()
