@@ -77,13 +77,18 @@ def test_stacks_of_the_present_generation_are_never_removed(tmp_path: Path) -> N
         for generation in ("earlier1", "earlier2"):
             (folder / f"worker-{rank}-{generation}.txt").write_text("stacks" if rank < 5 else "")
     os.utime(folder / "worker-0-earlier1.txt", (0, 0))
+    (folder / "notes.txt").touch()  # a user's
     rendezvous: Any = SimpleNamespace(generation="present1-and-more")
     process_exit = ProcessExit(Launch(rank=3, world_size=MAX_STACK_FILES + 5))
     process_exit.join(rendezvous, timeout_s=60.0)
     process_exit.start_run(tmp_path, lambda: 0, lambda why: None)
     left = sorted(path.name for path in folder.iterdir())
     assert len([name for name in left if "present1" in name]) == MAX_STACK_FILES + 5
-    assert "worker-0-earlier1.txt" not in left and not any("-19-earlier" in name for name in left)
+    assert (
+        "notes.txt" in left
+        and "worker-0-earlier1.txt" not in left
+        and not any("-19-earlier" in name for name in left)
+    )
     assert process_exit.stacks is not None
     process_exit.stacks.close()
 

@@ -181,10 +181,12 @@ def test_three_nodes_that_join_at_the_same_step_are_no_failures(tmp_path: Path) 
     ids=range(6),
 )
 def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "run.json").write_text(content)
-    assert load_history(tmp_path) is None
-    begin(open_history(tmp_path))
+    for text in (content, content + " "):
+        (tmp_path / "run.json").write_text(text)
+        assert load_history(tmp_path) is None
+        begin(open_history(tmp_path))
     assert (tmp_path / "damaged-run.json").read_text() == content
+    assert [path.read_text() for path in tmp_path.glob("damaged-run-*.json")] == [content + " "]
     assert "it is set aside as damaged-run.json" in caplog.text
     assert len(read(tmp_path)["generations"]) == 1
 

@@ -187,6 +187,8 @@ def test_a_damaged_claim_is_somebodys_until_the_lease_ends(
     own = claim(tmp_path, elsewhere("node1"))
     own.acquire()
     assert own.number == 4 and "an unknown process" in capsys.readouterr().err
+    own.release()
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == ([content] if content else [])
 
 
 def test_on_a_full_disk_the_next_generation_goes_on_with_the_claim_there_is(

@@ -13,6 +13,7 @@ from mingpt.distributed import DistributedContext, Place
 from mingpt.training import run_folder
 from mingpt.training.run_folder import (
     RunFolder,
+    check_is_ours,
     check_same_settings,
     make_run_dir,
     open_run_folder,
@@ -58,6 +59,18 @@ def test_a_disk_that_hangs_is_refused(setting: str, monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(UserError, match=r"^the disk of /hangs does not answer within 0\.1 s: look at its"):
         try_disks(build({setting: "/hangs"}))
+
+
+@pytest.mark.parametrize("name", run_folder.REPLACED_FILES)
+def test_a_folder_with_a_users_file_that_a_run_would_replace_is_refused(name: str, tmp_path: Path) -> None:
+    """The first line of run.json shows that there is a run, also if the rest is damaged."""
+    (tmp_path / name).write_text('{"id": "mine"}')
+    with pytest.raises(
+        UserError, match=f"^run_dir {tmp_path} holds {name}, which a run would replace, and no"
+    ):
+        check_is_ours(tmp_path)
+    (tmp_path / "run.json").write_text(f'{{\n "id": "{32 * "0"}",\n')
+    check_is_ours(tmp_path)
 
 
 def test_what_is_in_the_way_of_a_run_folder_is_named(tmp_path: Path) -> None:

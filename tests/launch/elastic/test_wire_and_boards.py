@@ -98,8 +98,10 @@ def test_a_folder_board_holds_a_file_for_each_agent_and_no_more(tmp_path: Path) 
     assert sorted(os.listdir(folder)) == ["a.json", "b.json"]
     (folder / "c.json").write_text('{"id": "c", "later": true}')
     (folder / "d.json").write_bytes(b"\x80\x04")
+    (folder / "mine.json").write_text("mine")
+    os.utime(folder / "mine.json", (0, 0))
     (folder / "e.json").mkdir()  # reading it fails, as with a stale NFS handle
-    assert len(board.exchange(entry("b", 2))) == 2
+    assert len(board.exchange(entry("b", 2))) == 2 and (folder / "mine.json").exists()
 
 
 def test_the_place_to_meet_is_a_folder_or_a_list_of_hosts() -> None:
