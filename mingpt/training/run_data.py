@@ -167,8 +167,8 @@ def choose_tokenizer(
     data.tokenizer=auto stands for the first of these that exists:
 
     - The tokenizer.json beside the data.
-    - If `has_initial`: the tokenizer of the weights `initial` (on rank 0), if the data can use it. For a
-      text, weights without a tokenizer raise UserError.
+    - If `has_initial`: the tokenizer of the weights `initial` (on rank 0). For a text, weights without a
+      tokenizer raise UserError.
     - A tokenizer of characters for a text, None for token shards.
 
     `has_initial` is the same on all ranks. Raises UserError if the tokenizer cannot be used.
@@ -237,14 +237,11 @@ def initial_rows(
 ) -> int | None:
     """Return, on all ranks, how many embedding rows rank 0's weights `initial` have. Collective.
 
-    Returns None if `initial` is None on rank 0, or if data.vocab_size is set. Also returns None if the
-    tokenizer of these weights is not `tokenizer`, or has more tokens than there are rows.
+    Returns None if `initial` is None on rank 0, or if data.vocab_size is set. Returns the number of tokens of
+    `tokenizer` if that is larger; `match_weights` then refuses the weights.
     """
     rows = None
     if initial is not None and config.vocab_size is None:
-        there = initial.tokenizer.fingerprint() if initial.tokenizer else None
-        here = tokenizer.fingerprint() if tokenizer else None
         # After tokens were added to a tokenizer, it may have more tokens than its model has rows.
-        enough = initial.vocab_size >= (len(tokenizer) if tokenizer else 0)
-        rows = initial.vocab_size if there == here and enough else None
+        rows = max(initial.vocab_size, len(tokenizer) if tokenizer else 0)
     return context.broadcast_object(rows, 0)
