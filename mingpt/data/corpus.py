@@ -67,18 +67,6 @@ class TextData:
         """
         return TOKENIZERS["char" if name == "auto" else name].train(self.text)
 
-    def take_tokenizer(self, tokenizer: Tokenizer | None, where: str) -> Tokenizer | None:
-        """Return `tokenizer`, which is the tokenizer of the weights that the run starts with.
-
-        Raises UserError if `tokenizer` is None. The message names the weights by `where`.
-        """
-        if tokenizer is None:
-            raise UserError(
-                f"snapshot.init_from={where} has no tokenizer that can be read: name it by "
-                "data.tokenizer, as a tokenizer.json or gpt2"
-            )
-        return tokenizer
-
     def check_tokenizer(self, _tokenizer: Tokenizer | None, _name: str) -> None:
         """Do nothing: any tokenizer may be used for a text."""
 

@@ -136,7 +136,7 @@ def make_strategy(case: Case, context: DistributedContext) -> tuple[GPT, Strateg
     for name, weight in strategy.held_weights().items():
         whole = model.draw_weight(name, strategy.shapes[name], seed=5)
         whole += torch.linspace(-0.1, 0.1, whole.numel()).view_as(whole)  # so that no weight begins at zero
-        weight.copy_(whole[strategy.my_rows(name)] if strategy.weights_are_sharded else whole)
+        weight.copy_(strategy.take_rows(name, whole, context.rank) if strategy.weights_are_sharded else whole)
     strategy.prepare(LossModule(model))
     return model, strategy
 

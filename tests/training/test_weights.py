@@ -170,7 +170,7 @@ def test_a_text_is_encoded_with_the_tokenizer_of_the_weights_to_start_with(tmp_p
     ).tokenizer
     assert tokenizer and tokenizer.fingerprint() == characters.fingerprint()
     initial = InitialWeights(weights, None, ModelConfig(), "there", 4)
-    with pytest.raises(UserError, match=r"=there has no tokenizer that can be read: name it by data\."):
+    with pytest.raises(UserError, match=r"have no tokenizer that can be read: name it by data\."):
         load(tmp_path / "text.txt", initial)
 
 
