@@ -67,9 +67,6 @@ class TextData:
         """
         return TOKENIZERS["char" if name == "auto" else name].train(self.text)
 
-    def check_tokenizer(self, _tokenizer: Tokenizer | None, _name: str) -> None:
-        """Do nothing: any tokenizer may be used for a text."""
-
     def encode(self, tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray, int, int | None]:
         """Return (training tokens, validation tokens, size of the vocabulary, number of validation bytes).
 

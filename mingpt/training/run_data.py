@@ -111,7 +111,8 @@ def load_corpus(
     if snapshot is None:
         has_initial = config.snapshot.init_from is not None
         tokenizer = choose_tokenizer(config.data, context, data, initial, has_initial)
-        data.check_tokenizer(tokenizer, config.data.tokenizer)
+        if isinstance(data, ShardData):
+            data.check_tokenizer(tokenizer, config.data.tokenizer)
         rows = None
         if has_initial and config.data.vocab_size is None:
             # After tokens were added to a tokenizer, it may have more tokens than its model has rows.

@@ -63,15 +63,15 @@ class Unusual(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        kept: Tensor = self.kept  # type: ignore[assignment]
-        kept.fill_(True)[:2] = False
-        self.shift.fill_(1)  # type: ignore[operator]
+        self.get_buffer("kept").fill_(True)[:2] = False
+        self.get_buffer("shift").fill_(1)
 
     def initial_weight(self, name: str, shape: Shape, generator: torch.Generator) -> Tensor:
         return torch.empty(shape).uniform_(0.5, 1.5, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.mlp(x) * self.temperature + self.frozen(x) * self.kept + 0.1 * self.shift
+        kept, shift = self.get_buffer("kept"), self.get_buffer("shift")
+        y: Tensor = self.mlp(x) * self.temperature + self.frozen(x) * kept + 0.1 * shift
         return y
 
 

@@ -16,7 +16,7 @@ from mingpt.snapshot import Manifest
 from mingpt.snapshot.contents import check_model, describe_tokenizer, make_tokenizer, snapshot_tokenizer
 from mingpt.snapshot.layout import TensorSpec
 from mingpt.training.initial_weights import InitialWeights, match_weights
-from mingpt.training.run_data import initial_rows, load_corpus, load_data
+from mingpt.training.run_data import load_corpus, load_data
 
 VOCABULARY = "abcdefghijk"
 CHARACTERS = CharTokenizer(VOCABULARY).to_bytes()
@@ -154,9 +154,9 @@ def test_weights_to_start_with_are_fitted_and_those_of_another_tokenizer_are_ref
         match_weights(initial, config, shapes, None)
 
 
-def load(path: Path, initial: InitialWeights | None = None) -> Corpus:
+def load(path: Path, initial: InitialWeights | None = None, vocab_size: int | None = None) -> Corpus:
     config = Config(
-        data=DataConfig(path=str(path), block_size=4),
+        data=DataConfig(path=str(path), block_size=4, vocab_size=vocab_size),
         snapshot=SnapshotConfig(init_from=initial.where if initial else None),
     )
     return load_corpus(config, ONE, load_data(config, ONE), None, False, initial)
@@ -185,17 +185,17 @@ def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokenizer", "config", "expected"),
+    ("rows", "vocab_size", "expected"),
     [
-        (5, ABC, DataConfig(), 5),
-        (2, ABC, DataConfig(), 3),  # a token was added to the tokenizer, and no row to the model
-        (5, ABC, DataConfig(vocab_size=8), None),
-        (5, None, DataConfig(), 5),
+        (9, None, 9),
+        (5, None, 7),  # tokens were added to the tokenizer, and no rows to the model
+        (9, 8, 8),
     ],
 )
 def test_an_embedding_keeps_its_rows_unless_there_are_more_tokens(
-    rows: int, tokenizer: CharTokenizer | None, config: DataConfig, expected: int | None
+    rows: int, vocab_size: int | None, expected: int, tmp_path: Path
 ) -> None:
-    initial = InitialWeights({"wte.weight": torch.zeros(rows, 4)}, ABC, ModelConfig(), "there", 4)
-    assert initial_rows(config, SingleProcess(), tokenizer, initial) == expected
-    assert initial_rows(config, SingleProcess(), tokenizer, None) is None
+    (tmp_path / "text.txt").write_text("the sea " * 50)
+    weights, characters = {"wte.weight": torch.zeros(rows, 4)}, CharTokenizer(" aehstz")
+    initial = InitialWeights(weights, characters, ModelConfig(), "there", 4)
+    assert load(tmp_path / "text.txt", initial, vocab_size).vocab_size == expected
