@@ -18,7 +18,7 @@ from mingpt.base.files import decode_text, read_json
 from mingpt.config import DataConfig
 from mingpt.data.shards import ShardData, is_shards, local_path, open_shards
 from mingpt.data.source import hint_to_prepare, read_bytes
-from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer, bytes_of_token, kind_of
+from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer, bytes_of_token
 from mingpt.data.windows import WindowDataset
 
 
@@ -66,23 +66,6 @@ class TextData:
         Raises KeyError for an unknown kind, and UserError for a kind that is not made from a run's text.
         """
         return TOKENIZERS["char" if name == "auto" else name].train(self.text)
-
-    def take_tokenizer(self, tokenizer: Tokenizer | None, where: str) -> Tokenizer | None:
-        """Return `tokenizer`, which is the tokenizer of the weights that the run starts with.
-
-        Returns None unless `tokenizer` is a JsonTokenizer; the caller then makes a tokenizer from this text.
-        Raises UserError if `tokenizer` is None, because no embedding row of the weights could be used. The
-        message names the weights by `where`.
-        """
-        if tokenizer is None:
-            raise UserError(
-                f"snapshot.init_from={where} has no tokenizer that can be read: name it by "
-                "data.tokenizer, as a tokenizer.json or gpt2; data.tokenizer=char begins with characters"
-            )
-        return tokenizer if kind_of(tokenizer) == "json" else None
-
-    def check_tokenizer(self, _tokenizer: Tokenizer | None, _name: str) -> None:
-        """Do nothing: any tokenizer may be used for a text."""
 
     def encode(self, tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray, int, int | None]:
         """Return (training tokens, validation tokens, size of the vocabulary, number of validation bytes).

@@ -260,16 +260,6 @@ class JsonTokenizer(Tokenizer):
         named = (self._ids[name] for name in END_OF_TEXT if name in self._ids)
         return next((token for token in named if self._is_special.get(token)), None)
 
-    def tokens_by_meaning(self) -> dict[Any, int]:
-        """Return {(string, whether the token is special, whether the tokenizer is byte-level): token}.
-
-        Tokens of different tokenizers have the same meaning if they have the same key.
-        """
-        return {
-            (name, self._is_special.get(token, False), self.is_byte_level): token
-            for name, token in self._ids.items()
-        }
-
 
 def import_tokenizers(what: str) -> Any:
     """Return the package `tokenizers`. Raises UserError, which begins with `what`, if the import fails."""

@@ -347,13 +347,6 @@ class ShardData:
                 "give the tokenizer.json that they were made with"
             )
 
-    def take_tokenizer(self, tokenizer: Tokenizer | None, _where: str) -> Tokenizer | None:
-        """Return `tokenizer`, which is the tokenizer of the weights that the run starts with.
-
-        `tokenizer` is None if the weights have no tokenizer.
-        """
-        return tokenizer
-
     def check_tokenizer(self, tokenizer: Tokenizer | None, name: str) -> None:
         """Raise UserError if meta.json says that the shards were made with a different tokenizer.
 

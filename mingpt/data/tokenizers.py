@@ -106,14 +106,6 @@ class Tokenizer(ABC):
         """Return a tokenizer.json for Hugging Face's tokenizers; None if this class makes no such file."""
         return None
 
-    def tokens_by_meaning(self) -> dict[Any, int]:
-        """Return {meaning: token}, where a meaning is any key that identifies a token across tokenizers.
-
-        A run that starts with the weights of another model takes over the embedding rows of tokens whose
-        meaning is in both tokenizers. By default, different tokenizers share no meaning.
-        """
-        return {(self.fingerprint(), token): token for token in range(len(self))}
-
     def fingerprint(self) -> str:
         """Return a SHA-256 in hex, the same for tokenizers of the same class and content."""
         return hashlib.sha256(type(self).__name__.encode() + self.to_bytes()).hexdigest()
@@ -222,9 +214,6 @@ class CharTokenizer(Tokenizer):
         return json.dumps(spec, ensure_ascii=False, indent=1).encode()
 
     to_tokenizer_json = to_bytes
-
-    def tokens_by_meaning(self) -> dict[Any, int]:
-        return {character: token for token, character in enumerate(self.characters)}
 
 
 TOKENIZERS["char"] = CharTokenizer

@@ -15,6 +15,7 @@ TIMED_OUT = "timed out waiting for a peer after"
 LOST_PEER = "lost a peer"
 FAILED = "failed"
 TOLD = "told to stop"
+FINISHED, STOPPED = "finished", "stopped by"
 DISORDER = (TIMED_OUT, LOST_PEER, FAILED)  # if a worker ended so, the other workers also have to exit
 ExitReason = dict[str, Any]
 

@@ -26,7 +26,16 @@ from mingpt.base.errors import (
 from mingpt.base.processes import kill_by_pidfd, open_siblings
 from mingpt.base.system import try_within
 from mingpt.base.urls import redact
-from mingpt.distributed.ends import FAILED, LOST_PEER, TIMED_OUT, TOLD, ExitReason, stack_path
+from mingpt.distributed.ends import (
+    FAILED,
+    FINISHED,
+    LOST_PEER,
+    STOPPED,
+    TIMED_OUT,
+    TOLD,
+    ExitReason,
+    stack_path,
+)
 from mingpt.distributed.launch import AGENT_FOLDER, Launch
 from mingpt.distributed.rendezvous import Rendezvous
 
@@ -144,7 +153,7 @@ def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
     """
     status = "" if launch.rank else "0 "
     if request is None or request in JOB_ENDS or launch.agent_pid is None:
-        reason = f"stopped by {request}" if request else "finished"
+        reason = f"{STOPPED} {request}" if request else FINISHED
         return ExitPlan(0, status=status, reason=reason, releases_claims=True)
     code = 128 + signal.Signals[request]
     return ExitPlan(code, status=status, reason=f"{TOLD} by {request}")

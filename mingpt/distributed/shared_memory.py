@@ -134,18 +134,15 @@ class Segments:
             return
         self.capacity = -(-nbytes // GRANULARITY) * GRANULARITY
         for rank in self.owners:
-            file = self.make_file() if rank == self.peers.rank else self.peers.receive_file(rank)
+            is_mine = rank == self.peers.rank
+            file = os.memfd_create("mingpt") if is_mine else self.peers.receive_file(rank)
             try:
+                if is_mine:
+                    os.ftruncate(file, self.capacity)
+                    self.peers.send_file(file)
                 self.maps[rank] = mmap.mmap(file, self.capacity)
             finally:
                 os.close(file)
-
-    def make_file(self) -> int:
-        """Make a new segment for this rank and send it to all peers; return its file descriptor."""
-        file = os.memfd_create("mingpt")
-        os.ftruncate(file, self.capacity)
-        self.peers.send_file(file)
-        return file
 
     def of(self, rank: int, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
         """Return a tensor, (count,), whose memory is the segment of `rank` from byte `first` on."""

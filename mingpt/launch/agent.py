@@ -24,7 +24,7 @@ from mingpt.base.files import temporary_folder
 from mingpt.base.processes import kill_by_pidfd, open_siblings
 from mingpt.base.system import allow_open_files, loopback_address, usable_cores
 from mingpt.config import PROJECT, Config, check_workers
-from mingpt.distributed.ends import LOST_PEER, TIMED_OUT, GenerationEnd
+from mingpt.distributed.ends import FINISHED, LOST_PEER, STOPPED, TIMED_OUT, GenerationEnd
 from mingpt.distributed.exit import before_first_step, write_stderr
 from mingpt.distributed.launch import AGENT_FOLDER, AGENT_PID, STATUS_FILE, Launch
 from mingpt.distributed.rendezvous import read_generation_end
@@ -114,6 +114,7 @@ class StopRequest:
     def __init__(self, status_file: Path) -> None:
         self.status_file = status_file
         self.first: signal.Signals | None = None
+        self.status = ""  # takes the place of the status file, if there is none
         self.is_obeyed = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
@@ -128,23 +129,20 @@ class StopRequest:
     def obey(self, before_start: bool = False) -> None:
         """If the job was told to stop, raise SignalException, which ends the agent and its workers.
 
-        The status file has the job's exit code and a line to print. With `before_start`, first write this
-        file, unless it exists: no worker is running that could write it.
+        The status file has the job's exit code and a line to print. With `before_start`, first set `status`,
+        because no worker is running that could write the file.
         """
         from torch.distributed.elastic.multiprocessing import SignalException
 
         if self.first:
-            if before_start and not self.status_file.exists():
-                self.status_file.write_text(f"0 {before_first_step(self.first.name)}")
+            if before_start:
+                self.status = f"0 {before_first_step(self.first.name)}"
             self.is_obeyed = True
             raise SignalException(f"got {self.first.name}", sigval=self.first)
 
     def read_status(self) -> str:
-        """Return the content of the status file, or "" if there is no such file.
-
-        The file is written by `obey` or by a worker that ends the job.
-        """
-        return self.status_file.read_text() if self.status_file.exists() else ""
+        """Return the content of the status file, which a worker that ends the job writes; else `status`."""
+        return self.status_file.read_text() if self.status_file.exists() else self.status
 
 
 def job_exit(
@@ -156,6 +154,10 @@ def job_exit(
     is none. `codes` has the exit codes of the workers that failed, by rank. `end` is how the last generation
     ended, None if no workers met at the rendezvous. `command` is what the workers ran.
     """
+    # The status file may be gone, because others clean the folder of temporary files.
+    reason = end.exit_reasons[0] if end else None
+    if not status and reason and reason["why"].startswith((FINISHED, STOPPED)):
+        status = "0 "
     # A worker that ends the job writes the status file and sends a signal to the agent. The agent may see the
     # worker's exit before the signal.
     if is_told and (status or not codes):

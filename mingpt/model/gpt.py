@@ -113,6 +113,9 @@ class Block(nn.Module):
         return x + self.drop_2(self.mlp(self.ln_2(x)))
 
 
+DRAWN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)  # `GPT.draw_weight` has rules for their weights
+
+
 class GPT(nn.Module):
     """A decoder-only transformer over `vocab_size` tokens and up to `block_size` positions.
 
@@ -133,6 +136,7 @@ class GPT(nn.Module):
         self.config, self.vocab_size, self.block_size = config, vocab_size, block_size
         self.drop = Dropout(config.dropout)
         self.make_modules(config)
+        self.check_parameters()
         if not self.wte.weight.is_meta:
             self.init_weights(int(torch.randint(2**63 - 1, (), device="cpu")))
 
@@ -177,19 +181,34 @@ class GPT(nn.Module):
     def draw_weight(self, name: str, shape: Shape, seed: int) -> Tensor:
         """Return the initial value of parameter `name`, drawn with `seed`: a float32 tensor on the CPU.
 
-        Matrices are normally distributed with `initial_std`, biases are zeros and weights of norms are ones.
-        The value depends only on the arguments and the configuration, so a worker can draw any parameter by
-        itself.
+        The parameter's module draws it if it has a method `initial_weight(name, shape, generator)`, where
+        `name` is the parameter's name in the module. Otherwise matrices are normally distributed with
+        `initial_std`, biases are zeros and weights of norms are ones. The value depends only on the arguments
+        and the configuration, so a worker can draw any parameter by itself.
         """
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+        path, _, own_name = name.rpartition(".")
+        draw: Callable[..., Tensor] | None = getattr(self.get_submodule(path), "initial_weight", None)
+        if draw:
+            return draw(own_name, shape, generator)
         weight = torch.zeros(shape, dtype=torch.float32, device="cpu")
         if len(shape) < 2:
             return weight if name.endswith("bias") else weight.fill_(1.0)
         std = self.initial_std(name, shape)
-        if not std:
-            return weight
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little"))
-        return weight.normal_(std=std, generator=generator)
+        return weight.normal_(std=std, generator=generator) if std else weight
+
+    def check_parameters(self) -> None:
+        """Raise UserError for a parameter that is not float32, or that no rule of `draw_weight` is for."""
+        for name, weight in self.named_parameters():
+            if weight.dtype != torch.float32:
+                raise UserError(f"{name} of model.arch={self.config.arch} is {weight.dtype}: make it float32")
+            module = self.get_submodule(name.rpartition(".")[0])
+            if not isinstance(module, DRAWN) and not hasattr(module, "initial_weight"):
+                raise UserError(
+                    f"no rule says with which values {name} of model.arch={self.config.arch} begins: give "
+                    f"{type(module).__name__} a method initial_weight (docs/extending.md)"
+                )
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -198,8 +217,19 @@ class GPT(nn.Module):
             weight.copy_(self.draw_weight(name, tuple(weight.shape), seed))
 
     def init_buffers(self) -> None:
-        """Compute the causal mask and the rotary tables. Call this after Module.to_empty."""
-        self.positions.init_buffers()
+        """Compute all buffers, by the methods `init_buffers` of their modules.
+
+        Call this after Module.to_empty. Raises UserError for a buffer whose module has no such method.
+        """
+        for path, module in self.named_modules():
+            names = [name for name, _ in module.named_buffers(recurse=False)]
+            if names and not hasattr(module, "init_buffers"):
+                raise UserError(
+                    f"nothing computes the buffer {path}.{names[0]} of model.arch={self.config.arch}: give "
+                    f"{type(module).__name__} a method init_buffers (docs/extending.md)"
+                )
+            if names and module is not self:
+                module.init_buffers()  # type: ignore[operator]
 
     def set_recompute(self, recompute: bool) -> None:
         """Set whether blocks recompute activations in the backward pass instead of keeping them."""
@@ -239,9 +269,12 @@ def architecture(arch: str) -> type[GPT]:
 
 
 @functools.cache  # a dozen blocks take ten milliseconds
-def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -> dict[str, Shape]:
+def parameter_shapes(
+    config: ModelConfig, *, vocab_size: int, block_size: int, is_trained: bool = False
+) -> dict[str, Shape]:
     """Return {name: shape} for the parameters of GPT(config, ...), without allocating the parameters.
 
+    With `is_trained`, leave frozen parameters out.
     The first call takes time proportional to n_layer. Raises UserError if a tensor would be too large for
     torch, and the error of `Positions`.
     """
@@ -250,7 +283,11 @@ def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -
             model = GPT(config, vocab_size=vocab_size, block_size=block_size)
     except (RuntimeError, TypeError, OverflowError):  # torch counts sizes and bytes in 63 bits
         raise UserError("no tensor can be as large as one of this model") from None
-    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    return {
+        name: tuple(weight.shape)
+        for name, weight in model.named_parameters()
+        if weight.requires_grad or not is_trained
+    }
 
 
 class LossModule(nn.Module):

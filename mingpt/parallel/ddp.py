@@ -7,7 +7,7 @@ the bits of exact.py's sum do not.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -46,6 +46,23 @@ def make_buckets(weights: Mapping[str, Tensor]) -> list[list[str]]:
     return buckets
 
 
+def gradient_of(weight: Tensor) -> Tensor:
+    """Return `weight.grad`. If the weight took no part in the backward pass, first set it to zeros."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
+def backward_zeros(weights: Iterable[Tensor]) -> None:
+    """Run a backward pass that gives `weights` gradients of zeros; DistributedDataParallel waits for them.
+
+    Its find_unused_parameters would do so, too, but with other buckets, and so other bits.
+    """
+    sums = [weight.sum() for weight in weights]
+    if sums:
+        torch.stack(sums).sum().mul(0.0).backward()  # type: ignore[no-untyped-call]
+
+
 class WholeWeights(Strategy):
     """The base of DDPReduction and ExactReduction, in which each rank holds all weights.
 
@@ -56,35 +73,33 @@ class WholeWeights(Strategy):
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
         allocate(setup.model, self.context.device)
-        self.weights = dict(setup.model.named_parameters())
+        self.all_weights = dict(setup.model.named_parameters())
+        self.weights = {name: self.all_weights[name] for name in self.trained}
         self.updates_are_sharded = setup.shard_optimizer and self.world_size > 1
         self.buckets = make_buckets(self.weights)
 
     def held_weights(self) -> dict[str, Tensor]:
-        return {name: weight.detach() for name, weight in self.weights.items()}
+        return {name: weight.detach() for name, weight in self.all_weights.items()}
 
     def pieces(self) -> dict[str, Tensor]:
-        return self.own_rows(self.held_weights())
+        return self.own_rows({name: weight.detach() for name, weight in self.weights.items()})
 
     def own_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return those rows of `tensors` that this rank updates; all rows if updates are not sharded."""
         if not self.updates_are_sharded:
             return tensors
-        return {name: tensor[self.my_rows(name)] for name, tensor in tensors.items()}
+        return {name: self.take_rows(name, tensor, self.rank) for name, tensor in tensors.items()}
 
     @contextlib.contextmanager
     def unreduced(self) -> Iterator[dict[str, Tensor]]:
         found: dict[str, Tensor] = {}
         yield found
         for name, weight in self.weights.items():
-            assert weight.grad is not None, "every parameter takes part in every micro-batch"
-            found[name] = digest(weight.grad)
+            found[name] = digest(gradient_of(weight))
             weight.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        whole = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
-        assert whole.keys() == self.weights.keys(), "every parameter takes part in every micro-batch"
-        return self.own_rows(whole)
+        return self.own_rows({name: gradient_of(weight) for name, weight in self.weights.items()})
 
     def finish_update(self) -> None:
         for weight in self.weights.values():
@@ -98,15 +113,15 @@ class WholeWeights(Strategy):
         """Copy each rank's updated rows of the parameters `names` to all ranks, in place. Collective."""
         counts = [self.rows.numel(name) for name in names]
         sizes = [sum(of_rank) for of_rank in zip(*counts, strict=True)]
-        own = [self.weights[name][self.my_rows(name)].flatten() for name in names]
+        own = [self.take_rows(name, self.weights[name], self.rank).flatten() for name in names]
         gathered = self.context.transport.all_gather_parts(own, sizes, at_once=True)
         for rank, vector in enumerate(gathered):
             if rank == self.rank:
                 continue
             parts = vector.split([count[rank] for count in counts])
-            for name, count, part in zip(names, counts, parts, strict=True):
-                first = sum(count[:rank])
-                self.weights[name].view(-1)[first : first + len(part)] = part
+            for name, part in zip(names, parts, strict=True):
+                rows = self.take_rows(name, self.weights[name], rank)
+                rows.copy_(part.view(rows.shape))
 
 
 class DDPReduction(WholeWeights):
@@ -116,6 +131,12 @@ class DDPReduction(WholeWeights):
     """
 
     no_sync: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # in it, DDP does not reduce
+
+    def __init__(self, setup: StrategySetup) -> None:
+        super().__init__(setup)
+        self.arrived = set[Tensor]()  # the weights that took part in the last backward pass
+        for weight in self.weights.values():
+            weight.register_post_accumulate_grad_hook(self.arrived.add)
 
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
         self.forward = forward
@@ -129,6 +150,7 @@ class DDPReduction(WholeWeights):
     @contextlib.contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
         is_last = number == self.my_micro_batches[-1]
+        self.arrived.clear()
         if is_last:
             events.emit("reduction_start")
         with contextlib.nullcontext() if is_last else self.no_sync():
@@ -140,5 +162,7 @@ class DDPReduction(WholeWeights):
             yield found
 
     def finish_step(self) -> None:
-        if not self.my_micro_batches and self.context.launch.is_distributed:
+        if not self.my_micro_batches:
+            self.arrived.clear()
             self.dummy_backward()
+        backward_zeros(weight for weight in self.weights.values() if weight not in self.arrived)

@@ -40,7 +40,7 @@ from mingpt.base.rows import split_rows
 from mingpt.base.system import complete
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.transport import Reduction
-from mingpt.parallel.ddp import WholeWeights
+from mingpt.parallel.ddp import WholeWeights, gradient_of
 from mingpt.parallel.strategy import StrategySetup
 from mingpt.parallel.tree import PartialSums, add_lists, add_nodes, cover, push
 
@@ -159,7 +159,7 @@ class ExactReduction(WholeWeights):
         self.is_last = number == self.my_micro_batches[-1]
         yield
         if self.is_last and self.world_size > 1:
-            return  # on_grad_ready has sent the gradients
+            return  # on_grad_ready sends the gradients, and finish_step the rest
         if self.is_last:
             events.emit("reduction_start")
         for bucket in self.gradient_buckets:
@@ -173,9 +173,8 @@ class ExactReduction(WholeWeights):
         """
         gradients = []
         for name in bucket.names:
-            gradient, self.weights[name].grad = self.weights[name].grad, None
-            assert gradient is not None, "every parameter takes part in every micro-batch"
-            gradients.append(gradient)
+            gradients.append(gradient_of(self.weights[name]))
+            self.weights[name].grad = None
         if copies:
             gradients = list(torch._foreach_mul(gradients, 1.0))  # by a kernel or two
         push(bucket.partial_sums, 0, number, gradients, self.setup.micro_batches, add_lists)
@@ -210,9 +209,8 @@ class ExactReduction(WholeWeights):
         """
         if not self.updates_are_sharded:
             return [gradient.flatten() for gradient in gradients]
-        rows = {name: self.rows.by_rank(name) or [] for name in bucket.names}
         return [
-            gradient[rows[name][rank].start : rows[name][rank].stop].flatten()
+            self.take_rows(name, gradient, rank).flatten()
             for rank in range(self.world_size)
             for name, gradient in zip(bucket.names, gradients, strict=True)
         ]
@@ -229,7 +227,7 @@ class ExactReduction(WholeWeights):
                 bucket.partial_sums = []
             return
         for bucket in self.gradient_buckets[len(self.sent) :]:
-            self.send(bucket)  # this rank has no micro-batches
+            self.send(bucket)  # a weight took no part in the last micro-batch, or this rank has none
         for bucket, sum_of_bucket in zip(self.gradient_buckets, self.sent, strict=True):
             pieces = self.own_rows({name: self.weights[name] for name in bucket.names})
             vectors = sum_of_bucket.wait().split([piece.numel() for piece in pieces.values()])

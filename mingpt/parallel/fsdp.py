@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingpt.base import events
-from mingpt.parallel.ddp import fits_one_bucket
+from mingpt.base.errors import UserError
+from mingpt.parallel.ddp import fits_one_bucket, gradient_of
 from mingpt.parallel.strategy import Forward, Strategy, StrategySetup, allocate, digest
 from mingpt.parallel.tree import PartialSums, add_lists, push
 
@@ -41,6 +42,12 @@ class FSDPReduction(Strategy):
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
+        for name, shape in self.shapes.items():
+            if not shape:
+                raise UserError(
+                    f"{name} has no dimensions, and trainer.parallel=fsdp splits weights along their first: "
+                    "give it the shape (1,), or set trainer.parallel=ddp"
+                )
         self.transport = self.context.transport.with_own_group(setup.timeout_s)
         self.units: list[Any] = [setup.model]  # the model itself holds the weights outside of blocks
         if not fits_one_bucket(sum(weight.nbytes for weight in setup.model.parameters())):
@@ -50,13 +57,16 @@ class FSDPReduction(Strategy):
         for unit in self.units:  # afterwards the unit's parameters stay the same objects
             unit.unshard()
             unit.reshard()
-        self.weights = dict(setup.model.named_parameters())
+        self.all_weights = dict(setup.model.named_parameters())
+        self.weights = {name: self.all_weights[name] for name in self.trained}
         self.turns = max(map(len, setup.micro_batches_by_rank))
         self.found: dict[str, Tensor] | None = None  # digests of gradients that are not counted
         for number, unit in enumerate(self.units):
             if self.transport.fsdp_all_gather:
                 unit.set_custom_all_gather(self.transport.fsdp_all_gather)
             unit.set_custom_reduce_scatter(ReduceScatter(self, number))
+            if hasattr(unit, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+                unit.set_reduce_scatter_unused_params(True)
 
     def shard(self) -> None:
         # These imports take 0.6 s, which only runs with fsdp should pay.
@@ -79,8 +89,10 @@ class FSDPReduction(Strategy):
         self.loss_weight *= self.world_size  # FSDP2 takes the mean over the ranks
 
     def pieces(self) -> dict[str, Tensor]:
-        with torch.no_grad():
-            return {name: local(weight) for name, weight in self.weights.items()}
+        return {name: local(weight) for name, weight in self.weights.items()}
+
+    def held_weights(self) -> dict[str, Tensor]:
+        return {name: local(weight) for name, weight in self.all_weights.items()}
 
     @contextlib.contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
@@ -125,11 +137,7 @@ class FSDPReduction(Strategy):
         self.transport.reduce_scatter(rows, gradients, op)
 
     def gradients(self) -> dict[str, Tensor]:
-        gradients = {
-            name: local(weight.grad) for name, weight in self.weights.items() if weight.grad is not None
-        }
-        assert gradients.keys() == self.weights.keys(), "every parameter takes part in every micro-batch"
-        return gradients
+        return {name: local(gradient_of(weight)) for name, weight in self.weights.items()}
 
     def finish_update(self) -> None:
         for weight in self.weights.values():

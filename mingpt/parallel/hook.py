@@ -13,6 +13,7 @@ partial sums of a bucket when the last backward pass has computed the bucket's g
 import functools
 from collections import Counter, defaultdict
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mingpt.base.rows import split_rows
 from mingpt.data.windows import micro_batch_shares
 from mingpt.distributed.transport import Transport
+from mingpt.parallel.ddp import backward_zeros
 from mingpt.parallel.exact import Overlap, make_reduction
 from mingpt.parallel.tree import PartialSums, push
 
@@ -31,17 +33,19 @@ class ExactHook:
     `micro_batches` is the number of micro-batches in a step, and must not depend on the number of workers.
     Each worker makes a backward pass for each micro-batch of its share, in order; `micro_batch_shares`
     returns the shares. `grad` becomes the sum over all micro-batches of the step, not the mean: divide each
-    loss by `micro_batches` if you want the mean. Every parameter must take part in every micro-batch, and
-    `grad` must be None before a step, as `zero_grad` leaves it. Raises ValueError if there are more workers
-    than micro-batches, or if the DDP model has find_unused_parameters.
+    loss by `micro_batches` if you want the mean. `grad` must be None before a step, as `zero_grad` leaves it.
+    If parameters may take no part in a micro-batch, call `finish_step` after the last backward pass of each
+    step. Raises ValueError if there are more workers than micro-batches, if the DDP model has
+    find_unused_parameters, or if all its parameters are frozen.
     """
 
     def __init__(self, model: DistributedDataParallel, micro_batches: int) -> None:
         rank, workers = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
-        if workers > micro_batches or model.find_unused_parameters:
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        if workers > micro_batches or model.find_unused_parameters or not self.weights:
             raise ValueError(
-                f"{workers} workers need at least as many micro-batches, not {micro_batches}, and no "
-                "find_unused_parameters: each must take part in every backward pass"
+                f"{workers} workers need at least as many micro-batches, not {micro_batches}, no "
+                "find_unused_parameters, whose collectives would meet the hook's, and a parameter to train"
             )
         self.model, self.micro_batches = model, micro_batches
         self.shares = micro_batch_shares(micro_batches, workers)
@@ -49,13 +53,27 @@ class ExactHook:
         self.transport = Transport(rank, workers, model.process_group)
         self.counts = Counter[Tensor]()  # {parameter: number of its gradients in this step so far}
         self.partial_sums = defaultdict[Tensor, PartialSums[Tensor]](list)
-        weights = [weight for weight in model.parameters() if weight.requires_grad]
-        self.overlap = Overlap(weights[0].device)
-        for weight in weights:
+        self.arrived = set[Tensor]()  # the weights that took part in the last backward pass
+        self.overlap = Overlap(self.weights[0].device)
+        model.register_forward_pre_hook(self.fill_missing)
+        for weight in self.weights:
             weight.register_post_accumulate_grad_hook(self.take_gradient)
+
+    def fill_missing(self, *_: object) -> None:
+        """Before a forward pass, add zeros for weights that took no part in the previous backward pass."""
+        made = max(self.counts.values(), default=0)
+        for weight in self.weights:
+            if self.counts[weight] < made:
+                self.add(weight, torch.zeros_like(weight))
+        self.arrived.clear()
+
+    def finish_step(self) -> None:
+        """Let DDP reduce zeros for weights that took no part in the last backward pass. Collective."""
+        backward_zeros(weight for weight in self.weights if weight not in self.arrived)
 
     def take_gradient(self, weight: Tensor) -> None:
         """Move a gradient from `grad` to the partial sums, unless DDP reduces it in this backward pass."""
+        self.arrived.add(weight)
         if not self.model.require_backward_grad_sync:
             gradient, weight.grad = weight.grad, None
             assert gradient is not None

@@ -9,7 +9,7 @@ of workers.
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -57,9 +57,12 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def row_norms(gradient: Tensor) -> Tensor:
-    """Return the norm of each row, a slice along dimension 0. The rows of a vector are its elements."""
+    """Return the norm of each row, a slice along dimension 0. The rows of a vector are its elements.
+
+    A tensor without dimensions is one row.
+    """
     if gradient.ndim < 2:
-        return gradient.abs()
+        return gradient.abs().reshape(-1)
     return torch.linalg.vector_norm(gradient.flatten(1), dim=1)
 
 
@@ -72,20 +75,23 @@ def total_norm(norms: Tensor) -> Tensor:
 class RowGatherer:
     """Gathers norms of rows. `rows` says how the rows of the tensors `names` are split among ranks.
 
+    A tensor that is not split has the same gradient on all ranks, and counts once.
+
     `all_gather(vector, length)` is a collective: it returns the vectors of all ranks, padded to `length`, as
     (workers, length).
     """
 
     def __init__(
-        self, rows: RowMap, names: Iterable[str], all_gather: Callable[[Tensor, int], Tensor]
+        self, rows: RowMap, names: Collection[str], all_gather: Callable[[Tensor, int], Tensor]
     ) -> None:
         self.all_gather = all_gather
-        counts = [[len(part) for part in rows.by_rank(name) or []] for name in names]
-        by_rank = [list(of_rank) for of_rank in zip(*counts, strict=True)]
+        by_rank = [[len(rows.of(name, rank)) for name in names] for rank in range(rows.workers)]
         self.length = max(map(sum, by_rank))
         places = torch.arange(rows.workers * self.length).split(self.length)  # of the norms when gathered
         parts = [row[: sum(part)].split(part) for row, part in zip(places, by_rank, strict=True)]
-        self.order = torch.cat([part for of_tensor in zip(*parts, strict=True) for part in of_tensor])
+        by_tensor = zip(names, zip(*parts, strict=True), strict=True)
+        counted = [held if rows.by_rank(name) else held[:1] for name, held in by_tensor]
+        self.order = torch.cat([part for held in counted for part in held])
 
     def gather(self, norms: Tensor) -> Tensor:
         """Return the norms of all rows, tensor by tensor; `norms` has only this rank's rows. Collective."""
@@ -147,7 +153,7 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     else:
         empty = torch.empty_like(tensor, device=device)  # a DTensor of FSDP2, which has more than a shape
-    return nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 class Strategy(ABC):
@@ -166,7 +172,9 @@ class Strategy(ABC):
         strategy.finish_update()
 
     All ranks run these lines. A piece is the rows of a parameter that this rank updates: all rows, unless
-    updates are sharded. The constructor raises UserError if a parameter is frozen.
+    updates are sharded. A frozen parameter, one without `requires_grad`, has no piece and no gradient. If a
+    parameter takes no part in a micro-batch, its gradient of this micro-batch is zeros. The constructor
+    raises UserError if all parameters are frozen.
     """
 
     takes_turns = False  # if so, rank r has micro-batches r, r + workers, ... instead of consecutive ones
@@ -179,9 +187,9 @@ class Strategy(ABC):
         self.setup, self.context = setup, setup.context
         self.rank, self.world_size = setup.context.rank, setup.context.world_size
         weights = dict(setup.model.named_parameters())
-        frozen = [name for name, weight in weights.items() if not weight.requires_grad]
-        if frozen:
-            raise UserError(f"{frozen[0]} has no gradient: every parameter of the model must be trained")
+        self.trained = [name for name, weight in weights.items() if weight.requires_grad]
+        if not self.trained:
+            raise UserError("all parameters of the model are frozen: set requires_grad of at least one")
         self.shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         self.my_micro_batches = setup.micro_batches_by_rank[self.rank]
         self.loss_weight = 1.0 / setup.micro_batches  # of each micro-batch in the step's mean loss
@@ -194,7 +202,7 @@ class Strategy(ABC):
 
     @functools.cached_property
     def row_gatherer(self) -> RowGatherer:
-        return RowGatherer(self.rows, self.shapes, self.context.transport.all_gather)
+        return RowGatherer(self.rows, self.trained, self.context.transport.all_gather)
 
     def state_rows(self, shapes: Mapping[str, Shape]) -> RowMap:
         """Return a map from a tensor's name, "model.*" or "optimizer.*", to the rows that each rank holds.
@@ -306,10 +314,10 @@ class Strategy(ABC):
         """
         return flag
 
-    def my_rows(self, name: str) -> slice:
-        """Return the slice of a parameter's rows that this rank updates."""
-        rows = self.rows.of(name, self.rank)
-        return slice(rows.start, rows.stop)
+    def take_rows(self, name: str, tensor: Tensor, rank: int) -> Tensor:
+        """Return a view of those rows of `tensor`, shaped like the parameter `name`, that `rank` updates."""
+        rows = self.rows.of(name, rank)
+        return tensor[rows.start : rows.stop] if tensor.ndim else tensor
 
     def dummy_backward(self) -> None:
         """Run a forward and backward pass with zero gradients, because other ranks' passes need this rank."""

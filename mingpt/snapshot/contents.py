@@ -89,8 +89,9 @@ def tensor_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
 
     Each name begins with "model." or "optimizer.". Raises the UserErrors of `parameter_shapes`.
     """
-    parameters = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
-    states = state_shapes(parameters, config.optimizer)
+    sizes = {"vocab_size": vocab_size, "block_size": config.data.block_size}
+    parameters = parameter_shapes(config.model, **sizes)
+    states = state_shapes(parameter_shapes(config.model, **sizes, is_trained=True), config.optimizer)
     shapes = {f"model.{name}": shape for name, shape in parameters.items()}
     return shapes | {f"optimizer.{name}": shape for name, shape in states.items()}
 
@@ -164,7 +165,7 @@ def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin:
     """
     there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     check_shapes(there, shapes, origin)
-    return {name: tensor[: shapes[name][0]] for name, tensor in tensors.items()}
+    return {name: tensor[: shapes[name][0]] if tensor.ndim else tensor for name, tensor in tensors.items()}
 
 
 def check_shapes(

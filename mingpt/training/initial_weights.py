@@ -7,7 +7,7 @@ mingpt/model/ can compute it (model/hf.py); no tensor may be missing, unknown or
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,6 @@ CONVERT = (  # a command that adds safetensors to the folder
     'python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('{0}').save_pretrained('{0}')\""
 )
-EMBEDDINGS = ("wte.weight", "lm_head.weight")
 VOCABULARIES = ("vocab.json", "encoder.json")  # GPT-2's files, in place of a tokenizer.json
 SHAPE_SETTINGS = ("arch", "n_layer", "n_head", "n_embd")
 log = logging.getLogger(__name__)
@@ -177,48 +176,25 @@ def match_weights(
     initial: InitialWeights,
     config: ModelConfig,
     shapes: Mapping[str, tuple[int, ...]],
-    draw: Callable[[str, tuple[int, ...]], Tensor],
     tokenizer: Tokenizer | None,
 ) -> dict[str, Tensor]:
-    """Return the weights of `initial`, by name, made to fit a new run with parameters of the shapes `shapes`.
+    """Return the weights of `initial`, by name, for a new run with parameters of the shapes `shapes`.
 
-    `config` has the new run's model settings, and `tokenizer` is the new run's tokenizer. A token that both
-    tokenizers have keeps its row of each embedding (see `match_rows`). Any other token gets its row of
-    `draw(name, shape)`, which is random. Learned positions past those in `shapes` are left out. Raises
-    UserError if the models differ otherwise.
+    `config` has the new run's model settings, and `tokenizer` is the new run's tokenizer. Learned
+    positions past those in `shapes` are left out. Raises UserError if the models differ otherwise, or if both
+    tokenizers are known and differ.
     """
     origin = f"snapshot.init_from={initial.where}"
     there, here = vars(initial.model), vars(config)
     wrong = [f"model.{name}={there[name]}" for name in SHAPE_SETTINGS if there[name] != here[name]]
     if wrong:
         raise UserError(f"{origin} holds the weights of another model: set {' '.join(wrong)}")
-    tensors = dict(initial.tensors)
-    for name in EMBEDDINGS:
-        if name in shapes and name in tensors and tuple(tensors[name].shape[1:]) == shapes[name][1:]:
-            random = draw(name, shapes[name])
-            tensors[name] = match_rows(name, random, tensors[name], tokenizer, initial.tokenizer)
-    tensors = fit_weights(tensors, shapes, origin)
+    if tokenizer and initial.tokenizer and tokenizer.fingerprint() != initial.tokenizer.fingerprint():
+        raise UserError(
+            f"{origin} was trained with another tokenizer than this run's, and its embeddings fit only that "
+            "one: leave data.tokenizer out, keep no other tokenizer.json beside the data, or drop "
+            "snapshot.init_from"
+        )
+    tensors = fit_weights(initial.tensors, shapes, origin)
     log.info(f"weights taken from {initial.where}")
     return tensors
-
-
-def match_rows(
-    name: str, here: Tensor, there: Tensor, tokenizer: Tokenizer | None, other: Tokenizer | None
-) -> Tensor:
-    """Return an embedding, (V, C), for the tokens of `tokenizer`, made of rows of `here` and `there`.
-
-    `other` is the tokenizer of `there`. A token that both tokenizers have gets its row of `there`, if there
-    is one; any other token keeps its row of `here`. If the tokenizers are equal, and `there` and `here` have
-    the same shape, returns `there` itself. A tokenizer that is None counts as equal to any other. `name` is
-    the embedding's name in the log.
-    """
-    is_same = tokenizer is None or other is None or tokenizer.fingerprint() == other.fingerprint()
-    if is_same and there.shape == here.shape:
-        return there
-    ours = tokenizer.tokens_by_meaning() if tokenizer else {}
-    theirs = other.tokens_by_meaning() if other else {}
-    same = [meaning for meaning in ours if theirs.get(meaning, len(there)) < len(there)]
-    tokens, rows = [ours[meaning] for meaning in same], here.clone()
-    rows[tokens] = there[[theirs[meaning] for meaning in same]].to(rows.dtype)
-    log.info(f"{name}: {len(tokens)} of {len(rows)} rows taken over, the others are random")
-    return rows

@@ -192,7 +192,7 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
     given: dict[str, Tensor] = {}
     if config.snapshot.init_from:
         given = context.on_all(
-            lambda: match_weights(initial, config.model, shapes, draw, tokenizer) if initial else {}
+            lambda: match_weights(initial, config.model, shapes, tokenizer) if initial else {}
         )
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     for names in in_batches(shapes, lambda name: 4 * sizes[name], PIECE_BYTES):

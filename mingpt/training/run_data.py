@@ -111,8 +111,14 @@ def load_corpus(
     if snapshot is None:
         has_initial = config.snapshot.init_from is not None
         tokenizer = choose_tokenizer(config.data, context, data, initial, has_initial)
-        data.check_tokenizer(tokenizer, config.data.tokenizer)
-        rows = initial_rows(config.data, context, tokenizer, initial) if has_initial else None
+        if isinstance(data, ShardData):
+            data.check_tokenizer(tokenizer, config.data.tokenizer)
+        rows = None
+        if has_initial and config.data.vocab_size is None:
+            # After tokens were added to a tokenizer, it may have more tokens than its model has rows.
+            # `match_weights` then refuses the weights.
+            size = len(tokenizer) if tokenizer else 0
+            rows = context.broadcast_object(max(initial.vocab_size, size) if initial else None, 0)
     else:
         keeps_tokenizer = config.data.tokenizer == "auto" or is_restart
         tokenizer = snapshot_tokenizer(config.data, context, data, snapshot, keeps_tokenizer)
@@ -167,8 +173,8 @@ def choose_tokenizer(
     data.tokenizer=auto stands for the first of these that exists:
 
     - The tokenizer.json beside the data.
-    - If `has_initial`: the tokenizer of the weights `initial` (on rank 0), if the data can use it. For a
-      text, weights without a tokenizer raise UserError.
+    - If `has_initial`: the tokenizer of the weights `initial` (on rank 0). For a text, weights without a
+      tokenizer raise UserError.
     - A tokenizer of characters for a text, None for token shards.
 
     `has_initial` is the same on all ranks. Raises UserError if the tokenizer cannot be used.
@@ -181,9 +187,14 @@ def choose_tokenizer(
     path = tokenizer_file(data)
     if any(context.all_gather_object(path is not None)):
         return read_tokenizer(context, path, config.path)
-    tokenizer = broadcast_tokenizer(context, initial, data) if has_initial else None
-    if tokenizer is None:
-        tokenizer = context.on_all(lambda: data.train_tokenizer(name))
+    if not has_initial:
+        return context.on_all(lambda: data.train_tokenizer(name))
+    tokenizer = broadcast_tokenizer(context, initial)
+    if tokenizer is None and isinstance(data, TextData):
+        raise UserError(
+            "the weights of snapshot.init_from have no tokenizer that can be read: name it by "
+            "data.tokenizer, as a tokenizer.json or gpt2"
+        )
     return tokenizer
 
 
@@ -204,47 +215,11 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
     return context.on_all(lambda: parse_named_tokenizer(content, name, "data.tokenizer"))
 
 
-def broadcast_tokenizer(
-    context: DistributedContext, initial: InitialWeights | None, data: Data
-) -> Tokenizer | None:
+def broadcast_tokenizer(context: DistributedContext, initial: InitialWeights | None) -> Tokenizer | None:
     """Return, on all ranks, the tokenizer of `initial`, the weights that rank 0 has. Collective.
 
-    Returns None if `initial` is None on rank 0, or if `data.take_tokenizer` returns None there. If
-    `data.take_tokenizer` raises UserError, all ranks raise this error.
+    Returns None if `initial` is None on rank 0, or if these weights have no tokenizer.
     """
-    content = b""
-
-    def choose() -> str | None:
-        nonlocal content
-        tokenizer = data.take_tokenizer(initial.tokenizer, initial.where) if initial else None
-        if tokenizer is None:
-            return None
-        content = tokenizer.to_bytes()
-        return kind_of(tokenizer)
-
-    kind = context.on_rank(0, choose)
-    if kind is None:
-        return None
-    received = read_on(0, context, lambda: content)
-    return context.on_all(lambda: load_tokenizer(kind, received))
-
-
-def initial_rows(
-    config: DataConfig,
-    context: DistributedContext,
-    tokenizer: Tokenizer | None,
-    initial: InitialWeights | None,
-) -> int | None:
-    """Return, on all ranks, how many embedding rows rank 0's weights `initial` have. Collective.
-
-    Returns None if `initial` is None on rank 0, or if data.vocab_size is set. Also returns None if the
-    tokenizer of these weights is not `tokenizer`, or has more tokens than there are rows.
-    """
-    rows = None
-    if initial is not None and config.vocab_size is None:
-        there = initial.tokenizer.fingerprint() if initial.tokenizer else None
-        here = tokenizer.fingerprint() if tokenizer else None
-        # After tokens were added to a tokenizer, it may have more tokens than its model has rows.
-        enough = initial.vocab_size >= (len(tokenizer) if tokenizer else 0)
-        rows = initial.vocab_size if there == here and enough else None
-    return context.broadcast_object(rows, 0)
+    own = initial.tokenizer if initial else None
+    content = context.broadcast_object((kind_of(own), own.to_bytes()) if own else None, 0)
+    return context.on_all(lambda: load_tokenizer(*content)) if content else None

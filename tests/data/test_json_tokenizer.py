@@ -117,21 +117,6 @@ def test_truncation_padding_dropout_and_added_tokens_do_not_act() -> None:
     assert tokenizer.to_tokenizer_json() == tokenizer.to_bytes() == content
 
 
-def test_tokens_are_matched_by_their_strings_special_to_special() -> None:
-    text = "the cat sat on the mat. " * 20
-    small = JsonTokenizer(cl100k_like(text, 270))
-    large = JsonTokenizer(cl100k_like(text + "a dog ran. " * 30, 285, special=("<s>", END)))
-    plain = JsonTokenizer(cl100k_like(text, 270, special=()))
-    ours, theirs = small.tokens_by_meaning(), large.tokens_by_meaning()
-    matched = {ours[meaning]: theirs[meaning] for meaning in ours if meaning in theirs}
-    assert 256 < len(matched) <= len(small)
-    assert all(small.decode([here]) == large.decode([there]) for here, there in matched.items())
-    assert small.end_of_text is not None and matched[small.end_of_text] == large.end_of_text
-    assert (END, True, True) in ours and (END, True, True) not in plain.tokens_by_meaning()
-    for other in (JsonTokenizer(llama_like()), CharTokenizer.train(text)):
-        assert not ours.keys() & other.tokens_by_meaning().keys()
-
-
 def test_a_vocabulary_may_leave_numbers_out() -> None:
     spec = json.loads(cl100k_like("ab" * 40, 258))
     spec["model"]["vocab"]["ab"] = 300

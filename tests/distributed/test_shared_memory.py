@@ -201,3 +201,11 @@ def test_a_process_that_is_no_peer_is_turned_away() -> None:
     assert peers[1].recv(1) == b"\1"
     assert stranger.recv(1) == b"", "its connection has been closed"
     os.waitpid(peer, 0)
+
+
+def test_a_segment_that_cannot_be_made_leaves_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "ftruncate", lambda *_: 1 / 0)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ZeroDivisionError):
+        Segments(Peers(0, {}, 1.0), [0]).begin(1)
+    assert os.listdir("/proc/self/fd") == before

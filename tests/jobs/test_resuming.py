@@ -75,9 +75,9 @@ def test_a_finished_run_says_so_and_trains_on_only_if_a_longer_one_is_asked_for(
 def test_a_run_begins_with_the_weights_of_another(
     finish: Finish, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """The other text shares characters, whose rows are kept: the first loss is far below a fresh model's."""
+    """The other text lacks a character, but keeps all rows: the first loss is far below a fresh model's."""
     other = tmp_path / "other.txt"
-    other.write_text(text.read_text().replace("F", "é").replace("ADRIAN", "ÅDRIAN"))
+    other.write_text(text.read_text().replace("F", "f"))
     settings: dict[str, Any] = {"data__path": other, "trainer__max_steps": 0, "trainer__workers": 1}
     for origin in (undisturbed, undisturbed / "snapshots" / "step_00000030.safetensors"):
         run_dir = tmp_path / origin.name

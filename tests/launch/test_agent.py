@@ -72,6 +72,9 @@ NO_RESTART = "and no restart is left (trainer.max_restarts)\n"
     [
         (False, "0 ", {}, None, (0, "")),
         (False, "", {}, None, (1, "error: the workers ended without training: train.py\n")),
+        (False, "", {}, GenerationEnd([{"why": "finished", "step": 4}]), (0, "")),
+        (True, "", {}, GenerationEnd([{"why": "stopped by SIGUSR1", "step": 4}]), (0, "")),
+        (True, "", {}, GenerationEnd([{"why": "told to stop by SIGINT", "step": 4}]), (1, TOLD_LATE)),
         (True, "0 stopped by STOP\n", {}, None, (0, "stopped by STOP\n")),
         (True, "2 ", {0: 2, 1: -15}, None, (2, "")),
         (True, "", {}, None, (1, TOLD_LATE)),

@@ -4,7 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 from support.models import ARCHITECTURES, CONFIG, Arch
+from torch import nn
 
+from mingpt.base.errors import UserError
 from mingpt.model import GPT, parameter_shapes
 
 SIZES = {"vocab_size": 31, "block_size": 24}
@@ -68,3 +70,35 @@ def test_a_model_has_the_weights_that_are_drawn_by_name_also_if_it_is_filled_lat
     theirs = {**dict(expected.named_parameters()), **dict(expected.named_buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert torch.equal(tensor, theirs[name]), name
+
+
+class Gains(nn.Module):
+    """A module with a parameter and a buffer that no rule knows."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(3, dtype=dtype))
+        self.register_buffer("table", torch.empty(2))
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (Gains(), r"no rule says with which values h\.0\.gain .* begins: give Gains a method initial_weight"),
+        (nn.GRU(2, 2), r"no rule says with which values h\.0\.weight_ih_l0 "),
+        (nn.Linear(2, 2, dtype=torch.float64), r"h\.0\.weight of .* is torch\.float64: make it float32"),
+        (
+            nn.BatchNorm1d(2, affine=False),
+            r"nothing computes the buffer h\.0\.running_mean .* give BatchNorm1d",
+        ),
+    ],
+)
+def test_a_weight_or_buffer_that_no_rule_is_for_is_refused_by_name(module: nn.Module, sentence: str) -> None:
+    model = GPT(CONFIG, **SIZES)
+    model.h[0] = module
+    with pytest.raises(UserError, match=sentence):
+        model.check_parameters()
+        model.init_buffers()
+    module.initial_weight = lambda name, shape, generator: torch.rand(shape, generator=generator)  # type: ignore[assignment]
+    first, again = (model.draw_weight("h.0.x", (3,), 1) for _ in range(2))
+    assert torch.equal(first, again) and not torch.equal(first, model.draw_weight("h.0.y", (3,), 1))

@@ -37,6 +37,8 @@ def test_an_error_of_the_exchange_is_raised_by_the_backward_pass(
 def test_a_hook_that_could_only_hang_is_refused(ddp: DistributedDataParallel) -> None:
     """With too few micro-batches a worker would have none, and DDP would never call its hook."""
     unused = DistributedDataParallel(nn.Linear(2, 1), find_unused_parameters=True)
-    for model, micro_batches in ((ddp, 0), (unused, 2)):
+    frozen = DistributedDataParallel(nn.Linear(2, 1))
+    frozen.requires_grad_(False)
+    for model, micro_batches in ((ddp, 0), (unused, 2), (frozen, 2)):
         with pytest.raises(ValueError, match="need at least as many micro-batches"):
             ExactHook(model, micro_batches)

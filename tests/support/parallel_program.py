@@ -13,7 +13,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from mingpt.data.windows import micro_batch_shares
 from mingpt.distributed import DistributedContext
 from mingpt.model import GPT, LossModule
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, ddp
-from support import hooked_ddp  # noqa: F401 - enters itself in STRATEGIES
+from support import hooked_ddp, odd_models  # noqa: F401 - the first enters itself in STRATEGIES
 from support.forks import results_of, share_memory
 
 MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, STEPS = 7, 2, 4, 11, 2
@@ -49,6 +49,7 @@ class Case:
     micro_batches: int = MICRO_BATCHES
     bucket_bytes: int = 4096  # so that a small model has several buckets
     ranks: Sequence[int] = RANKS
+    model: str | None = None  # a key of odd_models.MODELS, in the place of `arch`
 
 
 @dataclass
@@ -104,11 +105,29 @@ GROUPS: dict[str, dict[str, Case]] = {
         "fsdp, idle": Case("fsdp", micro_batches=2),
         "narrow": Case("fsdp", param_dtype="bfloat16"),
     },
+    "own models": {
+        f"{model}, {name}": replace(case, model=model)
+        for model in odd_models.MODELS
+        for name, case in {
+            "ddp": Case(),
+            "sharded": Case(shard_optimizer=True),
+            "hook": Case(reduction="hook"),
+            "fast": Case(reduction="fast"),
+            "fsdp": Case("fsdp"),
+        }.items()
+        if (model, name) != ("unusual", "fsdp")
+    }
+    | {
+        "experts, idle": Case(micro_batches=2, model="experts"),
+        "experts, idle fast": Case(micro_batches=2, reduction="fast", model="experts"),
+    },
 }
 
 
 def make_strategy(case: Case, context: DistributedContext) -> tuple[GPT, Strategy]:
     """A model and its strategy. The weights' values do not depend on the number of ranks or the strategy."""
+    if case.model:
+        odd_models.register(case.model)
     config = ModelConfig(arch=case.arch, n_layer=2, n_head=2, n_embd=20, dropout=0.1)  # type: ignore[arg-type]
     with torch.device("meta"):
         model = GPT(config, vocab_size=VOCABULARY, block_size=LENGTH)
@@ -136,7 +155,7 @@ def make_strategy(case: Case, context: DistributedContext) -> tuple[GPT, Strateg
     for name, weight in strategy.held_weights().items():
         whole = model.draw_weight(name, strategy.shapes[name], seed=5)
         whole += torch.linspace(-0.1, 0.1, whole.numel()).view_as(whole)  # so that no weight begins at zero
-        weight.copy_(whole[strategy.my_rows(name)] if strategy.weights_are_sharded else whole)
+        weight.copy_(strategy.take_rows(name, whole, context.rank) if strategy.weights_are_sharded else whole)
     strategy.prepare(LossModule(model))
     return model, strategy
 

@@ -8,7 +8,6 @@ from support.single_process import SingleProcess
 from support.snapshots import make_manifest, snapshot_of
 from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model
 from support.vocabularies import words_of
-from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, SnapshotConfig, to_dict
@@ -16,8 +15,8 @@ from mingpt.data import CharTokenizer, Corpus
 from mingpt.snapshot import Manifest
 from mingpt.snapshot.contents import check_model, describe_tokenizer, make_tokenizer, snapshot_tokenizer
 from mingpt.snapshot.layout import TensorSpec
-from mingpt.training.initial_weights import InitialWeights, match_rows, match_weights
-from mingpt.training.run_data import initial_rows, load_corpus, load_data
+from mingpt.training.initial_weights import InitialWeights, match_weights
+from mingpt.training.run_data import load_corpus, load_data
 
 VOCABULARY = "abcdefghijk"
 CHARACTERS = CharTokenizer(VOCABULARY).to_bytes()
@@ -127,64 +126,52 @@ def test_the_tokenizer_of_an_older_snapshot_is_read_from_its_manifest_or_a_tenso
         snapshot_tokenizer(snapshot_of(odd, {}))
 
 
-def test_rows_of_an_embedding_follow_their_tokens() -> None:
-    """With the same tokenizer, rows stay as they are; a token without a row there is left out."""
-    here, there = torch.zeros(4, 2), torch.arange(8.0).view(4, 2)
-    bcd = CharTokenizer("bcd")
-    assert match_rows("wte", here, there, ABC, ABC) is there
-    assert match_rows("wte", here, there, None, None) is there
-    assert match_rows("wte", here, there, ABC, bcd).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0]]
-    assert match_rows("wte", here, there[:1], ABC, bcd).tolist() == [[0, 0], [0, 1], [0, 0], [0, 0]]
-    assert match_rows("wte", here, there[:3], None, None).tolist() == here.tolist()
-
-
 def test_weights_of_a_model_of_another_shape_name_the_settings() -> None:
     config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=16)
     initial = InitialWeights({}, None, replace(config, n_layer=5, n_head=4), "there", 8)
     with pytest.raises(UserError, match=r"set model\.n_layer=5 model\.n_head=4"):
-        match_weights(initial, config, {}, draw_zeros, None)
+        match_weights(initial, config, {}, None)
 
 
-def draw_zeros(name: str, shape: tuple[int, ...]) -> Tensor:
-    return torch.zeros(shape)
-
-
-def test_weights_to_start_with_are_fitted_and_new_rows_are_drawn() -> None:
-    """Positions are cut, rows follow their tokens, and all other weights are unchanged."""
+def test_weights_to_start_with_are_fitted_and_those_of_another_tokenizer_are_refused() -> None:
+    """Positions are cut, and all other weights are unchanged."""
     model, _ = make_model("adamw", "gpt2")
     config, shapes = model.config, {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     given = {name: torch.randn(shape) for name, shape in shapes.items()}
     given["wpe.weight"] = torch.randn(20, 16)
     initial = InitialWeights(given, CharTokenizer(VOCABULARY), config, "there", 20)
-    found = match_weights(initial, config, shapes, draw_zeros, CharTokenizer("abcdefghijz"))
+    with pytest.raises(UserError, match=r"init_from=there was trained with another tokenizer .* leave data"):
+        match_weights(initial, config, shapes, CharTokenizer("abcdefghijz"))
+    found = match_weights(initial, config, shapes, CharTokenizer(VOCABULARY))
     assert {name: tuple(weight.shape) for name, weight in found.items()} == shapes
-    assert (
-        torch.equal(found["wte.weight"][:10], given["wte.weight"][:10]) and not found["wte.weight"][10].any()
-    )
     assert torch.equal(found["wpe.weight"], given["wpe.weight"][:8])
     assert torch.equal(found["h.1.mlp.c_fc.weight"], given["h.1.mlp.c_fc.weight"])
     del given["ln_f.bias"]
     with pytest.raises(UserError, match=r"init_from=there holds .* another model \(ln_f\.bias: missing"):
-        match_weights(initial, config, shapes, draw_zeros, None)
+        match_weights(initial, config, shapes, None)
     given["wpe.weight"] = torch.randn(5, 16)
     with pytest.raises(UserError, match=r"=there holds 5 positions .* 8: set data\.block_size=5, or less"):
-        match_weights(initial, config, shapes, draw_zeros, None)
+        match_weights(initial, config, shapes, None)
 
 
-def load(path: Path, initial: InitialWeights | None = None, tokenizer: str = "auto") -> Corpus:
+def load(path: Path, initial: InitialWeights | None = None, vocab_size: int | None = None) -> Corpus:
     config = Config(
-        data=DataConfig(path=str(path), block_size=4, tokenizer=tokenizer),
+        data=DataConfig(path=str(path), block_size=4, vocab_size=vocab_size),
         snapshot=SnapshotConfig(init_from=initial.where if initial else None),
     )
     return load_corpus(config, ONE, load_data(config, ONE), None, False, initial)
 
 
-def test_weights_without_a_tokenizer_begin_with_characters_only_if_asked_for(tmp_path: Path) -> None:
+def test_a_text_is_encoded_with_the_tokenizer_of_the_weights_to_start_with(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the sea " * 50)
-    initial = InitialWeights({"wte.weight": torch.zeros(9, 2)}, None, ModelConfig(), "there", 4)
-    with pytest.raises(UserError, match=r"=there has no tokenizer that can be read: name it by data\."):
+    weights, characters = {"wte.weight": torch.zeros(9, 2)}, CharTokenizer(" aehstuvz")
+    tokenizer = load(
+        tmp_path / "text.txt", InitialWeights(weights, characters, ModelConfig(), "there", 4)
+    ).tokenizer
+    assert tokenizer and tokenizer.fingerprint() == characters.fingerprint()
+    initial = InitialWeights(weights, None, ModelConfig(), "there", 4)
+    with pytest.raises(UserError, match=r"have no tokenizer that can be read: name it by data\."):
         load(tmp_path / "text.txt", initial)
-    assert isinstance(load(tmp_path / "text.txt", initial, tokenizer="char").tokenizer, CharTokenizer)
 
 
 @pytest.mark.parametrize(("words", "loses_text"), [("the sea", False), ("the ships", True)])
@@ -198,18 +185,17 @@ def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokenizer", "config", "expected"),
+    ("rows", "vocab_size", "expected"),
     [
-        (5, ABC, DataConfig(), 5),
-        (2, ABC, DataConfig(), None),  # a token was added to the tokenizer, and no row to the model
-        (5, CharTokenizer("abd"), DataConfig(), None),
-        (5, ABC, DataConfig(vocab_size=8), None),
-        (5, None, DataConfig(), None),
+        (9, None, 9),
+        (5, None, 7),  # tokens were added to the tokenizer, and no rows to the model
+        (9, 8, 8),
     ],
 )
-def test_an_embedding_keeps_its_rows_where_the_tokenizer_is_the_same(
-    rows: int, tokenizer: CharTokenizer | None, config: DataConfig, expected: int | None
+def test_an_embedding_keeps_its_rows_unless_there_are_more_tokens(
+    rows: int, vocab_size: int | None, expected: int, tmp_path: Path
 ) -> None:
-    initial = InitialWeights({"wte.weight": torch.zeros(rows, 4)}, ABC, ModelConfig(), "there", 4)
-    assert initial_rows(config, SingleProcess(), tokenizer, initial) == expected
-    assert initial_rows(config, SingleProcess(), tokenizer, None) is None
+    (tmp_path / "text.txt").write_text("the sea " * 50)
+    weights, characters = {"wte.weight": torch.zeros(rows, 4)}, CharTokenizer(" aehstz")
+    initial = InitialWeights(weights, characters, ModelConfig(), "there", 4)
+    assert load(tmp_path / "text.txt", initial, vocab_size).vocab_size == expected
