@@ -4,11 +4,11 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mingpt.base.system import loopback_address
-from mingpt.config import PROJECT
 
-ROOT = PROJECT
+ROOT = Path(__file__).resolve().parents[2]  # from where these jobs import mingpt
 
 
 def clean_environment(**more: str) -> dict[str, str]:
