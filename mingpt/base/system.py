@@ -162,6 +162,15 @@ def allow_open_files(workers: int) -> None:
         ) from None
 
 
+def count_oom_kills(path: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes the kernel has killed for lack of memory, of the host or of a cgroup.
+
+    The kernel counts all of the host, also other containers. Returns 0 if it does not tell.
+    """
+    words = path.read_text().split() if path.exists() else []
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+
+
 def cgroup_quota(membership: Path, mount: Path) -> float:
     """Return the smallest CPU quota, in cores, of a process's cgroup (v2) and this cgroup's parents.
 

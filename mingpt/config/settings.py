@@ -65,8 +65,8 @@ def project_folder() -> Path | None:
     --target or its prefix.
     """
     root = Path(__file__).resolve().parents[2]
-    above = root.parents[2:3]  # the prefix, if mingpt/ is in PREFIX/lib/python3.x/site-packages
-    places = [root, *(folder / "share/mingpt" for folder in (root, *above))]
+    # parents[2:3] has the prefix, if mingpt/ is in PREFIX/lib/python3.x/site-packages.
+    places = [root, *(folder / "share/mingpt" for folder in (root, *root.parents[2:3]))]
     return next((place for place in places if (place / DEFAULT_FILE).is_file()), None)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mingpt.base.errors import NonRetryableError, UserError
 from mingpt.base.files import temporary_folder
 from mingpt.base.processes import kill_by_pidfd, open_siblings
-from mingpt.base.system import allow_open_files, loopback_address, usable_cores
+from mingpt.base.system import allow_open_files, count_oom_kills, loopback_address, usable_cores
 from mingpt.config import Config, check_workers
 from mingpt.distributed.ends import LOST_PEER, TIMED_OUT, GenerationEnd
 from mingpt.distributed.exit import before_first_step, write_stderr
@@ -67,13 +67,22 @@ def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> Non
     """Under plain `python`, run `python *command` in as many workers as trainer.workers asks for, then exit.
 
     The exit code is that of the job. If a launcher has started this process, or if the job has only one
-    worker, this process is itself a worker, and the function returns. In all cases the function first calls
-    `watch_stop_file`. If `command[0]` is no file, the module mingpt.launch.train takes its place. Unless
-    `Launch.is_distributed` is true, raises UserError if trainer.workers is too large, or is auto although
-    srun has started several tasks.
+    worker, this process is itself a worker, and the function returns. Unless trainer.eval_only is set, a file
+    STOP in run_dir is from now on a request to stop. If `command[0]` is no file, the module
+    mingpt.launch.train takes its place. Unless `Launch.is_distributed` is true, raises UserError if
+    trainer.workers is too large, or is auto although srun has started several tasks.
     """
-    launch = worker.launch
-    watch_stop_file(worker, config)
+    launch, run_dir = worker.launch, Path(config.run_dir)
+
+    def note_stop() -> None:
+        from mingpt.report import mark_ended
+
+        mark_ended(run_dir, "stopped")
+
+    if not config.trainer.eval_only:
+        # In a restart run.json may still say "running", if the previous workers could not record their end.
+        is_restart = launch.restart_count > 0
+        worker.stop_signal.watch_stop_file(run_dir / "STOP", note_stop if is_restart else None)
     if launch.is_distributed:
         sys.stderr.write(launch.describe_leftovers())
         return
@@ -87,21 +96,6 @@ def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> Non
         # Not `-` or `-c`: a program that came through standard input is not there for the workers.
         program = [command[0]] if os.path.isfile(command[0]) else ["-m", "mingpt.launch.train"]
         run_agent(workers, config.trainer.max_restarts, [*program, *command[1:]], worker.stop_signal)
-
-
-def watch_stop_file(worker: Worker, config: Config) -> None:
-    """Treat a file STOP in run_dir as a request to stop, unless trainer.eval_only is set."""
-    run_dir = Path(config.run_dir)
-
-    def note_stop() -> None:
-        from mingpt.report import mark_ended
-
-        mark_ended(run_dir, "stopped")
-
-    if not config.trainer.eval_only:
-        # In a restart run.json may still say "running", if the previous workers could not record their end.
-        is_restart = worker.launch.restart_count > 0
-        worker.stop_signal.watch_stop_file(run_dir / "STOP", note_stop if is_restart else None)
 
 
 class StopRequest:
@@ -148,13 +142,19 @@ class StopRequest:
 
 
 def job_exit(
-    is_told: bool, status: str, codes: Mapping[int, int], end: GenerationEnd | None, command: str
+    is_told: bool,
+    status: str,
+    codes: Mapping[int, int],
+    end: GenerationEnd | None,
+    command: str,
+    lacked_memory: bool,
 ) -> tuple[int, str]:
     """Return the exit code of a job whose workers have ended, and the text to print.
 
     `is_told` says whether the job was told to stop. `status` is the content of the status file, "" if there
     is none. `codes` has the exit codes of the workers that failed, by rank. `end` is how the last generation
-    ended, None if no workers met at the rendezvous. `command` is what the workers ran.
+    ended, None if no workers met at the rendezvous. `command` is what the workers ran. `lacked_memory` says
+    whether the kernel has killed processes of this host for lack of memory during the job.
     """
     # A worker that ends the job writes the status file and sends a signal to the agent. The agent may see the
     # worker's exit before the signal.
@@ -170,6 +170,7 @@ def job_exit(
     if killed:
         rank, number = killed[0]
         what = f"worker {rank} was killed by {number.name}"
+        what += " after this host or container ran out of memory" if lacked_memory else ""
     elif end and all(
         reason and reason["why"].startswith((LOST_PEER, TIMED_OUT)) for reason in end.exit_reasons
     ):
@@ -187,6 +188,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     allows too few open files, and NonRetryableError if the system allows too few processes.
     """
     allow_open_files(workers)
+    oom_kills = count_oom_kills()
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -230,7 +232,10 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
             signal.signal(number, signal.SIG_IGN)  # nothing is left to stop
         found = read_generation_end(store)
         end = found[0] if found else None
-        code, text = job_exit(stop.first is not None, stop.read_status(), codes, end, shlex.join(command))
+        lacked_memory = count_oom_kills() > oom_kills
+        code, text = job_exit(
+            stop.first is not None, stop.read_status(), codes, end, shlex.join(command), lacked_memory
+        )
         write_stderr(text)
     os._exit(code)
 

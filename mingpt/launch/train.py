@@ -26,8 +26,7 @@ def main() -> None:
 
         chosen = config.trainer
         context = worker.connect(chosen.device, chosen.dtype, chosen.threads, chosen.timeout_s)
-        trainer = Trainer(build_run(config, context, find_start(config, context)))
-        worker.stopped_by = trainer.run()
+        worker.stopped_by = Trainer(build_run(config, context, find_start(config, context))).run()
 
 
 if __name__ == "__main__":
