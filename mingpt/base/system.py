@@ -163,9 +163,9 @@ def allow_open_files(workers: int) -> None:
 
 
 def count_oom_kills(path: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes the kernel has killed for lack of memory, of the host or of a cgroup.
+    """Return how many processes of this host the kernel has killed for lack of memory; 0 if it does not tell.
 
-    The kernel counts all of the host, also other containers. Returns 0 if it does not tell.
+    A process also counts if its cgroup, such as a container, had too little memory.
     """
     words = path.read_text().split() if path.exists() else []
     return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0

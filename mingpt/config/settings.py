@@ -31,6 +31,7 @@ PATHS = (
     "snapshot.init_from",
 )
 Arch = Literal["gpt2", "modern"]  # each is a file, mingpt/model/<arch>.py
+ROOT = Path(__file__).resolve().parents[2]  # the folder with mingpt/, from where it is imported
 DEFAULT_FILE = "gpt2_train_cfg.yaml"
 WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
@@ -64,9 +65,8 @@ def project_folder() -> Path | None:
     It is the folder of train.py, above mingpt/. `pip install .` makes the folder share/mingpt, below its
     --target or its prefix.
     """
-    root = Path(__file__).resolve().parents[2]
     # parents[2:3] has the prefix, if mingpt/ is in PREFIX/lib/python3.x/site-packages.
-    places = [root, *(folder / "share/mingpt" for folder in (root, *root.parents[2:3]))]
+    places = [ROOT, *(folder / "share/mingpt" for folder in (ROOT, *ROOT.parents[2:3]))]
     return next((place for place in places if (place / DEFAULT_FILE).is_file()), None)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mingpt.base.errors import NonRetryableError, UserError
 from mingpt.base.files import temporary_folder
 from mingpt.base.processes import kill_by_pidfd, open_siblings
-from mingpt.base.system import allow_open_files, count_oom_kills, loopback_address, usable_cores
+from mingpt.base.system import allow_open_files, loopback_address, usable_cores
 from mingpt.config import Config, check_workers
 from mingpt.distributed.ends import LOST_PEER, TIMED_OUT, GenerationEnd
 from mingpt.distributed.exit import before_first_step, write_stderr
@@ -81,8 +81,8 @@ def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> Non
 
     if not config.trainer.eval_only:
         # In a restart run.json may still say "running", if the previous workers could not record their end.
-        is_restart = launch.restart_count > 0
-        worker.stop_signal.watch_stop_file(run_dir / "STOP", note_stop if is_restart else None)
+        note = note_stop if launch.restart_count else None
+        worker.stop_signal.watch_stop_file(run_dir / "STOP", note)
     if launch.is_distributed:
         sys.stderr.write(launch.describe_leftovers())
         return
@@ -142,19 +142,13 @@ class StopRequest:
 
 
 def job_exit(
-    is_told: bool,
-    status: str,
-    codes: Mapping[int, int],
-    end: GenerationEnd | None,
-    command: str,
-    lacked_memory: bool,
+    is_told: bool, status: str, codes: Mapping[int, int], end: GenerationEnd | None, command: str
 ) -> tuple[int, str]:
     """Return the exit code of a job whose workers have ended, and the text to print.
 
     `is_told` says whether the job was told to stop. `status` is the content of the status file, "" if there
     is none. `codes` has the exit codes of the workers that failed, by rank. `end` is how the last generation
-    ended, None if no workers met at the rendezvous. `command` is what the workers ran. `lacked_memory` says
-    whether the kernel has killed processes of this host for lack of memory during the job.
+    ended, None if no workers met at the rendezvous. `command` is what the workers ran.
     """
     # A worker that ends the job writes the status file and sends a signal to the agent. The agent may see the
     # worker's exit before the signal.
@@ -170,7 +164,6 @@ def job_exit(
     if killed:
         rank, number = killed[0]
         what = f"worker {rank} was killed by {number.name}"
-        what += " after this host or container ran out of memory" if lacked_memory else ""
     elif end and all(
         reason and reason["why"].startswith((LOST_PEER, TIMED_OUT)) for reason in end.exit_reasons
     ):
@@ -188,7 +181,6 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     allows too few open files, and NonRetryableError if the system allows too few processes.
     """
     allow_open_files(workers)
-    oom_kills = count_oom_kills()
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -232,10 +224,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
             signal.signal(number, signal.SIG_IGN)  # nothing is left to stop
         found = read_generation_end(store)
         end = found[0] if found else None
-        lacked_memory = count_oom_kills() > oom_kills
-        code, text = job_exit(
-            stop.first is not None, stop.read_status(), codes, end, shlex.join(command), lacked_memory
-        )
+        code, text = job_exit(stop.first is not None, stop.read_status(), codes, end, shlex.join(command))
         write_stderr(text)
     os._exit(code)
 

@@ -4,11 +4,9 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from mingpt.base.system import loopback_address
-
-ROOT = Path(__file__).resolve().parents[2]  # from where these jobs import mingpt
+from mingpt.config.settings import ROOT as ROOT
 
 
 def clean_environment(**more: str) -> dict[str, str]:

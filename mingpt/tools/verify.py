@@ -147,7 +147,7 @@ def train_undisturbed(work: Path, words: Sequence[str] = ()) -> dict[str, Any]:
     setting, for a setting that verify sets itself, and if the run cannot be trained with the settings.
     """
     text = work / "text.txt"
-    source = DataConfig(str((project_folder() or ROOT) / "data" / "input.txt"))
+    source = DataConfig(str((project_folder() or ROOT) / "data/input.txt"))
     text.write_bytes(read_bytes(source)[:5000])
     given = dict(word.partition("=")[::2] for word in words)
     for key in sorted(OWN_SETTINGS & given.keys()):

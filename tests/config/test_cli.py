@@ -41,7 +41,7 @@ def test_the_default_configuration_is_that_of_this_copy_or_of_the_settings(
         (tmp_path / place).mkdir(parents=True, exist_ok=True)
         (tmp_path / place / "gpt2_train_cfg.yaml").write_text("seed: 7\n")
     module = sys.modules["mingpt.config.settings"]
-    monkeypatch.setattr(module, "__file__", str(tmp_path / package / "config" / "settings.py"))
+    monkeypatch.setattr(module, "ROOT", (tmp_path / package).parent)
     assert project_folder() == (None if folder is None else tmp_path / folder)
     assert parse([]).seed == (Config().seed if folder is None else 7)
 

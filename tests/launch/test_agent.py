@@ -86,14 +86,7 @@ def test_the_exit_code_of_plain_python(
     is_told: bool, status: str, codes: dict[int, int], end: GenerationEnd | None, expected: tuple[int, str]
 ) -> None:
     """A worker that failed has printed why."""
-    assert job_exit(is_told, status, codes, end, "train.py", False) == expected
-
-
-def test_a_kill_for_lack_of_memory_is_named() -> None:
-    said = (
-        f"error: worker 1 was killed by SIGKILL after this host or container ran out of memory {NO_RESTART}"
-    )
-    assert job_exit(False, "", {1: -9}, LOST, "train.py", True) == (1, said)
+    assert job_exit(is_told, status, codes, end, "train.py") == expected
 
 
 NO_TRAINING = """
