@@ -1,4 +1,4 @@
-"""The commands beside train.py and sample.py.
+"""The commands beside train.py.
 
 python -m mingpt                             # lists the commands
 python -m mingpt COMMAND [arguments]         # runs a command; COMMAND --help explains it
@@ -7,7 +7,6 @@ torchrun ... -m mingpt doctor [settings]     # every worker runs the doctor, a c
 
 import difflib
 import importlib
-import runpy
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +21,7 @@ COMMANDS = {
     "prepare": ("tools.prepare", "encode text into token shards"),
     "snapshots": ("snapshot.lookup", "list the snapshots of a run: step, validation loss, size, state"),
     "timeline": ("report.plot", "draw what the time of a run went to"),
+    "sample": ("tools.sample", "generate text with a trained model; sample.py is the same program"),
     "export": ("tools.export", "write a run as a folder in Hugging Face's format"),
 }
 
@@ -50,14 +50,6 @@ def main(arguments: Sequence[str]) -> int:
 def run() -> int:
     """Run `python -m mingpt`; return its exit code. This is the entry point of the command `mingpt`."""
     return run_command(main, sys.argv[1:])
-
-
-def train() -> None:
-    """Run train.py. This is the entry point of the command `mingpt-train`."""
-    from mingpt.config import PROJECT
-
-    sys.argv[0] = str(PROJECT / "train.py")
-    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

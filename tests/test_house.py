@@ -83,6 +83,7 @@ def calls(function: str, path: Path) -> str:
 
 def test_from_the_command_to_a_gradient_are_three_calls() -> None:
     trainer = ROOT / "mingpt" / "training" / "trainer.py"
-    assert "Trainer(" in calls("main", ROOT / "train.py") and ".run()" in calls("main", ROOT / "train.py")
+    main = calls("main", ROOT / "mingpt" / "launch" / "train.py")
+    assert "Trainer(" in main and ".run()" in main
     assert "self.step()" in calls("run", trainer)
     assert ".backward()" in calls("step", trainer)

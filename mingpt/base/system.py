@@ -162,6 +162,15 @@ def allow_open_files(workers: int) -> None:
         ) from None
 
 
+def count_oom_kills(path: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes of this host the kernel has killed for lack of memory; 0 if it does not tell.
+
+    A process also counts if its cgroup, such as a container, had too little memory.
+    """
+    words = path.read_text().split() if path.exists() else []
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+
+
 def cgroup_quota(membership: Path, mount: Path) -> float:
     """Return the smallest CPU quota, in cores, of a process's cgroup (v2) and this cgroup's parents.
 

@@ -4,7 +4,6 @@ Settings are checked before torch is imported. This package imports no package o
 """
 
 from mingpt.config.settings import (
-    PROJECT,
     Config,
     DataConfig,
     ModelConfig,
@@ -15,6 +14,7 @@ from mingpt.config.settings import (
     check_workers,
     differences,
     flatten,
+    project_folder,
     result_settings,
     settings,
     to_dict,
@@ -22,7 +22,6 @@ from mingpt.config.settings import (
 )
 
 __all__ = [
-    "PROJECT",
     "Config",
     "DataConfig",
     "ModelConfig",
@@ -33,6 +32,7 @@ __all__ = [
     "check_workers",
     "differences",
     "flatten",
+    "project_folder",
     "result_settings",
     "settings",
     "to_dict",

@@ -2,7 +2,7 @@
 
 A command line is `[CONFIG.yaml] [section.key=value ...]`, in any order. Settings on the line replace those in
 the file. `--section.key value` is accepted, too, instead of `section.key=value`. If no file is named,
-DEFAULT_FILE beside train.py is read.
+DEFAULT_FILE beside train.py is read, if mingpt/ is beside train.py or was installed by pip.
 """
 
 import dataclasses
@@ -19,9 +19,18 @@ import yaml
 from mingpt.base.command import write_stdout
 from mingpt.base.errors import UserError
 from mingpt.base.paths import refuse_pipe, typed_path
-from mingpt.config.settings import PATHS, PROJECT, Config, Setting, check, flatten, settings, to_yaml
+from mingpt.config.settings import (
+    DEFAULT_FILE,
+    PATHS,
+    Config,
+    Setting,
+    check,
+    flatten,
+    project_folder,
+    settings,
+    to_yaml,
+)
 
-DEFAULT_FILE = "gpt2_train_cfg.yaml"
 # The YAML tags that are allowed, also implicit ones. PyYAML's constructor for None refuses all other tags.
 TAGS = (None, "tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
 
@@ -36,8 +45,12 @@ def parse(argv: Sequence[str]) -> Config:
         write_stdout(help_text())
         raise SystemExit(0)
     path, given = read_arguments([word for word in argv if word != "--print_config"])
-    file = str(PROJECT / DEFAULT_FILE) if path is None else typed_path(path, "the configuration file")
-    config = build(read_file(file) | given)
+    folder = project_folder()
+    if path is not None:
+        given = read_file(typed_path(path, "the configuration file")) | given
+    elif folder:  # else the defaults, which DEFAULT_FILE repeats
+        given = read_file(str(folder / DEFAULT_FILE)) | given
+    config = build(given)
     if "--print_config" in argv:
         write_stdout(to_yaml(config))
         raise SystemExit(0)

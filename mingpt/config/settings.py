@@ -31,9 +31,8 @@ PATHS = (
     "snapshot.init_from",
 )
 Arch = Literal["gpt2", "modern"]  # each is a file, mingpt/model/<arch>.py
-PROJECT = Path(__file__).resolve().parents[2]  # the folder of train.py
-if not (PROJECT / "train.py").exists():  # pip has installed mingpt into PREFIX/lib/python3.x/site-packages
-    PROJECT = PROJECT.parents[2] / "share/mingpt"
+ROOT = Path(__file__).resolve().parents[2]  # the folder with mingpt/, from where it is imported
+DEFAULT_FILE = "gpt2_train_cfg.yaml"
 WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
 DURATION = re.compile(r"(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?|(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", re.ASCII)
@@ -58,6 +57,17 @@ def to_seconds(value: Any) -> float:
         raise ValueError("it should be seconds, or hours, minutes and seconds as in 5h30m")
     hours, minutes, seconds, number = map(float, match.groups("0"))
     return 3600 * hours + 60 * minutes + seconds + number
+
+
+def project_folder() -> Path | None:
+    """Return the folder with DEFAULT_FILE and the default text; None if there is no such folder.
+
+    It is the folder of train.py, above mingpt/. `pip install .` makes the folder share/mingpt, below its
+    --target or its prefix.
+    """
+    # parents[2:3] has the prefix, if mingpt/ is in PREFIX/lib/python3.x/site-packages.
+    places = [ROOT, *(folder / "share/mingpt" for folder in (ROOT, *ROOT.parents[2:3]))]
+    return next((place for place in places if (place / DEFAULT_FILE).is_file()), None)
 
 
 @dataclass(frozen=True, config=RULES)
@@ -99,10 +109,10 @@ class DataConfig:
     def resolved_path(self) -> str:
         """The path of the data: `path`, with one exception.
 
-        If `path` is the default and does not exist, the result is the path of the text beside train.py.
+        If `path` is the default and does not exist, the result is the path of the text in `project_folder`.
         """
         is_missing = self.path == "data/input.txt" and not os.path.lexists(self.path)
-        return str(PROJECT / self.path) if is_missing else self.path
+        return str((project_folder() or Path()) / self.path) if is_missing else self.path
 
 
 @dataclass(frozen=True, config=RULES)

@@ -23,7 +23,7 @@ from mingpt.base.errors import NonRetryableError, UserError
 from mingpt.base.files import temporary_folder
 from mingpt.base.processes import kill_by_pidfd, open_siblings
 from mingpt.base.system import allow_open_files, loopback_address, usable_cores
-from mingpt.config import PROJECT, Config, check_workers
+from mingpt.config import Config, check_workers
 from mingpt.distributed.ends import FINISHED, LOST_PEER, STOPPED, TIMED_OUT, GenerationEnd
 from mingpt.distributed.exit import before_first_step, write_stderr
 from mingpt.distributed.launch import AGENT_FOLDER, AGENT_PID, STATUS_FILE, Launch
@@ -67,13 +67,22 @@ def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> Non
     """Under plain `python`, run `python *command` in as many workers as trainer.workers asks for, then exit.
 
     The exit code is that of the job. If a launcher has started this process, or if the job has only one
-    worker, this process is itself a worker, and the function returns. In all cases the function first calls
-    `watch_stop_file`. If `command[0]` is no file, train.py takes its place. Unless `Launch.is_distributed` is
-    true, raises UserError if trainer.workers is too large, or is auto although srun has started several
-    tasks.
+    worker, this process is itself a worker, and the function returns. Unless trainer.eval_only is set, a file
+    STOP in run_dir is from now on a request to stop. If `command[0]` is no file, the module
+    mingpt.launch.train takes its place. Unless `Launch.is_distributed` is true, raises UserError if
+    trainer.workers is too large, or is auto although srun has started several tasks.
     """
-    launch = worker.launch
-    watch_stop_file(worker, config)
+    launch, run_dir = worker.launch, Path(config.run_dir)
+
+    def note_stop() -> None:
+        from mingpt.report import mark_ended
+
+        mark_ended(run_dir, "stopped")
+
+    if not config.trainer.eval_only:
+        # In a restart run.json may still say "running", if the previous workers could not record their end.
+        note = note_stop if launch.restart_count else None
+        worker.stop_signal.watch_stop_file(run_dir / "STOP", note)
     if launch.is_distributed:
         sys.stderr.write(launch.describe_leftovers())
         return
@@ -85,23 +94,8 @@ def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> Non
     workers = choose_workers(config, launch)
     if workers > 1:
         # Not `-` or `-c`: a program that came through standard input is not there for the workers.
-        program = command[0] if os.path.isfile(command[0]) else str(PROJECT / "train.py")
-        run_agent(workers, config.trainer.max_restarts, [program, *command[1:]], worker.stop_signal)
-
-
-def watch_stop_file(worker: Worker, config: Config) -> None:
-    """Treat a file STOP in run_dir as a request to stop, unless trainer.eval_only is set."""
-    run_dir = Path(config.run_dir)
-
-    def note_stop() -> None:
-        from mingpt.report import mark_ended
-
-        mark_ended(run_dir, "stopped")
-
-    if not config.trainer.eval_only:
-        # In a restart run.json may still say "running", if the previous workers could not record their end.
-        is_restart = worker.launch.restart_count > 0
-        worker.stop_signal.watch_stop_file(run_dir / "STOP", note_stop if is_restart else None)
+        program = [command[0]] if os.path.isfile(command[0]) else ["-m", "mingpt.launch.train"]
+        run_agent(workers, config.trainer.max_restarts, [*program, *command[1:]], worker.stop_signal)
 
 
 class StopRequest:

@@ -17,6 +17,7 @@ from typing import Any
 import pydantic
 
 from mingpt.base.files import BadJson, Count, RunId, Seconds, read_json, reason_of, write_atomic
+from mingpt.base.system import count_oom_kills
 from mingpt.report.metrics import RunStart
 from mingpt.report.writing import MayWrite, ReportFile
 
@@ -42,6 +43,7 @@ class Generation(pydantic.BaseModel):
     step_s: Seconds = 0.0
     seconds: Seconds = 0.0
     phases: dict[str, Seconds] = {}
+    oom_kills: Count = 0
 
 
 class Suspects(pydantic.BaseModel):
@@ -128,15 +130,20 @@ def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str
     `last` is the generation's entry in run.json. The fields follow from `last`, `start.step` and the workers'
     exit reasons in `start.previous`. If `start.previous` is None, "end" names the hosts of `last` that are
     not in `start.hosts`, or says that all workers vanished. `stacks` is the folder to which stuck workers
-    write their stacks.
+    write their stacks. "end" also says if the kernel has killed a process of this host for lack of memory.
     """
     reported = start.previous.step() if start.previous else None
     gone = [host for host in last.get("hosts", []) if host not in start.hosts]
     end = f"{', '.join(gone) or 'all workers'} vanished"  # used if no exit reasons are known
+    if start.previous:
+        end = start.previous.sentence(stacks)
+    is_same_host = last.get("hosts") == start.hosts
+    if is_same_host and count_oom_kills() > last.get("oom_kills", 0):
+        end += ": the kernel killed a process for lack of memory"
     return {
         "exact": reported is not None and reported >= last["to_step"],
         "to_step": max(last["to_step"], reported or 0, start.step),
-        "end": start.previous.sentence(stacks) if start.previous else end,
+        "end": end,
     }
 
 
@@ -166,6 +173,7 @@ class RunHistory:
     - `began`: when the generation's start was complete, and this entry was added
     - `seen`: when the generation last recorded a step or its end
     - `seconds`: the time between `began` and `seen`, by a monotonic clock
+    - `oom_kills`: how many processes of worker 0's host the kernel had killed for lack of memory by then
     - `phases`: the seconds of the start (from the beginning of the process to `began`), of evaluations, and
       of waits for snapshots
     """
@@ -229,6 +237,7 @@ class RunHistory:
             "seconds": 0.0,
             "phases": dict.fromkeys(PHASES, 0.0) | {"start_s": start_s},
             "end": "running",
+            "oom_kills": count_oom_kills(),
         }
         self.generations.append(entry)
         # In a restart, the newest snapshot may be lost with its disk, but its step must stay on record.

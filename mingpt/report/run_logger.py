@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from mingpt.base.system import usable_cores
-from mingpt.config import PROJECT, to_yaml
+from mingpt.config import project_folder, to_yaml
 from mingpt.data import CharDataset
 from mingpt.distributed.device import Environment, gpu_facts
 from mingpt.report.history import RunHistory, load_history, plural
@@ -244,8 +244,10 @@ class RunLogger:
             f"{self.start.run_dir}"
         )
         lowest, held = self.records.lowest, "the snapshot of that step was not kept"
-        program = "sample.py" if Path.cwd() == PROJECT else str(PROJECT / "sample.py")
-        command = ["python", program, str(self.start.run_dir)]
+        folder, program = project_folder(), ["-m", "mingpt", "sample"]
+        if folder and (folder / "sample.py").exists():
+            program = ["sample.py" if Path.cwd() == folder else str(folder / "sample.py")]
+        command = ["python", *program, str(self.start.run_dir)]
         if best[0] <= lowest[0] < math.inf:
             lowest, held, command = best, "the snapshot of that step is kept", [*command, "--best"]
         elif not self.start.config.snapshot.keep_best:

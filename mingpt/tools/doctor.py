@@ -279,7 +279,7 @@ def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
     for fact, advice in ADVICE.items():
         values = group((there["name"], there[fact]) for there in workers if fact != "host" or there["port"])
         rows += [f"{fact:9}{', '.join(nodes)}: {value or '-'}" for value, nodes in values.items()]
-        usual, *others = sorted(values, key=lambda value: (not value, -len(values[value])))
+        usual, *others = sorted(values, key=lambda value: (not value, -len(values[value]))) or [""]
         for value in others:
             if advice and value:
                 found += [

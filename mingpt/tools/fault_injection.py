@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mingpt.base import events
-from mingpt.config.cli import build
-from mingpt.distributed import Worker
 from mingpt.distributed.launch import Launch
-from mingpt.launch.agent import watch_stop_file
+from mingpt.launch.train import main
 
 STEPS = 48
 PHASE_OF = {"batch": "forward", "reduction_start": "reduction", "evaluation_start": "evaluation"}
@@ -92,17 +90,9 @@ def run_worker(folder: Path, argv: list[str]) -> None:
     `argv` has the settings, each as section.key=value.
     """
     FaultInjector(folder)
-    with Worker() as worker:
-        config = build(dict(word.split("=", 1) for word in argv))
-        watch_stop_file(worker, config)
-
-        from mingpt.training.run import build_run
-        from mingpt.training.start import find_start
-        from mingpt.training.trainer import Trainer
-
-        chosen = config.trainer
-        context = worker.connect(chosen.device, chosen.dtype, chosen.threads, chosen.timeout_s)
-        worker.stopped_by = Trainer(build_run(config, context, find_start(config, context))).run()
+    # The empty configuration file stands for the default one, which the user may have changed.
+    sys.argv[1:] = [os.devnull, *argv]
+    main()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from mingpt.base.system import loopback_address
-from mingpt.config import PROJECT
-
-ROOT = PROJECT
+from mingpt.config.settings import ROOT as ROOT
 
 
 def clean_environment(**more: str) -> dict[str, str]:

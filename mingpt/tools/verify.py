@@ -23,6 +23,7 @@ from typing import Any
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import temporary_folder
+from mingpt.config import DataConfig, project_folder
 from mingpt.config.cli import build
 from mingpt.data import make_corpus, read_bytes
 from mingpt.report.history import plural
@@ -146,7 +147,8 @@ def train_undisturbed(work: Path, words: Sequence[str] = ()) -> dict[str, Any]:
     setting, for a setting that verify sets itself, and if the run cannot be trained with the settings.
     """
     text = work / "text.txt"
-    text.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:5000])
+    source = DataConfig(str((project_folder() or ROOT) / "data/input.txt"))
+    text.write_bytes(read_bytes(source)[:5000])
     given = dict(word.partition("=")[::2] for word in words)
     for key in sorted(OWN_SETTINGS & given.keys()):
         raise UserError(f"verify sets {key} itself")

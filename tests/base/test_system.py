@@ -19,6 +19,7 @@ from mingpt.base.system import (
     allow_open_files,
     cgroup_quota,
     check_working_directory,
+    count_oom_kills,
     loopback_address,
     run_within,
     try_within,
@@ -138,6 +139,15 @@ def test_the_smallest_quota_of_a_cgroup_and_those_above_it_counts(
     limits: dict[str, str], cores: float, tmp_path: Path
 ) -> None:
     assert cgroup_quota(*make_cgroups(tmp_path, "0::/pod/job\n", limits)) == pytest.approx(cores)
+
+
+@pytest.mark.parametrize(
+    ("text", "kills"), [("pswpout 9\noom_kill 3\nthp 7\n", 3), ("pswpout 9\n", 0), (None, 0)]
+)
+def test_kills_for_lack_of_memory_are_counted(text: str | None, kills: int, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "vmstat").write_text(text)
+    assert count_oom_kills(tmp_path / "vmstat") == kills
 
 
 def test_the_affinity_and_the_quota_both_limit_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,7 @@ import yaml
 from conftest import ROOT
 
 from mingpt.base.errors import UserError
-from mingpt.config import Config, settings
+from mingpt.config import Config, project_folder, settings
 from mingpt.config.cli import parse
 from mingpt.data import make_corpus, read_bytes
 
@@ -21,6 +22,28 @@ def test_the_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path: Pa
     for argv in lines:
         model = parse(argv).model
         assert (model.n_layer, model.n_head, model.n_embd) == (3, 1, Config().model.n_embd)
+
+
+@pytest.mark.parametrize(
+    ("package", "files", "folder"),
+    [
+        ("mingpt", [""], ""),  # a checkout
+        ("lib/python3.12/site-packages/mingpt", ["share/mingpt"], "share/mingpt"),  # pip install
+        ("a/b/c/d/mingpt", ["a/b/c/d/share/mingpt"], "a/b/c/d/share/mingpt"),  # pip install --target
+        ("mingpt", [], None),  # a copy of mingpt/ beside a program of the user, train.py
+    ],
+)
+def test_the_default_configuration_is_that_of_this_copy_or_of_the_settings(
+    package: str, files: list[str], folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    for place in files:
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / place / "gpt2_train_cfg.yaml").write_text("seed: 7\n")
+    module = sys.modules["mingpt.config.settings"]
+    monkeypatch.setattr(module, "ROOT", (tmp_path / package).parent)
+    assert project_folder() == (None if folder is None else tmp_path / folder)
+    assert parse([]).seed == (Config().seed if folder is None else 7)
 
 
 def test_what_is_printed_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,9 +24,13 @@ def test_what_pip_installs_finds_its_program_configuration_and_text(text: Path, 
         launcher=[], program="mingpt-train", trainer__workers=2, run_dir="run", data__path=text
     )
     for words, said in (
-        (settings, f"next: python {env}/share/mingpt/sample.py run --best"),
+        (settings, "next: python -m mingpt sample run --best"),
         (["mingpt", "snapshots", "run"], "  valid"),
-        (["mingpt-train", "trainer.max_steps=0", "trainer.workers=1"], "sample.py out/default --best"),
+        (["mingpt", "sample", "run", "--prompt", "T", "--tokens", "0"], "T"),
+        (
+            ["mingpt-train", "trainer.max_steps=0", "trainer.workers=1"],
+            "next: python -m mingpt sample out/default --best",
+        ),
         (["mingpt", "verify", "--kills", "1", "--workers", "1"], " s)"),
     ):
         job = Job(

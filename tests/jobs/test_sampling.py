@@ -88,29 +88,25 @@ def test_a_folder_in_hugging_faces_format_gives_the_text_of_the_run_it_is_from(
     assert "give a run folder" in error_of(sample(out / "model.safetensors"))
 
 
+SEE = "; see python -m mingpt sample --help"
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--nonsense"], "unrecognized arguments: --nonsense; see python sample.py --help"),
-        (["--tokens", "many"], "argument --tokens: invalid int value: 'many'; see python sample.py --help"),
-        (["--tokens", "-1"], "--tokens must be at least 0, not -1; see python sample.py --help"),
+        (["--nonsense"], f"unrecognized arguments: --nonsense{SEE}"),
+        (["--tokens", "many"], f"argument --tokens: invalid int value: 'many'{SEE}"),
+        (["--tokens", "-1"], f"--tokens must be at least 0, not -1{SEE}"),
         (
             ["--prompt", ""],
             "the prompt is empty and there is nothing to continue: give at least one character",
         ),
-        (
-            ["--temperature", "inf"],
-            "--temperature must be a finite number of at least 0, not inf; see python sample.py --help",
-        ),
-        (["--top_p", "0"], "--top_p must be above 0 and at most 1, not 0.0; see python sample.py --help"),
-        (
-            ["--max_new_tokens=5"],
-            "here nanoGPT's --max_new_tokens is --tokens N; see python sample.py --help",
-        ),
+        (["--temperature", "inf"], f"--temperature must be a finite number of at least 0, not inf{SEE}"),
+        (["--top_p", "0"], f"--top_p must be above 0 and at most 1, not 0.0{SEE}"),
+        (["--max_new_tokens=5"], f"here nanoGPT's --max_new_tokens is --tokens N{SEE}"),
         (
             ["--start", "FILE:prompt.txt"],
-            "here nanoGPT's --start is --prompt TEXT, and --start=FILE:PATH is --prompt_file PATH; "
-            "see python sample.py --help",
+            f"here nanoGPT's --start is --prompt TEXT, and --start=FILE:PATH is --prompt_file PATH{SEE}",
         ),
         (["--prompt_file", "/nope"], "--prompt_file /nope cannot be read: No such file or directory"),
         (["--prompt_file=--"], "--prompt_file -- cannot be read: No such file or directory"),
@@ -121,7 +117,7 @@ def test_a_folder_in_hugging_faces_format_gives_the_text_of_the_run_it_is_from(
         ),
         (
             ["--prompt", "a", "--prompt_tokens", "1"],
-            "argument --prompt_tokens: not allowed with argument --prompt; see python sample.py --help",
+            f"argument --prompt_tokens: not allowed with argument --prompt{SEE}",
         ),
     ],
 )

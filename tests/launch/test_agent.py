@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.launcher.api import elastic_launch
 
-from mingpt.config import PROJECT, Config
+from mingpt.config import Config
 from mingpt.distributed import GenerationEnd, Launch, Worker
 from mingpt.distributed.exit import before_first_step
 from mingpt.distributed.signals import StopSignal
@@ -133,7 +133,8 @@ def test_workers_are_started_by_the_path_of_a_file(program: str, monkeypatch: py
     worker.launch, worker.stop_signal = Launch(), StopSignal.__new__(StopSignal)
     agent.start_workers(worker, Config(), [program, "seed=1"])
     is_file = program.endswith("sample.py")
-    assert started == [[program if is_file else str(PROJECT / "train.py"), "seed=1"]]
+    expected = [program] if is_file else ["-m", "mingpt.launch.train"]
+    assert started == [[*expected, "seed=1"]]
 
 
 def test_the_store_of_the_workers_is_at_an_address_not_at_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,19 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
     assert content["seconds_lost"] >= 2 * 0.5, "two recorded steps are done again"
 
 
+@pytest.mark.parametrize(("hosts", "kills", "said"), [("a", 3, True), ("a", 2, False), ("b", 3, False)])
+def test_a_worker_that_vanished_when_memory_ran_out_is_told_so(
+    hosts: str, kills: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counts of two hosts cannot be compared."""
+    end = GenerationEnd([{"why": "lost a peer", "step": 4}, None])
+    for count, host in ((2, "a"), (kills, hosts)):
+        monkeypatch.setattr("mingpt.report.history.count_oom_kills", lambda count=count: count)
+        begin(open_history(tmp_path), 4, True, end, (host,))
+    why = ": the kernel killed a process for lack of memory" if said else ""
+    assert read(tmp_path)["generations"][0]["end"] == f"worker 1 vanished{why}"
+
+
 def test_a_job_begins_with_its_first_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another job may begin as a restart: the store tells of a generation that left no record."""
     now, found = 1000.0, list[float]()

@@ -207,6 +207,16 @@ def test_the_end_of_a_run_tells_its_memory_its_lowest_loss_and_the_next_command(
     ]
 
 
+def test_without_sample_py_the_command_is_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is none after `pip install .`, and one beside a copy of mingpt/ may be any program."""
+    caplog.set_level(logging.INFO, "mingpt")
+    monkeypatch.setattr("mingpt.report.run_logger.project_folder", lambda: None)
+    make_logger(tmp_path).ended(1, None, "snapshots")
+    assert caplog.messages[-1] == f"next: python -m mingpt sample {tmp_path}"
+
+
 def test_metrics_that_were_never_written_are_told_by_run_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

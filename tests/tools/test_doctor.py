@@ -59,6 +59,12 @@ def test_a_worker_that_is_silent_is_a_fault_among_others() -> None:
     assert faults[0].startswith("fault:   worker 3 did not answer within 60 s")
 
 
+def test_nodes_whose_first_workers_are_all_silent_are_faults() -> None:
+    """Only a node's first worker has a port, and with it a fact `host`."""
+    _, faults = find_faults([None, *cluster({"port": 0}, {"port": 0}, {"port": 0})])
+    assert faults == ["fault:   worker 0 did not answer within 60 s: look at its own output"]
+
+
 def test_a_healthy_cluster_has_no_fault_and_a_line_per_fact() -> None:
     links = {"links": [[0, "", 90.0], [1, "", 30.0]]}
     rows, faults = find_faults(cluster({"Python": "3.13", "clock": 0.9, "host": "eth1"} | links))

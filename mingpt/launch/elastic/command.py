@@ -5,6 +5,7 @@ import ipaddress
 import os
 import re
 import shlex
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -93,6 +94,7 @@ def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     address, interface = check_local_addr(options.local_addr)
     wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
     variables = {name: value for name, value in wanted.items() if not os.environ.get(name)}
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # under nohup; torchrun would not
     command = [
         sys.executable,
         "-P",
@@ -107,6 +109,7 @@ def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         f"--rdzv_id={options.rdzv_id}",
         f"--rdzv_conf=nproc={nproc}",
         f"--local_addr={address}",
+        *(["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT"] if ignores_hangup else []),
         *options.program,
     ]
     return variables, command

@@ -1,5 +1,6 @@
 """The options of launch/elastic.sh, and the torchrun command that it makes from them."""
 
+import signal
 import subprocess
 from pathlib import Path
 
@@ -22,6 +23,20 @@ def test_the_options_become_a_torchrun_command(monkeypatch: pytest.MonkeyPatch) 
     for option in ("--nnodes=2:3", "--nproc_per_node=4", "--rdzv_backend=mingpt", "--rdzv_id=mingpt"):
         assert option in command
     assert "--rdzv_endpoint=n1:29400,n2:29400" in command and "--local_addr=127.0.0.1" in command
+
+
+@pytest.mark.parametrize(
+    ("handler", "options"), [(signal.SIG_IGN, ["TERM,SIGINT,SIGQUIT"]), (signal.SIG_DFL, [])]
+)
+def test_an_ignored_hangup_stays_ignored(handler: signal.Handlers, options: list[str]) -> None:
+    """By default torchrun handles SIGHUP also under nohup, and ends."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        _, command = torchrun_command([*GOOD, "--", "train.py"])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    name = "--signals-to-handle=SIG"
+    assert [word.removeprefix(name) for word in command if word.startswith(name)] == options
 
 
 def test_the_command_is_shown_without_a_password_and_started_with_it(
