@@ -40,16 +40,17 @@ class TextData:
     """The whole text of data.path, before it is split into parts for training and validation.
 
     `content` has the bytes of the file. Raises UserError if the text is empty or not UTF-8, or if data.path
-    ends in .jsonl or .ndjson.
+    has the name of another kind of file, such as .jsonl or .gz.
     """
 
     def __init__(self, content: bytes, config: DataConfig) -> None:
-        if config.path.endswith((".jsonl", ".ndjson")):
-            raise UserError(f"data.path {config.path} is not a text{hint_to_prepare(config.path)}")
+        hint = hint_to_prepare(config.path)
+        if hint:
+            raise UserError(f"data.path {config.path} is not a text{hint}")
         try:
             self.text = decode_text(content)
         except ValueError as error:
-            raise UserError(f"data.path {config.path} is {error}{hint_to_prepare(config.path)}") from None
+            raise UserError(f"data.path {config.path} is {error}") from None
         if not self.text:
             raise UserError(f"data.path {config.path} is empty")
         self.files: Mapping[str, str] = {}

@@ -34,7 +34,19 @@ CUT = re.compile(r"(?<=\S)\n")
 CUT_IN_A_LINE = re.compile(r"(?<=\S)[\n ]")
 # The behaviors of the pre-tokenizer Split that keep all text: all but Removed.
 KEEPS_TEXT = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
+# The names of end-of-text tokens, for example those of GPT-2, Llama, DeepSeek, Anthropic and Cohere.
+END_OF_TEXT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eot|>",
+    "</s>",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<EOT>",
+    "<|eos|>",
+    "[EOS]",
+    "<EOS_TOKEN>",
+)
 PIECE_CHARACTERS = 1 << 16
 PIECES_AT_ONCE = 16  # few: while it encodes, the package needs about 100 bytes per token
 LOSS_CHARACTERS = 1 << 18  # the beginning of a text, in which `loses` looks

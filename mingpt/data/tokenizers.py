@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import sys
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -187,9 +188,10 @@ class CharTokenizer(Tokenizer):
         unknown = np.flatnonzero(self._codes[tokens] != codes)
         if len(unknown):
             character = text[unknown[0]]
+            name = unicodedata.name(character, "without a name")
             raise UserError(
-                f"the character {character!r} (U+{ord(character):04X}) is not in the vocabulary of the "
-                f"{len(self)} characters trained on"
+                f"the character {character!r} (U+{ord(character):04X}, {name}) is not in the vocabulary of "
+                f"the {len(self)} characters trained on"
             )
         return tokens
 

@@ -230,6 +230,12 @@ def test_tokens_that_are_no_text_are_decoded() -> None:
     assert gpt2().decode([60_000, 64]) == "a"  # a model may have more outputs than there are tokens
 
 
+@pytest.mark.parametrize("name", ["<\uff5cend\u2581of\u2581sentence\uff5c>", "<EOT>", "</s>"])
+def test_the_end_of_text_of_other_vocabularies_is_known(name: str) -> None:
+    tokenizer = JsonTokenizer(cl100k_like("ab", 257, special=(name,)))
+    assert tokenizer.end_of_text == 0 and tokenizer.decode([0]) == ""
+
+
 def test_a_special_token_in_a_text_is_plain_text() -> None:
     assert 50256 not in gpt2().encode(f"a {END} b") and gpt2().decode([50256]) == ""
     assert gpt2().default_prompt() == [50256]
