@@ -25,6 +25,7 @@ import os
 import signal
 import struct
 import sys
+import tempfile
 import threading
 from argparse import Namespace
 from array import array
@@ -325,6 +326,7 @@ def prepare(options: Namespace, out: Path) -> str:
     if os.listdir(out):
         read_meta(out)  # raises an error that says so if prepare was interrupted here
         raise UserError(f"--out {out} holds files already: name another --out")
+    tempfile.TemporaryFile(dir=out).close()  # fails now rather than after the work, and leaves nothing
     sizes, alphabet = measure(files, options.tokenizer == "char")
     tokenizer = make_tokenizer(files, sizes, alphabet, options)
     with open(out / META, "x") as file:  # fails if another command writes here

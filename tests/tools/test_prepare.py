@@ -393,6 +393,14 @@ def test_a_disk_that_fails_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     assert said == f"error: {tmp_path}/out cannot be written: No space left on device; {way_out}"
 
 
+def test_a_folder_that_cannot_be_written_is_named_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FaultyDisk(monkeypatch, "open", str(tmp_path / "out"), errno.EROFS)
+    said = refused("absent.txt", "--out", tmp_path / "out")
+    assert said.startswith(f"error: {tmp_path}/out cannot be written: Read-only file system; ")
+
+
 def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
     """Without advice to remove what is there."""
     (tmp_path / "notes.txt").write_text("mine")
