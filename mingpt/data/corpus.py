@@ -89,16 +89,14 @@ class TextData:
         """Return (training tokens, validation tokens, size of the vocabulary, number of validation bytes).
 
         The number counts the UTF-8 bytes of the validation text after its first token, which is never a
-        target. The number is None if `Tokenizer.loses` returns True for that text. `tokenizer` must not be
-        None. Raises UserError if the tokenizer cannot encode the text.
+        target. `tokenizer` must not be None. Raises UserError if the tokenizer cannot encode the text.
         """
         assert tokenizer is not None, "a text needs a tokenizer"
         n_train = int(len(self.text) * (1 - self.val_fraction))
         val_text = self.text[n_train:]
         train, val = (tokenizer.encode(text) for text in (self.text[:n_train], val_text))
         first = sum(bytes_of_token(tokenizer, int(token)) for token in val[:1])
-        val_bytes = None if tokenizer.loses(val_text) else len(val_text.encode()) - first
-        return train, val, len(tokenizer), val_bytes
+        return train, val, len(tokenizer), len(val_text.encode()) - first
 
 
 Data = TextData | ShardData

@@ -60,7 +60,7 @@ class Meta(pydantic.BaseModel):
 
     format: Literal[1]
     complete: Literal[True]
-    val_bytes: Count | None  # bytes of the validation text after its first token; None if tokens lose text
+    val_bytes: Count | None  # bytes of the validation text after its first token; None if not known
     tokenizer: TokenizerMeta
     files: Annotated[list[FileMeta], pydantic.Field(min_length=1)]
 

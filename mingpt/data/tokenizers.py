@@ -76,20 +76,6 @@ class Tokenizer(ABC):
         for token in tokens:
             yield self.decode([token])
 
-    def token_bytes(self) -> np.ndarray | None:
-        """Return the number of UTF-8 bytes of each token, (len(self),) int64; 0 for special tokens.
-
-        Returns None by default, and if a token might stand for different numbers of bytes in different texts.
-        """
-        return None
-
-    def loses(self, text: str) -> bool:
-        """Return whether encoding loses some of the text; by default False.
-
-        Whitespace at the ends of the text does not count. A class may try only the beginning of a long text.
-        """
-        return False
-
     @property
     def end_of_text(self) -> int | None:
         """The token that ends a document; None if no such token is known."""
@@ -121,12 +107,11 @@ class Tokenizer(ABC):
 
 
 def bytes_of_token(tokenizer: Tokenizer, token: int) -> int:
-    """Return the number of UTF-8 bytes of a token; 0 for a special token.
+    """Return the number of UTF-8 bytes of a token that is decoded alone; 0 for a special token.
 
-    If `token_bytes` returns None, the token is decoded alone, and each incomplete character counts as U+FFFD.
+    An incomplete character counts as U+FFFD.
     """
-    sizes = tokenizer.token_bytes()
-    return len(tokenizer.decode([token]).encode()) if sizes is None else int(sizes[token])
+    return len(tokenizer.decode([token]).encode())
 
 
 TOKENIZERS: dict[str, type[Tokenizer]] = {}  # {kind, such as "char": class}; data.tokenizer may be a kind
@@ -197,10 +182,6 @@ class CharTokenizer(Tokenizer):
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(self.characters[token] for token in tokens)
-
-    def token_bytes(self) -> np.ndarray:
-        codes = self._codes[:, np.newaxis]  # a character has two bytes from U+0080 on, and so forth
-        return 1 + (codes >= np.array([0x80, 0x800, 0x10000])).sum(axis=1)
 
     def default_prompt(self) -> list[int]:
         return self.encode("\n" if "\n" in self.characters else self.characters[0]).tolist()

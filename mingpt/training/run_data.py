@@ -120,12 +120,9 @@ def load_corpus(
     if tokenizer is None and context.rank == 0 and not is_restart:
         log.info("no tokenizer: no bits per byte, and no samples of text")
     corpus = context.on_all(lambda: tokenize(data, config.data, tokenizer, rows))
-    is_unknown = tokenizer is not None and tokenizer.token_bytes() is None and corpus.val_bytes is None
+    is_unknown = tokenizer is not None and corpus.val_bytes is None
     if is_unknown and context.rank == 0 and not is_restart:
-        log.warning(
-            "no bits per byte: the tokenizer loses some of the text, or nothing tells how many bytes of text "
-            "the tokens stand for"
-        )
+        log.warning("no bits per byte: no meta.json says how many bytes of text the validation shards hold")
     return corpus
 
 

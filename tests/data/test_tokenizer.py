@@ -51,12 +51,6 @@ def test_a_sample_begins_with_a_line_break_if_there_is_one() -> None:
     assert CharTokenizer("ab").default_prompt() == [0]
 
 
-def test_a_character_counts_with_its_bytes_of_utf_8() -> None:
-    characters = "".join(map(chr, (0x7F, 0x80, 0x7FF, 0x800, 0xFFFF, 0x10000, 0x10FFFF)))
-    counts = CharTokenizer(characters).token_bytes()
-    assert counts.tolist() == [len(character.encode()) for character in characters]
-
-
 def test_a_character_tokenizer_is_a_tokenizer_json_too() -> None:
     text = TEXT + '\n\r\n\t \x00\u0301e\u0301\u2028\u00a0😀👩\u200d👧\U0010ffff"\\'
     ours = CharTokenizer.train(text)

@@ -187,16 +187,6 @@ def test_weights_without_a_tokenizer_begin_with_characters_only_if_asked_for(tmp
     assert isinstance(load(tmp_path / "text.txt", initial, tokenizer="char").tokenizer, CharTokenizer)
 
 
-@pytest.mark.parametrize(("words", "loses_text"), [("the sea", False), ("the ships", True)])
-def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(
-    words: str, loses_text: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "text.txt").write_text(" ".join(["the sea"] * 50))
-    (tmp_path / "tokenizer.json").write_bytes(words_of(words))
-    assert (load(tmp_path / "text.txt").val_bytes is None) == loses_text
-    assert [line[:16] for line in caplog.messages] == ["no bits per byte"] * loses_text
-
-
 @pytest.mark.parametrize(
     ("rows", "tokenizer", "config", "expected"),
     [
