@@ -52,17 +52,6 @@ GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"  # so that all runs g
 PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
-def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """Return the members of `part`, the pre-tokenizer or the decoder of a tokenizer.json.
-
-    If the type of `part` is Sequence, the members are in the list `part[name]`. For any other part, the
-    result is [part]; for None, [].
-    """
-    if part is None:
-        return []
-    return part[name] if part.get("type") == "Sequence" else [part]
-
-
 def inspect_spec(spec: dict[str, Any]) -> tuple[bool, bool]:
     """Return two booleans, each true only if a statement about the tokenizer holds for every text.
 
@@ -73,18 +62,18 @@ def inspect_spec(spec: dict[str, Any]) -> tuple[bool, bool]:
 
     `spec` is the parsed tokenizer.json.
     """
-    *before, last = parts_of(spec.get("pre_tokenizer"), "pretokenizers") or [{}]
-    added = spec.get("added_tokens") or []
-    joins_bytes = [part.get("type") for part in parts_of(spec.get("decoder"), "decoders")] == ["ByteLevel"]
+    splitter, decoder = spec.get("pre_tokenizer") or {}, spec.get("decoder") or {}
     can_be_cut = (
         spec.get("normalizer") is None
-        and not before
-        and last.get("type") == "ByteLevel"
-        and not last.get("add_prefix_space", True)
-        and last.get("use_regex", True)
-        and not any(token.get("rstrip") or CUT_IN_A_LINE.search(token["content"]) for token in added)
+        and splitter.get("type") == "ByteLevel"
+        and not splitter.get("add_prefix_space", True)
+        and splitter.get("use_regex", True)
+        and not any(
+            token.get("rstrip") or CUT_IN_A_LINE.search(token["content"])
+            for token in spec.get("added_tokens") or []
+        )
     )
-    return joins_bytes, can_be_cut
+    return decoder.get("type") == "ByteLevel", can_be_cut
 
 
 def split_text(text: str, size: int) -> Iterator[str]:

@@ -106,14 +106,6 @@ class Tokenizer(ABC):
         return hashlib.sha256(type(self).__name__.encode() + self.to_bytes()).hexdigest()
 
 
-def bytes_of_token(tokenizer: Tokenizer, token: int) -> int:
-    """Return the number of UTF-8 bytes of a token that is decoded alone; 0 for a special token.
-
-    An incomplete character counts as U+FFFD.
-    """
-    return len(tokenizer.decode([token]).encode())
-
-
 TOKENIZERS: dict[str, type[Tokenizer]] = {}  # {kind, such as "char": class}; data.tokenizer may be a kind
 
 

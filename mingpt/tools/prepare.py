@@ -50,7 +50,6 @@ from mingpt.data import CharTokenizer, JsonTokenizer, Tokenizer, load_named_toke
 from mingpt.data.json_tokenizer import PIECE_CHARACTERS, byte_level_bpe, import_tokenizers, split_text
 from mingpt.data.shards import FORMATS, HEADER_BYTES, UINT16, UINT32, read_meta
 from mingpt.data.source import KINDS, decompressed, readable
-from mingpt.data.tokenizers import bytes_of_token
 
 BATCH_CHARACTERS = 1 << 19  # encoded at once; while it encodes, `tokenizers` needs about 100 bytes per token
 MAX_PENDING = 3  # batches that are read ahead
@@ -341,15 +340,13 @@ def prepare(options: Namespace, out: Path) -> str:
             before = bar.n
             arrays = encode_all(read_batches(texts, tokenizer, bar), tokenizer, after, dtype)
             tokens += write_tokens(out, part, arrays, options.shard_tokens)
-    first = int(np.fromfile(out / "val_00000.bin", dtype, 1, offset=HEADER_BYTES)[0])
-    val_bytes = bar.n - before - bytes_of_token(tokenizer, first)
     content = tokenizer.to_tokenizer_json() or b""
     digest = hashlib.sha256(content).hexdigest()
     meta = {
         "format": 1,
         "complete": True,
         "tokenizer": {"sha256": digest, "vocab_size": len(tokenizer), "end_of_text": end},
-        "val_bytes": val_bytes,
+        "val_bytes": bar.n - before,
         "files": [finish_shard(path, dtype) for path in sorted(out.glob("*.bin"))],
     }
     write_atomic(out / "tokenizer.json", content)

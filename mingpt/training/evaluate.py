@@ -52,8 +52,8 @@ class Evaluator:
         nats, targets = map(math.fsum, sums.tolist())
         values = {"val/loss": nats / targets}
         if self.corpus.val_bytes:
-            share = targets / (len(self.corpus.val.tokens) - 1)  # of the split; exactly 1 for all windows
-            values["val/bits_per_byte"] = nats / share / math.log(2) / self.corpus.val_bytes
+            source_bytes = targets * self.corpus.val_bytes / len(self.corpus.val.tokens)
+            values["val/bits_per_byte"] = nats / math.log(2) / source_bytes
         return values
 
     def local_sums(self) -> Tensor:

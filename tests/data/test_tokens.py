@@ -21,7 +21,7 @@ def test_no_character_of_validation_is_trained_on() -> None:
         corpus.tokenizer and isinstance(corpus.train.tokens, Tensor) and isinstance(corpus.val.tokens, Tensor)
     )
     assert corpus.tokenizer.decode([*corpus.train.tokens.tolist(), *corpus.val.tokens.tolist()]) == TEXT
-    assert corpus.val_bytes == len(TEXT[n_train + 1 :].encode())
+    assert corpus.val_bytes == len(TEXT[n_train:].encode())
     assert corpus.fingerprint == hashlib.sha256(TEXT.encode()).hexdigest()
 
 

@@ -45,6 +45,6 @@ def test_the_loss_is_the_mean_over_all_tokens_of_the_split(block_size: int, wind
     assert losses is not None
     if windows is None:
         assert losses["val/loss"] == pytest.approx(float(targets.mean()), rel=1e-6)
-    val_bytes = len(text[len(text) // 2 + 1 :].encode())
-    bits = losses["val/loss"] / math.log(2) * len(targets) / val_bytes
+    val_text = text[len(text) // 2 :]
+    bits = losses["val/loss"] / math.log(2) * len(val_text) / len(val_text.encode())
     assert losses["val/bits_per_byte"] == pytest.approx(bits, rel=1e-12)
