@@ -28,7 +28,7 @@ FAULTS = {
     "link": ("doctor", r"node3 receives [\d.]+ MB/s from node2, and [\d.]+ are usual"),
     "torch": ("doctor", r"node3: program is .* torch 2\.0\.1, on the others .*: install"),
     "clock": ("doctor", r"node3: the clock is \+[45]\.\d s off node1's: have NTP set it"),
-    "data": ("train.py", r"token shards in .* differ between nodes: train\.bin on node3 .*copy"),
+    "data": ("train.py", r"the data in .* differ between nodes: train\.bin on node3 .*copy"),
     "config": ("train.py", r"those on node3 differ from .* \(optimizer\.learning_rate"),
     "folder": ("train.py", r"run_dir.*cannot be written to: Read-only file system \(on node3\)"),
     "memory": ("train.py", r"no snapshots in memory.*on node3"),

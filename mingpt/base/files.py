@@ -168,11 +168,14 @@ def reason_of(error: BaseException) -> str:
 def decode_text(content: bytes, offset: int = 0) -> str:
     """Decode UTF-8, and drop a byte order mark at the start.
 
-    Raises ValueError for other content, and if more than a third of the bytes are NULs. The error's message
-    begins with "not UTF-8". The message then says that the content is probably UTF-16, or names the first
-    wrong byte and its place in the file, not counting the mark. `offset` is the place of `content` in the
+    Raises ValueError for a tar archive, for content that is not UTF-8, and if more than a third of the bytes
+    are NULs. Except for a tar archive, the error's message begins with "not UTF-8". The message then says
+    that the content is probably UTF-16, or names the first wrong byte and its place in the file, not counting
+    the mark. `offset` is the place of `content` in the
     file, in bytes.
     """
+    if content[257:262] == b"ustar":  # valid UTF-8, if its files are
+        raise ValueError("a tar archive: unpack it, and name its files")
     # UTF-16 without a mark may be valid UTF-8, with a NUL beside each letter.
     if content.startswith(UTF16_MARKS) or 3 * content.count(0) > len(content):
         raise ValueError("not UTF-8, but probably UTF-16 (or 32): convert it by `iconv -f UTF-16 -t UTF-8`")

@@ -18,7 +18,7 @@ from mingpt.base.files import decode_text, read_json
 from mingpt.config import DataConfig
 from mingpt.data.shards import ShardData, is_shards, local_path, open_shards
 from mingpt.data.source import hint_to_prepare, read_bytes
-from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer, bytes_of_token
+from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
 from mingpt.data.windows import WindowDataset
 
 
@@ -32,7 +32,7 @@ class Corpus:
     vocab_size: int  # rows of the embedding; in a new model at least the tokenizer's size
     fingerprint: str  # a hash of the data, 64 hexadecimal digits
     files: Mapping[str, str] = field(default_factory=dict)  # {shard's name: fingerprint}; empty for a text
-    val_bytes: int | None = None  # bytes of the validation text after its first token; None if unknown
+    val_bytes: int | None = None  # UTF-8 bytes of the validation text; None if unknown
     entropy_floor: float | None = None  # lowest possible validation loss, nats per token; None if unknown
 
 
@@ -40,16 +40,17 @@ class TextData:
     """The whole text of data.path, before it is split into parts for training and validation.
 
     `content` has the bytes of the file. Raises UserError if the text is empty or not UTF-8, or if data.path
-    ends in .jsonl or .ndjson.
+    has the name of another kind of file, such as .jsonl or .gz.
     """
 
     def __init__(self, content: bytes, config: DataConfig) -> None:
-        if config.path.endswith((".jsonl", ".ndjson")):
-            raise UserError(f"data.path {config.path} is not a text{hint_to_prepare(config.path)}")
+        hint = hint_to_prepare(config.path)
+        if hint:
+            raise UserError(f"data.path {config.path} is not a text{hint}")
         try:
             self.text = decode_text(content)
         except ValueError as error:
-            raise UserError(f"data.path {config.path} is {error}{hint_to_prepare(config.path)}") from None
+            raise UserError(f"data.path {config.path} is {error}") from None
         if not self.text:
             raise UserError(f"data.path {config.path} is empty")
         self.files: Mapping[str, str] = {}
@@ -70,17 +71,13 @@ class TextData:
     def encode(self, tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray, int, int | None]:
         """Return (training tokens, validation tokens, size of the vocabulary, number of validation bytes).
 
-        The number counts the UTF-8 bytes of the validation text after its first token, which is never a
-        target. The number is None if `Tokenizer.loses` returns True for that text. `tokenizer` must not be
-        None. Raises UserError if the tokenizer cannot encode the text.
+        `tokenizer` must not be None. Raises UserError if the tokenizer cannot encode the text.
         """
         assert tokenizer is not None, "a text needs a tokenizer"
         n_train = int(len(self.text) * (1 - self.val_fraction))
         val_text = self.text[n_train:]
         train, val = (tokenizer.encode(text) for text in (self.text[:n_train], val_text))
-        first = sum(bytes_of_token(tokenizer, int(token)) for token in val[:1])
-        val_bytes = None if tokenizer.loses(val_text) else len(val_text.encode()) - first
-        return train, val, len(tokenizer), val_bytes
+        return train, val, len(tokenizer), len(val_text.encode())
 
 
 Data = TextData | ShardData
@@ -89,9 +86,13 @@ Data = TextData | ShardData
 def open_data(config: DataConfig) -> Data:
     """Read the text, or open the token shards, at data.path.
 
-    Raises UserError if the data cannot be used.
+    Raises UserError if the data cannot be used, or if data.sha256, which is only for a text, is set.
     """
     if is_shards(config.path):
+        if config.sha256 is not None:
+            raise UserError(
+                "data.sha256 is for a text; token shards have a fingerprint of their own: leave it out"
+            )
         return open_shards(config.path, config.val_fraction)
     return TextData(read_bytes(config), config)
 

@@ -1,9 +1,8 @@
 """Find and run a Hugging Face tokenizer.json with the package `tokenizers`, which is imported on first use.
 
-`inspect_spec` finds out from the file whether the bytes of each token can be counted. `inspect_spec` also
-finds out whether a text can be split into pieces without changing the text's tokens. Functions that take
-parsed content of a tokenizer.json may raise KeyError, TypeError or AttributeError if the content has an
-unknown form.
+`inspect_spec` finds out from the file whether a text can be split into pieces without changing the text's
+tokens. Functions that take parsed content of a tokenizer.json may raise KeyError, TypeError or AttributeError
+if the content has an unknown form.
 """
 
 import codecs
@@ -32,82 +31,49 @@ if TYPE_CHECKING:
 # be split for a pattern that joins punctuation and line breaks, such as cl100k's.
 CUT = re.compile(r"(?<=\S)\n")
 CUT_IN_A_LINE = re.compile(r"(?<=\S)[\n ]")
-# The behaviors of the pre-tokenizer Split that keep all text: all but Removed.
-KEEPS_TEXT = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
+# The names of end-of-text tokens, for example those of GPT-2, Llama, DeepSeek, Anthropic and Cohere.
+END_OF_TEXT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eot|>",
+    "</s>",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<EOT>",
+    "<|eos|>",
+    "[EOS]",
+    "<EOS_TOKEN>",
+)
 PIECE_CHARACTERS = 1 << 16
 PIECES_AT_ONCE = 16  # few: while it encodes, the package needs about 100 bytes per token
-LOSS_CHARACTERS = 1 << 18  # the beginning of a text, in which `loses` looks
 MAX_TOKENS = 1 << 24  # arrays have an element for each token up to the highest
 GPT2 = ("openai-community/gpt2", "tokenizer.json")
 GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"  # so that all runs get the same file
 PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
-def byte_alphabet() -> set[str]:
-    """Return the 256 characters that stand for bytes in a byte-level vocabulary such as GPT-2's."""
-    from tokenizers import pre_tokenizers
-
-    return set(pre_tokenizers.ByteLevel.alphabet())
-
-
-def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """Return the members of `part`, the pre-tokenizer or the decoder of a tokenizer.json.
-
-    If the type of `part` is Sequence, the members are in the list `part[name]`. For any other part, the
-    result is [part]; for None, [].
-    """
-    if part is None:
-        return []
-    return part[name] if part.get("type") == "Sequence" else [part]
-
-
-def inspect_spec(spec: dict[str, Any], is_bpe: bool) -> tuple[bool, bool, bool]:
-    """Return three booleans, each true only if a statement about the tokenizer holds for every text.
+def inspect_spec(spec: dict[str, Any]) -> tuple[bool, bool]:
+    """Return two booleans, each true only if a statement about the tokenizer holds for every text.
 
     The statements, in the order of the booleans:
 
     - Decoding joins the bytes of the tokens.
-    - The tokens stand for exactly the bytes of the text.
     - The tokens of the pieces that `split_text` yields, concatenated, are the tokens of the whole text.
 
-    `spec` is the parsed tokenizer.json; `is_bpe` says whether the tokenizer's model is a BPE.
+    `spec` is the parsed tokenizer.json.
     """
-    *before, last = parts_of(spec.get("pre_tokenizer"), "pretokenizers") or [{}]
-    added, model = spec.get("added_tokens") or [], spec["model"]
-    joins_bytes = [part.get("type") for part in parts_of(spec.get("decoder"), "decoders")] == ["ByteLevel"]
-    splits_bytes = (
-        spec.get("normalizer") is None
-        and last.get("type") == "ByteLevel"
-        and not last.get("add_prefix_space", True)
-    )
-    has_bytes = (
-        is_bpe
-        and joins_bytes
-        and splits_bytes
-        and all(part.get("type") == "Split" and part.get("behavior") in KEEPS_TEXT for part in before)
-        and not model.get("continuing_subword_prefix")
-        and not model.get("end_of_word_suffix")
-        and byte_alphabet() <= model["vocab"].keys()
-        and not any(is_altered(token, model) for token in added)
-    )
+    splitter, decoder = spec.get("pre_tokenizer") or {}, spec.get("decoder") or {}
     can_be_cut = (
-        splits_bytes
-        and not before
-        and last.get("use_regex", True)
-        and not any(token.get("rstrip") or CUT_IN_A_LINE.search(token["content"]) for token in added)
+        spec.get("normalizer") is None
+        and splitter.get("type") == "ByteLevel"
+        and not splitter.get("add_prefix_space", True)
+        and splitter.get("use_regex", True)
+        and not any(
+            token.get("rstrip") or CUT_IN_A_LINE.search(token["content"])
+            for token in spec.get("added_tokens") or []
+        )
     )
-    return joins_bytes, has_bytes, can_be_cut
-
-
-def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Return whether an added token might stand for bytes other than its `content`.
-
-    Returns False for a special token. `token` and `model` are entries of a tokenizer.json.
-    """
-    is_spelled_in_bytes = token["content"] in model["vocab"] and not token["content"].isascii()
-    takes_blanks = token.get("lstrip") or token.get("rstrip")
-    return not token.get("special") and bool(is_spelled_in_bytes or takes_blanks)
+    return decoder.get("type") == "ByteLevel", can_be_cut
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
@@ -150,9 +116,8 @@ class JsonTokenizer(Tokenizer):
         if self._size > MAX_TOKENS:
             raise ValueError(f"it has token {self._size - 1:,}, and numbers must be below {MAX_TOKENS:,}")
         self._dtype = np.min_scalar_type(self._size - 1)
-        is_bpe = type(self._tokenizer.model).__name__ == "BPE"  # a file need not say which kind it is
         try:
-            self.is_byte_level, self._has_bytes, self._can_be_cut = inspect_spec(spec, is_bpe)
+            self.is_byte_level, self._can_be_cut = inspect_spec(spec)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this tokenizer.json is of an unknown form: {reason_of(error)}") from None
 
@@ -225,35 +190,6 @@ class JsonTokenizer(Tokenizer):
         if text.startswith(head):
             return text[len(head) :]
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def token_bytes(self) -> np.ndarray | None:
-        """Return the number of bytes per token, (len(self),) int64; 0 for special tokens and unused numbers.
-
-        Returns None if, for some text, the tokens might not stand for exactly the bytes of that text.
-        """
-        special = [token for token, is_special in self._is_special.items() if is_special]
-        if not self._has_bytes:
-            return None
-        for token in special:  # a special token counts no bytes, but plain text may encode to it
-            if token in self.encode(self._tokenizer.id_to_token(token) or ""):
-                return None
-        sizes, alphabet = np.zeros(self._size, dtype=np.int64), byte_alphabet()
-        for string, token in self._ids.items():
-            is_of_bytes = self._tokenizer.model.token_to_id(string) is not None and alphabet >= set(string)
-            sizes[token] = len(string) if is_of_bytes else len(string.encode())
-        sizes[special] = 0
-        return sizes
-
-    def loses(self, text: str) -> bool:
-        """Return whether encoding and then decoding changes the first LOSS_CHARACTERS characters of a text.
-
-        Changes of whitespace at the beginning or at the end do not count.
-        """
-        if self.token_bytes() is not None:
-            return False
-        beginning = text[:LOSS_CHARACTERS]
-        decoded: str = self._tokenizer.decode(self.encode(beginning).tolist())
-        return decoded.strip() != beginning.strip()
 
     @property
     def end_of_text(self) -> int | None:

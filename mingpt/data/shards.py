@@ -60,7 +60,7 @@ class Meta(pydantic.BaseModel):
 
     format: Literal[1]
     complete: Literal[True]
-    val_bytes: Count | None  # bytes of the validation text after its first token; None if tokens lose text
+    val_bytes: Count | None  # UTF-8 bytes of the validation text; None if not known
     tokenizer: TokenizerMeta
     files: Annotated[list[FileMeta], pydantic.Field(min_length=1)]
 
@@ -365,7 +365,7 @@ class ShardData:
         """Return (training part, validation part, size of the vocabulary, number of validation bytes).
 
         If `tokenizer` is None, the size comes from meta.json; without a meta.json it is GPT-2's. The number
-        counts the UTF-8 bytes of the validation text after its first token; None if the number is not known.
+        of bytes is None if it is not known.
         """
         size, val_bytes = GPT2_VOCABULARY, None
         if self.meta:

@@ -1,14 +1,24 @@
 """Read the bytes at a path or any fsspec URL; if reading fails, an error says why in one sentence.
 
 `read_bytes` caches a remote text, and checks a text against `data.sha256`, if this setting is not null.
+`decompressed` reads compressed files, and raises an error if the file ends too early.
 """
 
+import bz2
 import contextlib
+import functools
 import hashlib
+import io
 import logging
+import lzma
 import os
-from collections.abc import Iterator
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import fsspec
 
@@ -20,8 +30,9 @@ from mingpt.config import DataConfig
 
 LOCAL = ("file://", "local://", "memory://")
 # Files that `python -m mingpt prepare` reads and training does not.
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 KINDS = {".jsonl": "line", ".ndjson": "line", ".parquet": "row"}  # {suffix: what holds one document}
+ARCHIVE = re.compile(r"\.(tar(\.\w+)?|tgz|tbz2?|txz|tzst)$")  # prepare reads no archive either
+CHUNK_BYTES = 1 << 16  # of a compressed file, decompressed at once
 log = logging.getLogger(__name__)
 
 
@@ -33,14 +44,17 @@ def read_bytes(config: DataConfig) -> bytes:
     """Return the bytes at data.path. A remote text is read from the cache, if the cache has it.
 
     If data.sha256 is not null, it is compared with the SHA-256 of the text. If a cached text has a different
-    SHA-256, the text is downloaded again. Raises UserError if the text cannot be read, or if a local or
-    downloaded text has a different SHA-256.
+    SHA-256, the text is downloaded again. If data.sha256 is null, the log says which copy in the cache is
+    used. Raises UserError if the text cannot be read, or if a local or downloaded text has a different
+    SHA-256.
     """
     path, sha256 = config.resolved_path, config.sha256
     is_remote = "://" in path and not path.startswith(LOCAL)
     with contextlib.suppress(OSError, RuntimeError):  # not in the cache, or there is no cache
         content = cache_path(path).read_bytes() if is_remote else None
         if content is not None and has_checksum(content, sha256):
+            if sha256 is None:
+                log.info(describe_copy(path))
             return content
     content = download(path, "data.path")
     if not has_checksum(content, sha256):
@@ -49,6 +63,16 @@ def read_bytes(config: DataConfig) -> bytes:
     if is_remote:
         write_cache(path, content)
     return content
+
+
+def describe_copy(url: str) -> str:
+    """Return a line that says when the cached copy of a URL was made, and how to get a new one."""
+    cached = cache_path(url)
+    made = datetime.fromtimestamp(cached.stat().st_mtime)
+    return (
+        f"data.path {url} is not downloaded again: the copy of {made:%Y-%m-%d %H:%M} in {cached} is used; "
+        "remove this file to get the text anew"
+    )
 
 
 def write_cache(url: str, content: bytes) -> None:
@@ -121,10 +145,13 @@ def failed_request(error: Exception) -> BaseException | None:
 
 
 def hint_to_prepare(path: str) -> str:
-    """Return, for an error message, a hint to run `prepare`.
+    """Return, for an error message, how to make a text or token shards of a file that is not a text.
 
-    Returns "" unless the suffix of `path` shows that only `prepare` can read the file.
+    Returns "" unless the name of `path` shows that only `prepare` can read the file, or that the file is a
+    tar archive.
     """
+    if ARCHIVE.search(name_of(path)):
+        return ": unpack the archive first"
     is_for_prepare = suffix_of(path) in KINDS or name_of(path).endswith(COMPRESSED)
     return ": make token shards of it with `python -m mingpt prepare`" if is_for_prepare else ""
 
@@ -138,3 +165,99 @@ def suffix_of(path: str) -> str:
     """Return the suffix of a path or URL, in lower case, without .gz or the like: .jsonl for a.jsonl.gz."""
     stem, suffix = os.path.splitext(name_of(path))
     return os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix
+
+
+def decompressed(raw: BinaryIO, path: str) -> tuple[io.BufferedReader, str]:
+    """Return (a stream of the content of the open file `raw`, the suffix of the content's name).
+
+    `path` is the path or URL of `raw`; its suffix says how the file is compressed, if at all. Reading raises
+    an error if the file is cut or damaged. Raises UserError for a zip that does not hold exactly one file.
+    """
+    suffix = os.path.splitext(name_of(path))[1]
+    if suffix == ".zip":
+        member = only_member(zipfile.ZipFile(raw), path)
+        return io.BufferedReader(member), suffix_of(member.name) or suffix_of(path)
+    stream = io.BufferedReader(raw)  # a network driver may return fewer bytes than asked for
+    if suffix in DECODERS:
+        stream = io.BufferedReader(PieceStream(decode_frames(stream, DECODERS[suffix])))
+    return stream, suffix_of(path)
+
+
+def only_member(archive: zipfile.ZipFile, path: str) -> zipfile.ZipExtFile:
+    """Open the only file in a zip. Raises UserError, which names `path`, if there are more files or none."""
+    members = [member for member in archive.infolist() if not member.is_dir()]
+    if len(members) != 1:
+        raise UserError(
+            f"{path} holds {len(members)} files, and a zip of exactly one file can be read: unpack it, and "
+            "name its files"
+        )
+    return archive.open(members[0])
+
+
+def decode_frames(raw: BinaryIO, make_decoder: Callable[[], Any]) -> Iterator[bytes]:
+    """Yield the content of all frames (streams, members) of a compressed file.
+
+    `make_decoder` makes a decoder for one frame. There may be zeros after a frame. Raises EOFError if the
+    last frame is not complete, or the decoder's own error if anything else follows a frame.
+    """
+    decoder = make_decoder()
+    for chunk in iter(functools.partial(raw.read, CHUNK_BYTES), b""):
+        rest = chunk
+        while rest:
+            if decoder.eof:
+                rest = rest.lstrip(b"\0")
+                decoder = make_decoder() if rest else decoder
+                continue
+            yield decoder.decompress(rest)
+            rest = decoder.unused_data
+    if not decoder.eof:
+        raise EOFError("the compressed data end too early: copy the file again")
+
+
+class PieceStream(io.RawIOBase):
+    """A raw stream of the bytes that the iterator `pieces` yields."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._rest = pieces, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._rest = memoryview(piece)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+
+def gzip_decoder() -> Any:
+    return zlib.decompressobj(16 + zlib.MAX_WBITS)
+
+
+def zstd_decoder() -> Any:
+    from zstandard import ZstdDecompressor  # an ImportError becomes the UserError of `readable`
+
+    return ZstdDecompressor().decompressobj()
+
+
+def lz4_decoder() -> Any:
+    from lz4.frame import LZ4FrameDecompressor
+
+    return LZ4FrameDecompressor()
+
+
+DECODERS: dict[str, Callable[[], Any]] = {
+    ".gz": gzip_decoder,
+    ".tgz": gzip_decoder,
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+    ".lzma": lzma.LZMADecompressor,
+    ".zst": zstd_decoder,
+    ".lz4": lz4_decoder,
+}
+COMPRESSED = (*DECODERS, ".zip")

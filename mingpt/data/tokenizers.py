@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import sys
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -75,20 +76,6 @@ class Tokenizer(ABC):
         for token in tokens:
             yield self.decode([token])
 
-    def token_bytes(self) -> np.ndarray | None:
-        """Return the number of UTF-8 bytes of each token, (len(self),) int64; 0 for special tokens.
-
-        Returns None by default, and if a token might stand for different numbers of bytes in different texts.
-        """
-        return None
-
-    def loses(self, text: str) -> bool:
-        """Return whether encoding loses some of the text; by default False.
-
-        Whitespace at the ends of the text does not count. A class may try only the beginning of a long text.
-        """
-        return False
-
     @property
     def end_of_text(self) -> int | None:
         """The token that ends a document; None if no such token is known."""
@@ -109,15 +96,6 @@ class Tokenizer(ABC):
     def fingerprint(self) -> str:
         """Return a SHA-256 in hex, the same for tokenizers of the same class and content."""
         return hashlib.sha256(type(self).__name__.encode() + self.to_bytes()).hexdigest()
-
-
-def bytes_of_token(tokenizer: Tokenizer, token: int) -> int:
-    """Return the number of UTF-8 bytes of a token; 0 for a special token.
-
-    If `token_bytes` returns None, the token is decoded alone, and each incomplete character counts as U+FFFD.
-    """
-    sizes = tokenizer.token_bytes()
-    return len(tokenizer.decode([token]).encode()) if sizes is None else int(sizes[token])
 
 
 TOKENIZERS: dict[str, type[Tokenizer]] = {}  # {kind, such as "char": class}; data.tokenizer may be a kind
@@ -179,18 +157,15 @@ class CharTokenizer(Tokenizer):
         unknown = np.flatnonzero(self._codes[tokens] != codes)
         if len(unknown):
             character = text[unknown[0]]
+            name = unicodedata.name(character, "without a name")
             raise UserError(
-                f"the character {character!r} (U+{ord(character):04X}) is not in the vocabulary of the "
-                f"{len(self)} characters trained on"
+                f"the character {character!r} (U+{ord(character):04X}, {name}) is not in the vocabulary of "
+                f"the {len(self)} characters trained on"
             )
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(self.characters[token] for token in tokens)
-
-    def token_bytes(self) -> np.ndarray:
-        codes = self._codes[:, np.newaxis]  # a character has two bytes from U+0080 on, and so forth
-        return 1 + (codes >= np.array([0x80, 0x800, 0x10000])).sum(axis=1)
 
     def default_prompt(self) -> list[int]:
         return self.encode("\n" if "\n" in self.characters else self.characters[0]).tolist()

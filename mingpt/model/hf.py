@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mingpt.base.errors import UserError
+from mingpt.base.files import reason_of
 from mingpt.config import Config, ModelConfig, check
 from mingpt.config.settings import Arch
 from mingpt.model.gpt import architecture
@@ -64,8 +65,8 @@ def import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise UserError(
-            f"Hugging Face's format needs the package transformers, which cannot be imported ({error}): "
-            "pip install 'transformers>=5' (the extra hf)"
+            f"Hugging Face's format needs the package transformers, which cannot be imported "
+            f"({reason_of(error)}): pip install --upgrade 'transformers>=5' (the extra hf)"
         ) from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -2,13 +2,17 @@
 
 RUN is the path or URL of a run, such as out/default, or of a snapshot. A model with `model.arch: gpt2`
 becomes a GPT2LMHeadModel of transformers, and a model with `model.arch: modern` becomes a
-NanoChatForCausalLM. The files appear in OUT_DIR only when all of them are complete.
+NanoChatForCausalLM. OUT_DIR may hold other files, but none that transformers would take for a part of the
+model. The files appear in OUT_DIR, config.json last, only when all of them are complete. If the command was
+killed, remove the folder .mingpt-export-* in OUT_DIR.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,8 @@ from torch import Tensor
 
 from mingpt.base.command import CommandParser
 from mingpt.base.errors import UserError
-from mingpt.base.files import fsync_path, reason_of
-from mingpt.base.paths import typed_path
+from mingpt.base.files import fsync_path
+from mingpt.base.paths import describe_obstacle, typed_path
 from mingpt.base.urls import redact, redact_all
 from mingpt.config import Config, flatten, result_settings
 from mingpt.data import Tokenizer
@@ -90,6 +94,17 @@ There is no tokenizer here: the run had none, or one that no `tokenizer.json` ca
 EXAMPLE_TOKENS = 200  # the most tokens that the card's example generates
 # The settings on which the weights' shapes depend. The model card gives them all: defaults may be different.
 MODEL_SETTINGS = ("model.arch", "model.n_layer", "model.n_head", "model.n_embd", "data.block_size")
+CONFIG = "config.json"  # without it the folder is no model
+WRITTEN = (
+    CONFIG,
+    "README.md",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+# What transformers also reads, if it is there.
+READ = ("adapter_config.json", "added_tokens.json", "chat_template.jinja", "special_tokens_map.json")
 NAMES = {
     "train/loss": "training loss, nats per token",
     "val/loss": "validation loss, nats per token",
@@ -157,31 +172,57 @@ def export(run: str, out: str, best: bool = False) -> str:
 
     `run` is the path or URL of a snapshot, or of a run: then the newest usable snapshot is written, or with
     `best` the one with the lowest validation loss. Returns a line that says what was written, and a second
-    line if no tokenizer was written. The files appear in `out` only when all of them are on disk. Raises
-    UserError if `out` is a URL, is not empty or cannot be written. Also raises UserError if no snapshot can
-    be used or converted, if `best` is given with a snapshot, or if transformers is missing.
+    line if no tokenizer was written. The files appear in `out`, config.json last, only when all of them are
+    on disk. Raises UserError if `out` is a URL, cannot be written, or holds a file of the same name or
+    another that transformers would read. Also raises UserError if no snapshot can be used or converted, if
+    `best` is given with a snapshot, or if transformers is missing.
     """
     if "://" in out:
         raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")
-    target = Path(os.path.realpath(out))
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    target = Path(out).absolute()
+    is_new = not target.exists()
     try:
-        if os.path.lexists(out) and os.listdir(out):
-            raise UserError(f"{out} is not empty: give another folder, or remove it first")
-        partial.mkdir(parents=True)
-        snapshot = open_snapshot(run, check_model, weights_only=True, best=best)
-        architecture = write_files(partial, snapshot, snapshot_tokenizer(snapshot))
-        for path in (*partial.iterdir(), partial):
-            fsync_path(path)
-        os.rename(partial, target)  # an empty folder there is replaced
-        fsync_path(target.parent)
+        target.mkdir(parents=True, exist_ok=True)
+        refuse_files(target)
+        # Inside the target, which may be a mount or lie in a folder that nobody may write.
+        with tempfile.TemporaryDirectory(
+            prefix=".mingpt-export-", dir=target, ignore_cleanup_errors=True
+        ) as partial:
+            snapshot = open_snapshot(run, check_model, weights_only=True, best=best)
+            architecture = write_files(Path(partial), snapshot, snapshot_tokenizer(snapshot))
+            move_files(Path(partial), target)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{out} cannot be written: {reason_of(error)}") from None
+        raise UserError(f"{out} cannot be written: {describe_obstacle(target, error)}") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # it is not empty, or was never made
+                target.rmdir()
     line = f"step {snapshot.manifest.step} of {run} written to {out} as {architecture}"
     none = "the run has none, or one that no tokenizer.json can describe"
     return line if (target / "tokenizer.json").exists() else f"{line}\nwithout a tokenizer: {none}"
+
+
+def refuse_files(folder: Path) -> None:
+    """Raise UserError if the folder holds a file to be overwritten, or another that transformers reads."""
+    for name in (*WRITTEN, *READ):
+        if os.path.lexists(folder / name):
+            raise UserError(
+                f"{folder / name} is there already, and would be taken for a part of the model: give another "
+                "folder, or move the file away"
+            )
+
+
+def move_files(partial: Path, target: Path) -> None:
+    """Move all files of the folder `partial` to `target`, which is on the same disk, CONFIG last.
+
+    Raises OSError, and UserError if another command has written to `target` meanwhile.
+    """
+    for path in partial.iterdir():
+        fsync_path(path)
+    refuse_files(target)
+    for name in sorted(os.listdir(partial), key=lambda name: name == CONFIG):
+        os.rename(partial / name, target / name)
+    fsync_path(target)
 
 
 def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -> str:
@@ -197,7 +238,7 @@ def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -
     prompt = None
     if tokenizer and content:
         prompt = tokenizer.decode(tokenizer.default_prompt()) or "The"
-        (folder / "tokenizer.json").write_bytes(content)
+        (folder / "tokenizer.json").write_bytes(as_trained(content))
         about = tokenizer_config(content, config.data.block_size, end)
         (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     card = model_card(snapshot.manifest, architecture, parameters, prompt)
@@ -214,6 +255,8 @@ def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: in
     kind, transformers = convertible(config.model.arch).hf_model_type, import_transformers()
     vocab_size, block_size = len(tensors["wte.weight"]), config.data.block_size
     fields = hf_fields(config.model, vocab_size=vocab_size, block_size=block_size, end_of_text=end)
+    if kind == "gpt2":
+        fields["n_ctx"] = block_size  # which llama.cpp's converter reads
     with torch.device("meta"):
         about = transformers.AutoConfig.for_model(kind, **fields)
         model = transformers.AutoModelForCausalLM.from_config(about)
@@ -222,8 +265,26 @@ def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: in
     model.generation_config.pad_token_id = end
     model.save_pretrained(folder, max_shard_size="1TB")
     # safetensors creates the file without read permission for other users.
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")
+    with contextlib.suppress(OSError):  # a file system without modes
+        shutil.copymode(folder / CONFIG, folder / "model.safetensors")
     return type(model).__name__
+
+
+def as_trained(content: bytes) -> bytes:
+    """Return a tokenizer.json that encodes as `JsonTokenizer` does with `content`, also in other programs.
+
+    They would obey what `JsonTokenizer` ignores: truncation, padding, dropout, and a post-processor that adds
+    special tokens. If there is nothing of this, `content` is returned.
+    """
+    spec: dict[str, Any] = json.loads(content)
+    off: dict[str, Any] = {"truncation": None, "padding": None}
+    if spec["model"].get("dropout"):
+        off["model"] = spec["model"] | {"dropout": None}
+    if (spec.get("post_processor") or {}).get("type") != "ByteLevel":  # this one adds none
+        off["post_processor"] = None
+    if all(spec.get(name) == value for name, value in off.items()):
+        return content
+    return json.dumps(spec | off, ensure_ascii=False, indent=1).encode()
 
 
 def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[str, Any]:
@@ -237,6 +298,7 @@ def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[s
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": block_size,
         "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # the name of a special token in a text is plain text, as in training
         # By default transformers before 5 adds token_type_ids, whose embeddings GPT2LMHeadModel would add.
         "model_input_names": ["input_ids", "attention_mask"],
         "bos_token": added.get(end),

@@ -20,10 +20,13 @@ first 200 MB have more than 4 MB of distinct words, less text is used.
 import hashlib
 import io
 import json
+import logging
 import os
 import signal
 import struct
 import sys
+import tempfile
+import threading
 from argparse import Namespace
 from array import array
 from collections import deque
@@ -46,11 +49,11 @@ from mingpt.base.paths import refuse_pipe, typed_path
 from mingpt.data import CharTokenizer, JsonTokenizer, Tokenizer, load_named_tokenizer
 from mingpt.data.json_tokenizer import PIECE_CHARACTERS, byte_level_bpe, import_tokenizers, split_text
 from mingpt.data.shards import FORMATS, HEADER_BYTES, UINT16, UINT32, read_meta
-from mingpt.data.source import KINDS, readable, suffix_of
-from mingpt.data.tokenizers import bytes_of_token
+from mingpt.data.source import KINDS, decompressed, readable
 
 BATCH_CHARACTERS = 1 << 19  # encoded at once; while it encodes, `tokenizers` needs about 100 bytes per token
 MAX_PENDING = 3  # batches that are read ahead
+MAX_PIECE = 4 * PIECE_CHARACTERS  # of a text without blanks, so that the next two limits hold
 SAMPLE_BYTES = 200_000_000
 SAMPLE_WORD_BYTES = 4_000_000  # of distinct words: training needs about 120 bytes of memory for each
 END_OF_TEXT = "<|endoftext|>"
@@ -60,6 +63,7 @@ WORD = (
     r"|\s{1,256}(?!\S)|\s{1,256}"
 )
 META = "meta.json"
+log = logging.getLogger(__name__)
 UNFINISHED = '{"format": 1, "complete": false}\n'  # in meta.json until all other files are complete
 
 
@@ -76,7 +80,7 @@ def find_files(names: Sequence[str]) -> list[Any]:
         if "://" not in name:
             paths = [name] if os.path.exists(name) or not has_magic(name) else sorted(glob(name))
         with readable(name):
-            files = fsspec.open_files(paths, "rb", compression="infer", expand=False) if paths else []
+            files = fsspec.open_files(paths, "rb", expand=False) if paths else []
         if not files:
             raise UserError(f"no file matches {name}")
         found += files
@@ -90,14 +94,14 @@ def read(file: Any) -> Iterator[str]:
     file and, if a document of a .jsonl or .parquet file is at fault, its line or row.
     """
     path = file.path if isinstance(file.fs, LocalFileSystem) else file.full_name
-    kind = KINDS.get(suffix_of(path))
     with readable(path), file as raw:
-        stream = io.BufferedReader(raw)  # a network driver may return fewer bytes than asked for
+        stream, suffix = decompressed(raw, path)
+        kind = KINDS.get(suffix)
         if kind is None:
             yield decode_text(stream.read())
         rows: Iterable[Any] = read_parquet(stream) if kind == "row" else map(bytes.strip, stream)
         for number, row in enumerate(rows, 1):
-            if row:
+            if row != b"":
                 with readable(f"{kind} {number:,} of {path}"):
                     text = (parse_json(row) if isinstance(row, bytes) else row)["text"]
                     text.encode()  # fails for a lone surrogate, and for what is not text
@@ -107,7 +111,8 @@ def read(file: Any) -> Iterator[str]:
 def read_parquet(stream: io.BufferedReader) -> Iterator[dict[str, Any]]:
     from pyarrow import parquet  # an ImportError becomes the UserError of `readable`
 
-    for batch in parquet.ParquetFile(stream).iter_batches(64, columns=["text"]):
+    source = stream if stream.seekable() else io.BytesIO(stream.read())
+    for batch in parquet.ParquetFile(source).iter_batches(64, columns=["text"]):
         yield from batch.to_pylist()
 
 
@@ -154,17 +159,21 @@ def progress(what: str, total: int | None = None) -> "tqdm[Never]":
 def measure(files: Sequence[Any], wants_alphabet: bool) -> tuple[np.ndarray, set[str]]:
     """Return (bytes of each document as an int64 array, the set of all characters in the documents).
 
-    The set is empty unless `wants_alphabet`. Raises UserError if there is no text.
+    The set is empty unless `wants_alphabet`. The log says how many documents contain the text END_OF_TEXT.
+    Raises UserError if there is no text.
     """
-    sizes, alphabet = array("q"), set[str]()
+    sizes, alphabet, marked = array("q"), set[str](), 0
     with progress("counting") as bar:
         for text in chain.from_iterable(map(read, files)):
             sizes.append(len(text.encode()))
             bar.update(sizes[-1])
+            marked += END_OF_TEXT in text
             if wants_alphabet:
                 alphabet.update(text)
     if not any(sizes):
         raise UserError("the files hold no text")
+    if marked:
+        log.warning(f"documents with {END_OF_TEXT} in their text: {marked:,}; there it is plain text")
     return np.array(sizes), alphabet
 
 
@@ -190,12 +199,17 @@ def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
 
 
 def pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts in pieces of at least PIECE_CHARACTERS; the last piece of a text may be shorter."""
-    return chain.from_iterable(split_text(text, PIECE_CHARACTERS) for text in texts)
+    """Yield the texts in pieces of at most MAX_PIECE characters; most have at least PIECE_CHARACTERS.
+
+    A piece ends before a blank or, if there is none, in a word.
+    """
+    for piece in chain.from_iterable(split_text(text, PIECE_CHARACTERS) for text in texts):
+        for start in range(0, len(piece), MAX_PIECE):
+            yield piece[start : start + MAX_PIECE]
 
 
 def sample(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts in pieces, from the first text on, until the pieces together have SAMPLE_BYTES bytes.
+    """Yield the texts in `pieces`, from the first text on, until these together have SAMPLE_BYTES bytes.
 
     Stops earlier if the distinct words of these pieces have SAMPLE_WORD_BYTES bytes.
     """
@@ -311,28 +325,28 @@ def prepare(options: Namespace, out: Path) -> str:
     if os.listdir(out):
         read_meta(out)  # raises an error that says so if prepare was interrupted here
         raise UserError(f"--out {out} holds files already: name another --out")
+    tempfile.TemporaryFile(dir=out).close()  # fails now rather than after the work, and leaves nothing
     sizes, alphabet = measure(files, options.tokenizer == "char")
     tokenizer = make_tokenizer(files, sizes, alphabet, options)
     with open(out / META, "x") as file:  # fails if another command writes here
         file.write(UNFINISHED)
     dtype, end = UINT16 if len(tokenizer) <= 1 << 16 else UINT32, tokenizer.end_of_text
     ends = [] if end is None else [end]
+    if end is None and len(sizes) > 1:
+        log.warning("the tokenizer has no known end-of-text token: nothing separates the documents")
     train, val = split(files, sizes, options.val_fraction)
     with progress("encoding", int(sizes.sum())) as bar:
         for part, texts, after in (("train", train, ends if len(sizes) > 1 else []), ("val", val, ends)):
             before = bar.n
             arrays = encode_all(read_batches(texts, tokenizer, bar), tokenizer, after, dtype)
             tokens += write_tokens(out, part, arrays, options.shard_tokens)
-    first = int(np.fromfile(out / "val_00000.bin", dtype, 1, offset=HEADER_BYTES)[0])
-    val_bytes = bar.n - before - bytes_of_token(tokenizer, first)
-    beginning = "".join(islice(pieces(chain.from_iterable(map(read, files))), 100))
     content = tokenizer.to_tokenizer_json() or b""
     digest = hashlib.sha256(content).hexdigest()
     meta = {
         "format": 1,
         "complete": True,
         "tokenizer": {"sha256": digest, "vocab_size": len(tokenizer), "end_of_text": end},
-        "val_bytes": None if tokenizer.loses(beginning) else val_bytes,
+        "val_bytes": bar.n - before,
         "files": [finish_shard(path, dtype) for path in sorted(out.glob("*.bin"))],
     }
     write_atomic(out / "tokenizer.json", content)
@@ -363,7 +377,9 @@ def main(arguments: Sequence[str]) -> int:
         if not low < value < high:
             raise UserError(f"--{name} is {value}, and must be between {low} and {high}")
     # Ctrl-C ends the command at once, also in the code of `tokenizers`, which calls no handler of Python's.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Only the main thread may set handlers.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         write_lines([prepare(options, Path(options.out))])
     except OSError as error:

@@ -34,14 +34,14 @@ class Evaluator:
     def __init__(self, run: Run) -> None:
         self.config, self.context, self.corpus = run.config, run.context, run.corpus
         self.model, self.strategy = run.state.model, run.strategy
-        self.token_bytes = run.corpus.tokenizer.token_bytes() if run.corpus.tokenizer else None
 
     def evaluate(self, step: int) -> dict[str, float] | None:
         """Return {"val/loss": mean nats per token of the validation split}, on all ranks. Collective.
 
         The loss is computed without dropout, over all windows of the split or, if trainer.eval_windows is
-        set, over at most that number of windows. If the size of the evaluated text in bytes is known, the
-        result also has "val/bits_per_byte". Returns None on all ranks if the ranks have agreed to stop during
+        set, over at most that number of windows. If the size of the split in bytes is known, the result also
+        has "val/bits_per_byte", for which a token has as many bytes as a token of the split on average.
+        Returns None on all ranks if the ranks have agreed to stop during
         training. Raises UserError on all ranks if the data cannot be used. `step` is only put into events.
         """
         events.emit("evaluation_start", step=step)
@@ -49,23 +49,21 @@ class Evaluator:
         if self.context.agreed_stop:
             return None
         sums = torch.stack(by_rank).sum(0)  # exact: of each sum, all ranks but one have zero
-        nats, source_bytes, targets = map(math.fsum, sums.tolist())
+        nats, targets = map(math.fsum, sums.tolist())
         values = {"val/loss": nats / targets}
-        if self.token_bytes is None:
-            is_all = targets == len(self.corpus.val.tokens) - 1
-            source_bytes = (self.corpus.val_bytes or 0) if is_all else 0
-        if source_bytes:
+        if self.corpus.val_bytes:
+            source_bytes = targets * self.corpus.val_bytes / len(self.corpus.val.tokens)
             values["val/bits_per_byte"] = nats / math.log(2) / source_bytes
         return values
 
     def local_sums(self) -> Tensor:
-        """Return the sums of `evaluate_batch` for each batch, (3, batches); zeros for batches of other ranks.
+        """Return the sums of `evaluate_batch` for each batch, (2, batches); zeros for batches of other ranks.
 
         A request to stop ends the loop early, and the remaining sums stay zero. Raises UserError, only on
         this rank, if this rank cannot use its data. Collective if weights are sharded.
         """
         batches = self.corpus.val.eval_batches(eval_batch_size(self.config), self.config.trainer.eval_windows)
-        sums = torch.zeros(3, len(batches), dtype=torch.float64)
+        sums = torch.zeros(2, len(batches), dtype=torch.float64)
         error: UserError | None = None
         self.model.eval()
         for first in range(0, len(batches), self.context.world_size):
@@ -88,16 +86,14 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate_batch(self, windows: Tensor) -> Tensor:
-        """Return three sums over the targets in `windows`, which has the shape (B, T + 1).
+        """Return (sum of the losses in nats, number of targets) of `windows`, which has the shape (B, T + 1).
 
-        The sums are the loss in nats, the bytes of text (0 if unknown), and the number of targets. They are
-        returned as a float64 tensor on the CPU.
+        The result is a float64 tensor on the CPU.
         """
         device, inputs, targets = self.context.device, windows[:, :-1], windows[:, 1:]
         with autocast(device, self.context.dtype):
             _, loss = self.model(*to_device((inputs, targets), device))
-        text_bytes = 0 if self.token_bytes is None else int(self.token_bytes[targets.numpy()].sum())
-        return torch.tensor([float(loss) * targets.numel(), text_bytes, targets.numel()], dtype=torch.float64)
+        return torch.tensor([float(loss) * targets.numel(), targets.numel()], dtype=torch.float64)
 
     def sample(self, is_wanted: bool) -> str:
         """Return the text of `trainer.sample_tokens` tokens that the model writes after the default prompt.

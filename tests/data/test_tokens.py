@@ -21,7 +21,7 @@ def test_no_character_of_validation_is_trained_on() -> None:
         corpus.tokenizer and isinstance(corpus.train.tokens, Tensor) and isinstance(corpus.val.tokens, Tensor)
     )
     assert corpus.tokenizer.decode([*corpus.train.tokens.tolist(), *corpus.val.tokens.tolist()]) == TEXT
-    assert corpus.val_bytes == len(TEXT[n_train + 1 :].encode())
+    assert corpus.val_bytes == len(TEXT[n_train:].encode())
     assert corpus.fingerprint == hashlib.sha256(TEXT.encode()).hexdigest()
 
 
@@ -78,8 +78,14 @@ def test_the_entropy_floor_is_known_for_the_embedded_play_alone() -> None:
     assert make_corpus(content, DataConfig(path=".")).entropy_floor is None
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt.gz", "a.parquet"])
-def test_what_prepare_reads_and_training_does_not_points_to_it(name: str) -> None:
-    content = TEXT.encode() if name == "a.jsonl" else b"\x1f\x8b" + TEXT.encode()
-    with pytest.raises(UserError, match=r"python -m mingpt prepare"):
-        make_corpus(content, DataConfig(path=name, block_size=8))
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        *((name, "mingpt prepare") for name in ("a.jsonl", "a.txt.gz", "a.parquet", "A.JSONL", "a.Zip")),
+        ("https://host/a.jsonl?download=1", "mingpt prepare"),
+        *((name, "unpack the archive first") for name in ("a.tar", "a.tar.gz", "a.TGZ", "a.tbz2")),
+    ],
+)
+def test_what_training_does_not_read_is_refused_with_a_way_out(name: str, way_out: str) -> None:
+    with pytest.raises(UserError, match=f"^data.path .* is not a text: .*{way_out}"):
+        make_corpus(TEXT.encode(), DataConfig(path=name, block_size=8))

@@ -1,5 +1,6 @@
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,18 @@ def test_another_model_is_one_sentence_that_names_the_field(
 def test_a_model_of_another_type_names_the_types_that_can_be_used() -> None:
     with pytest.raises(UserError, match="model_type is 'llama', and only 'gpt2' and 'nanochat' can be used"):
         config_from_hf(import_transformers().LlamaConfig())
+
+
+def test_transformers_that_cannot_be_imported_says_why_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('safetensors>=0.8.0 is required\\nTry:')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    with pytest.raises(
+        UserError, match=r"\(ImportError: safetensors>=0\.8\.0 is required\): pip install --up"
+    ):
+        import_transformers()
 
 
 def test_without_transformers_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +56,8 @@ def run_prepare(*words: object) -> subprocess.CompletedProcess[str]:
     handler = signal.getsignal(signal.SIGINT)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run_command(main, [str(word) for word in words])
-    signal.signal(signal.SIGINT, handler)  # which the command resets
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)  # which the command resets
     return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
 
 

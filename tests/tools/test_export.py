@@ -1,4 +1,7 @@
+import errno
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
+from support.faults import FaultyDisk
 from support.hf_models import save_run
 from support.models import ARCHITECTURES, Arch, generate
-from support.vocabularies import cl100k_like
+from support.vocabularies import cl100k_like, edited
 
 from mingpt.base import command as base_command
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
@@ -30,6 +34,7 @@ FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
 ]
+END = "<|endoftext|>"
 CLASSES = {"gpt2": "GPT2LMHeadModel", "modern": "NanoChatForCausalLM"}
 
 
@@ -178,16 +183,65 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return shown.err
 
 
-def test_an_empty_folder_will_do_and_nothing_is_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def refuse(*_paths: object) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+def test_a_folder_stays_as_it_is_and_keeps_its_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, out = tmp_path / "run", tmp_path / "there" / "out"
+    """It may be the working directory, and on a disk that refuses chmod."""
+    run, out = tmp_path / "run", tmp_path / "out"
     save_run(run, make_config("modern"), CHARACTERS)
-    out.mkdir(parents=True)
-    export(str(run), str(out))
-    (out / "README.md").write_text("mine")
-    assert refusal(capsys, run, out).startswith(f"error: {out} is not empty: give another folder")
-    assert (out / "README.md").read_text() == "mine"
+    (out / "lost+found").mkdir(parents=True)
+    (out / "notes.txt").write_text("mine")
+    out.chmod(0o2750)
+    monkeypatch.chdir(out)
+    monkeypatch.setattr("shutil.copymode", refuse)
+    before = out.stat()
+    export(str(run), ".")
+    assert (out.stat().st_ino, out.stat().st_mode) == (before.st_ino, before.st_mode)
+    assert sorted(path.name for path in Path().iterdir()) == sorted([*FILES, "lost+found", "notes.txt"])
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "special_tokens_map.json"])
+def test_a_file_that_is_there_is_named_before_the_work_and_stays(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text("mine")
+    said = refusal(capsys, "no/run", tmp_path)
+    assert said.startswith(f"error: {tmp_path / name} is there already, and would be taken for a part of ")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_the_tokenizer_acts_in_transformers_as_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without dropout, truncation, padding, a start token, or special tokens that a text names."""
+    plain = cl100k_like((ROOT / "data" / "input.txt").read_text()[:20_000])
+    start = {"SpecialToken": {"id": END, "type_id": 0}}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [start, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [start, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}},
+    }
+    bpe = JsonTokenizer(
+        edited(
+            plain,
+            truncation={"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
+            post_processor=template,
+            model={**json.loads(plain)["model"], "dropout": 0.5},
+        )
+    )
+    save_run(tmp_path / "run", make_config("gpt2"), "".join(map(chr, range(0x100, 0x100 + len(bpe)))))
+    export_with(bpe, tmp_path / "run", tmp_path / "out", monkeypatch)
+    model, tokenizer = load_with_transformers(tmp_path / "out")
+    text = f"Enter BEATRIX, with {END} in her hand. " * 5
+    assert tokenizer(text)["input_ids"] == bpe.encode(text).tolist()
+    assert json.loads((tmp_path / "out" / "tokenizer.json").read_bytes()) == json.loads(plain)
+    assert model.config.n_ctx == model.config.n_positions == 240  # llama.cpp's converter needs both
 
 
 def test_a_failure_leaves_nothing_and_is_one_sentence(
@@ -204,8 +258,8 @@ def test_a_failure_leaves_nothing_and_is_one_sentence(
             [tmp_path / "other", out],
             "model.arch=modern cannot be written in Hugging Face's format; sample.py",
         ),
-        ([run, tmp_path / "file"], "cannot be written: Not a directory"),
-        ([run, tmp_path / "file" / "out"], "cannot be written: Not a directory"),
+        ([run, tmp_path / "file"], f"cannot be written: {tmp_path / 'file'} is not a folder"),
+        ([run, tmp_path / "file" / "out"], f"cannot be written: {tmp_path / 'file'} is not a folder"),
         ([run, "s3://name:secret@host/out"], "is no folder on a disk of this machine: export to one"),
         ([tmp_path / "none", out], "there is no snapshot in"),
     ]
@@ -220,5 +274,10 @@ def test_a_failure_leaves_nothing_and_is_one_sentence(
     assert "cannot be written: No space left on device" in refusal(capsys, run, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "other", "run"]
     monkeypatch.undo()
+    FaultyDisk(monkeypatch, "rename", "/config.json", errno.EIO)
+    assert "cannot be written: Input/output error" in refusal(capsys, run, out)
+    assert sorted(path.name for path in out.iterdir()) == [name for name in FILES if name != "config.json"]
+    monkeypatch.undo()
+    shutil.rmtree(out)
     export(str(run), str(out))
     assert "a folder in Hugging Face's format is for transformers" in refusal(capsys, out, tmp_path / "again")

@@ -1,26 +1,46 @@
 """The command as users run it: shards, split, formats of text, mistakes, and what a kill leaves."""
 
+import bz2
 import errno
+import functools
 import gzip
+import io
 import json
+import lzma
 import os
 import random
 import shutil
 import signal
 import sys
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import lz4.frame
 import pyarrow
 import pytest
+import zstandard
 from conftest import ROOT
 from pyarrow import parquet
 from support.faults import FaultyDisk
-from support.prepared import END, digests, mixed, prepared, read_meta, refused, run_apart, tokens_of
+from support.prepared import (
+    END,
+    digests,
+    mixed,
+    prepared,
+    read_meta,
+    refused,
+    run_apart,
+    run_prepare,
+    tokens_of,
+)
 from tokenizers import Tokenizer as PackageTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from mingpt.base.errors import UserError
-from mingpt.data import CharTokenizer, JsonTokenizer, open_shards
+from mingpt.data import CharTokenizer, open_shards
 from mingpt.tools import prepare
 
 PLAY = ROOT / "data/README.md"
@@ -56,7 +76,7 @@ def test_characters_of_one_text_are_split_as_training_splits_them(tmp_path: Path
     assert tokens_of(out, "train") == tokenizer.encode(text[:n_train]).tolist()
     assert tokens_of(out, "val") == tokenizer.encode(text[n_train:]).tolist()
     assert [file["tokens"] for file in meta["files"]] == [7000, 7000, 7000, 3000, 6000]
-    assert meta["val_bytes"] == len(text[n_train + 1 :].encode())
+    assert meta["val_bytes"] == len(text[n_train:].encode())
     assert meta["tokenizer"]["vocab_size"] == len(tokenizer)
     assert (out / "tokenizer.json").read_bytes() == tokenizer.to_tokenizer_json()
     assert "30,000 tokens of " in line and line.endswith(f"vocabulary of {len(tokenizer)}\n")
@@ -74,8 +94,7 @@ def test_a_long_text_has_the_tokens_of_the_whole(
     train, val = (expected(tokenizer, [part]) for part in (text[:90_000], text[90_000:]))
     assert tokens_of(out, "train") == train[:-1]  # the document goes on
     assert tokens_of(out, "val") == val
-    first = int(JsonTokenizer(tokenizer.read_bytes()).token_bytes()[val[0]])  # type: ignore[index]
-    assert read_meta(out)["val_bytes"] == len(text[90_000:].encode()) - first
+    assert read_meta(out)["val_bytes"] == len(text[90_000:].encode())
 
 
 def test_documents_end_with_end_of_text_and_are_never_cut(
@@ -100,13 +119,40 @@ def test_documents_end_with_end_of_text_and_are_never_cut(
     assert tokens_of(out, "val") == expected(out / "tokenizer.json", texts[border:])
 
 
-@pytest.mark.parametrize("loses_text", [False, True])
-def test_any_tokenizer_encodes_the_whole_text(loses_text: bool, tmp_path: Path) -> None:
-    """The bytes of validation are counted in the source, unless some of the text is lost."""
+LINES = [f'{{"text": "document {number}"}}\n'.encode() for number in range(40)]
+SKIPPED = b"\x50\x2a\x4d\x18\x04\0\0\0skip"  # a frame without text, as pzstd writes it
+
+
+@pytest.mark.parametrize(
+    ("name", "compress", "between"),
+    [
+        ("a.jsonl.gz", gzip.compress, b""),
+        ("A.JSONL.GZ", gzip.compress, bytes(512)),
+        ("a.jsonl.bz2", bz2.compress, b""),
+        ("a.jsonl.xz", lzma.compress, bytes(8)),
+        ("a.jsonl.lzma", functools.partial(lzma.compress, format=lzma.FORMAT_ALONE), b""),
+        ("a.jsonl.zst", zstandard.compress, SKIPPED),
+        ("a.jsonl.lz4", lz4.frame.compress, SKIPPED),
+        ("a.zip", lambda lines: zipped(**{"folder/": "", "folder/a.jsonl": lines.decode()}), None),
+    ],
+)
+def test_all_frames_of_a_compressed_file_are_read(
+    name: str, compress: Callable[[bytes], bytes], between: bytes | None, tmp_path: Path
+) -> None:
+    """As lines of JSON, also if only the name in the zip or a name in capitals says so."""
+    parts = [LINES] if between is None else [LINES[:20], LINES[20:]]
+    (tmp_path / name).write_bytes((between or b"").join(compress(b"".join(part)) for part in parts))
+    for where in (tmp_path / name, f"file://{tmp_path / name}"):
+        texts = [document for file in prepare.find_files([str(where)]) for document in prepare.read(file)]
+        assert texts == [f"document {number}" for number in range(40)]
+
+
+def test_any_tokenizer_encodes_the_whole_text(tmp_path: Path) -> None:
+    """The bytes of validation are counted in the source."""
     text, out = mixed(40_000, 6), tmp_path / "out"
     (tmp_path / "a.txt").write_bytes(text.encode())
     package = PackageTokenizer(models.BPE(unk_token="?"))
-    package.normalizer = normalizers.NFKC() if loses_text else normalizers.NFC()
+    package.normalizer = normalizers.NFC()
     package.pre_tokenizer, package.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["?"], initial_alphabet=[*END])
     package.train_from_iterator([text.replace(END, "")], trainer)
@@ -116,8 +162,7 @@ def test_any_tokenizer_encodes_the_whole_text(loses_text: bool, tmp_path: Path) 
     train, val = text[:36_000], text[36_000:]
     assert tokens_of(out, "train") == expected(tmp_path / "tokenizer.json", [train])[:-1]
     assert tokens_of(out, "val") == expected(tmp_path / "tokenizer.json", [val])
-    first = package.decode(package.encode(val).ids[:1])
-    assert read_meta(out)["val_bytes"] == (None if loses_text else len(val.encode()) - len(first.encode()))
+    assert read_meta(out)["val_bytes"] == len(val.encode())
 
 
 def test_a_vocabulary_past_65536_takes_four_bytes_a_token(tmp_path: Path) -> None:
@@ -151,6 +196,12 @@ def test_a_bpe_of_a_text_without_words_is_trained_in_time(alphabet: str) -> None
     prepare.train_bpe(400, ["".join(random.Random(0).choices(alphabet, k=1_000_000))])
 
 
+def test_the_limits_of_a_bpes_sample_hold_in_a_text_without_blanks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "SAMPLE_WORD_BYTES", 300_000)
+    sampled = prepare.sample(["".join(random.Random(0).choices("ACGT", k=2_000_000))])
+    assert sum(map(len, sampled)) <= 300_000 + prepare.MAX_PIECE
+
+
 def test_a_bpe_of_words_up_to_256_characters_is_that_of_gpt2s_pattern() -> None:
     # And the file says that pattern, whatever it was trained with.
     text = mixed(50_000, 3) + "x" * 256 + " " * 256 + "1" * 256 + "." * 256 + "\n" * 256
@@ -167,6 +218,24 @@ def test_a_bpe_of_words_up_to_256_characters_is_that_of_gpt2s_pattern() -> None:
 # Mistakes: each ends in one sentence that names it
 
 
+CUT = "{} cannot be read: EOFError: the compressed data end too early: copy the file again"
+
+
+def zipped(**files: str) -> bytes:
+    """A zip of these files, {name: content}; a name that ends in / is a folder."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return content.getvalue()
+
+
+def cut_after_a_line() -> bytes:
+    stream = zstandard.ZstdCompressor().compressobj()
+    return stream.compress(b'{"text": "a"}\n') + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+
+
+TAR = b"a.txt".ljust(257, b"\0") + b"ustar".ljust(255, b"\0") + b"a" * 2048
 HOSTILE: list[tuple[str, str, bytes]] = [
     ("a.txt", "{} cannot be read: ValueError: not UTF-8: byte 0xff at offset 2", b"ab\xff"),
     ("b.txt", "UTF-16 (or 32): convert it by `iconv", "text".encode("utf-16")),
@@ -181,8 +250,20 @@ HOSTILE: list[tuple[str, str, bytes]] = [
     ("g.jsonl", "line 1 of {} cannot be read: Unicode", b'{"text": "\\ud800"}'),
     ("h.jsonl", "line 1 of {} cannot be read: ", b"[" * 200_000),
     ("l.parquet", "{} cannot be read: ArrowInvalid", b"PAR1 no"),
-    ("m.txt.gz", "{} cannot be read: BadGzipFile", b"plain"),
+    ("m.txt.gz", "{} cannot be read: error: Error -3", b"plain"),
     ("n.txt.gz", "{} cannot be read: EOFError", gzip.compress(b"a" * 9999, mtime=0)[:-9]),
+    ("o.txt.gz", "{} cannot be read: EOFError", b""),
+    ("p.txt.zst", CUT, zstandard.compress(mixed(9999, 1).encode())[:-999]),
+    ("q.jsonl.zst", CUT, cut_after_a_line()),
+    ("r.txt.lz4", "{} cannot be read: EOFError", lz4.frame.compress(b"a" * 9999)[:-9]),
+    ("s.txt.bz2", "{} cannot be read: OSError", bz2.compress(b"a") + b"BZZ"),
+    ("t.txt.xz", "{} cannot be read: LZMAError", lzma.compress(b"a") + b"no header of xz" * 9),
+    ("u.zip", "{} holds 2 files, and a zip of exactly one file can be read", zipped(b="two", a="one")),
+    ("v.zip", "{} holds 0 files", zipped(**{"folder/": ""})),
+    ("w.zip", "{} cannot be read: BadZipFile", zipped(a="text")[:-30]),
+    ("x.tar", "{} cannot be read: ValueError: a tar archive: unpack it", TAR),
+    ("y.tar.gz", "{} cannot be read: ValueError: a tar archive: unpack it", gzip.compress(TAR)),
+    ("z.tgz", "{} cannot be read: ValueError: a tar archive: unpack it", gzip.compress(TAR)),
 ]
 
 
@@ -192,10 +273,11 @@ def test_a_bad_text_is_named(name: str, sentence: str, content: bytes, tmp_path:
     assert sentence.format(tmp_path / name) in refused(tmp_path / name, "--out", tmp_path / "out")
 
 
-def test_a_row_without_a_text_is_named(tmp_path: Path) -> None:
-    parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a.parquet")
-    assert f"row 2 of {tmp_path}/a.parquet cannot be read" in refused(
-        tmp_path / "a.parquet", "--out", tmp_path / "out"
+@pytest.mark.parametrize(("row", "table"), [(2, {"text": ["a", None]}), (1, {"body": ["a", "b"]})])
+def test_a_row_without_a_text_is_named(row: int, table: dict[str, Any], tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    assert f"row {row} of {tmp_path}/a.parquet cannot be read" in refused(
+        PLAY, tmp_path / "a.parquet", "--out", tmp_path / "out"
     )
 
 
@@ -308,11 +390,31 @@ def test_a_disk_that_fails_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     assert said == f"error: {tmp_path}/out cannot be written: No space left on device; {way_out}"
 
 
+def test_a_folder_that_cannot_be_written_is_named_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FaultyDisk(monkeypatch, "open", str(tmp_path / "out"), errno.EROFS)
+    said = refused("absent.txt", "--out", tmp_path / "out")
+    assert said.startswith(f"error: {tmp_path}/out cannot be written: Read-only file system; ")
+
+
 def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
     """Without advice to remove what is there."""
     (tmp_path / "notes.txt").write_text("mine")
     said = refused(PLAY, "--out", tmp_path)
     assert said == f"error: --out {tmp_path} holds files already: name another --out"
+
+
+def test_what_separates_no_documents_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In another thread than the main one, where Python sets no handlers of signals."""
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "one {END} two"}}\n{{"text": "three"}}\n')
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(run_prepare, tmp_path / "a.jsonl", "--out", tmp_path / "out").result()
+    assert done.returncode == 0, done.stderr
+    assert caplog.messages == [
+        f"documents with {END} in their text: 1; there it is plain text",
+        "the tokenizer has no known end-of-text token: nothing separates the documents",
+    ]
 
 
 def test_two_commands_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

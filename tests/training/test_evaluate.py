@@ -1,5 +1,6 @@
 """The validation loss is a mean over tokens, however they are split into batches."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -22,11 +23,16 @@ class MeanOfTargets(nn.Module):
         return None, targets.double().mean()
 
 
-@pytest.mark.parametrize("block_size", [32, 3000])
-def test_the_loss_is_the_mean_over_all_tokens_of_the_split(block_size: int) -> None:
-    """A shorter window at the end, and batches of unequal size, count by their number of tokens."""
-    config = build(SMALL | {"data.block_size": block_size, "data.val_fraction": 0.5})
-    corpus = make_corpus(bytes(range(97, 123)) * 700 + b"zzzz" * 600, config.data)
+@pytest.mark.parametrize(("block_size", "windows"), [(32, None), (3000, None), (32, 40)])
+def test_the_loss_is_the_mean_over_all_tokens_of_the_split(block_size: int, windows: int | None) -> None:
+    """A shorter window at the end, and batches of unequal size, count by their number of tokens.
+
+    Bits per byte are the loss, in bits, times the tokens of the split, over the bytes of the split.
+    """
+    settings = {"data.block_size": block_size, "data.val_fraction": 0.5, "trainer.eval_windows": windows}
+    config = build(SMALL | settings)
+    text = "abcdefghijklmnopqrstuvwxyz" * 700 + "é" * 2400
+    corpus = make_corpus(text.encode(), config.data)
     strategy = Mock(weights_are_sharded=False)
     strategy.any.return_value = False
     state: Any = Mock(model=MeanOfTargets(), strategy=strategy)
@@ -36,4 +42,9 @@ def test_the_loss_is_the_mean_over_all_tokens_of_the_split(block_size: int) -> N
     losses = Evaluator(run).evaluate(0)
     assert isinstance(corpus.val.tokens, Tensor)
     targets = corpus.val.tokens[1:].double()
-    assert losses is not None and losses["val/loss"] == pytest.approx(float(targets.mean()), rel=1e-6)
+    assert losses is not None
+    if windows is None:
+        assert losses["val/loss"] == pytest.approx(float(targets.mean()), rel=1e-6)
+    val_text = text[len(text) // 2 :]
+    bits = losses["val/loss"] / math.log(2) * len(val_text) / len(val_text.encode())
+    assert losses["val/bits_per_byte"] == pytest.approx(bits, rel=1e-12)

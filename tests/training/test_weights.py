@@ -174,16 +174,6 @@ def test_a_text_is_encoded_with_the_tokenizer_of_the_weights_to_start_with(tmp_p
         load(tmp_path / "text.txt", initial)
 
 
-@pytest.mark.parametrize(("words", "loses_text"), [("the sea", False), ("the ships", True)])
-def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(
-    words: str, loses_text: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "text.txt").write_text(" ".join(["the sea"] * 50))
-    (tmp_path / "tokenizer.json").write_bytes(words_of(words))
-    assert (load(tmp_path / "text.txt").val_bytes is None) == loses_text
-    assert [line[:16] for line in caplog.messages] == ["no bits per byte"] * loses_text
-
-
 @pytest.mark.parametrize(
     ("rows", "vocab_size", "expected"),
     [
