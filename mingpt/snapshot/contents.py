@@ -17,7 +17,7 @@ from mingpt.config import Config
 from mingpt.data import CharTokenizer, Tokenizer, kind_of, load_tokenizer
 from mingpt.model import GPT, parameter_shapes
 from mingpt.optim import state_shapes
-from mingpt.snapshot.manifest import Manifest, TokenizerFields
+from mingpt.snapshot.manifest import Manifest, TokenizerFields, max_tokenizer_bytes
 from mingpt.snapshot.reading import Entries
 from mingpt.snapshot.store import OLDER_TOKENIZER, Snapshot
 
@@ -76,6 +76,8 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     surplus = sorted(entries.keys() - wanted - {OLDER_TOKENIZER})
     if surplus:
         raise CorruptSnapshot(f"its tensor file holds {surplus[0]!r}, which its model lacks")
+    if manifest.tokenizer.kind == "none" and tokenizer is not None:
+        raise CorruptSnapshot("its manifest tells of no tokenizer, and there is one")
     if has_unsharded and manifest.tokenizer.kind != "none":
         try:
             if tokenizer is None or manifest.tokenizer.kind != "json":
@@ -148,11 +150,18 @@ def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
 def describe_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> TokenizerFields:
     """Return what a manifest says about `tokenizer`, which is None if the run has no tokenizer.
 
-    `vocab_size` is the number of rows of the model's embedding.
+    `vocab_size` is the number of rows of the model's embedding. Raises UserError if the tokenizer has more
+    bytes than a reader of snapshots takes.
     """
     if tokenizer is None:
         return TokenizerFields(kind="none", vocab_size=vocab_size)
-    digest = hashlib.sha256(tokenizer.to_bytes()).hexdigest()
+    content, limit = tokenizer.to_bytes(), max_tokenizer_bytes(vocab_size)
+    if len(content) > limit:
+        raise UserError(
+            f"the tokenizer has {len(content):,} bytes, and a snapshot of a model with {vocab_size:,} tokens "
+            f"takes at most {limit:,}: name a smaller tokenizer by data.tokenizer"
+        )
+    digest = hashlib.sha256(content).hexdigest()
     return TokenizerFields(kind=kind_of(tokenizer), vocab_size=vocab_size, sha256=digest)
 
 

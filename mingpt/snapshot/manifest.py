@@ -15,13 +15,23 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from mingpt.base.errors import CorruptSnapshot, UserError
-from mingpt.base.files import BadJson, Count, RunId, Sha256, bad_json, check_json, parse_json
+from mingpt.base.files import (
+    MAX_JSON_BYTES,
+    BadJson,
+    Count,
+    RunId,
+    Sha256,
+    bad_json,
+    check_json,
+    parse_json,
+)
 from mingpt.config import Config, check
-from mingpt.snapshot.layout import are_files_of
+from mingpt.snapshot.layout import TOKENIZER, are_files_of, file_name
 
 SCHEMA = 3
 OLDER_SCHEMA = 2  # manifests of this earlier schema version can also be read
 MAX_BYTES = 4 << 20  # of a manifest; once it is parsed, each byte may take 30 bytes of memory
+MAX_WORKERS = 4096  # of a sharded state: a RowMap lists the rows of each
 CONFIG = pydantic.TypeAdapter(Config)
 
 Name = Annotated[str, pydantic.Field(max_length=200)]
@@ -80,7 +90,7 @@ class SoftwareFields(Part):
     dtype: Literal["float32", "bfloat16", "float16"]
     device_type: Name | None = None
     compiled: bool | Name = False
-    numerics: int = 1  # the constant NUMERICS (distributed/device.py) of the program that wrote the snapshot
+    numerics: Count = 1  # the constant NUMERICS (distributed/device.py) of the program that wrote the snapshot
 
 
 class FileRecord(Part):
@@ -99,7 +109,7 @@ class ShardFields(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     rank: Count
-    workers: int = pydantic.Field(ge=1, lt=2**31)
+    workers: int = pydantic.Field(ge=1, le=MAX_WORKERS)
     weights: bool  # whether not only the optimizer's state but also the model's weights are sharded
     generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # a random id, the same on all ranks
 
@@ -162,6 +172,9 @@ class Manifest(Part):
     def check_steps(self) -> "Manifest":
         if self.windows < self.step:
             raise ValueError(f"{self.windows} windows are fewer than {self.step} steps")
+        steps = (self.after, self.evaluated_step or 0, self.replayed_step or 0, *self.skipped)
+        if max(steps) > self.step:
+            raise ValueError(f"it tells of {max(steps)} steps at step {self.step}")
         return self
 
     @functools.cached_property
@@ -189,6 +202,14 @@ def is_discarded(manifest: Manifest, discarded_after: Sequence[int]) -> bool:
 def joint_sha256(records: Sequence[FileRecord]) -> str:
     """Return one SHA-256, in hex, for all files: the hash of their SHA-256 values in hex, joined in order."""
     return hashlib.sha256("".join(record.sha256 for record in records).encode()).hexdigest()
+
+
+def max_tokenizer_bytes(vocab_size: int) -> int:
+    """Return how many bytes a tokenizer may have beside an embedding of `vocab_size` rows.
+
+    A tokenizer is read, and may be parsed, as a whole. Vocabularies have some 30 to 150 bytes per token.
+    """
+    return min(MAX_JSON_BYTES, (1 << 20) + 1000 * vocab_size)
 
 
 def validation_loss(manifest: Manifest) -> float | None:
@@ -274,6 +295,10 @@ def check_files(manifest: Manifest) -> None:
         raise CorruptSnapshot("its manifest is damaged: files: they are not those of a snapshot of its step")
     if (sum(record.bytes for record in records), joint_sha256(records)) != (manifest.bytes, manifest.sha256):
         raise CorruptSnapshot("its manifest is damaged: bytes or sha256: the files have other values")
+    limit = max_tokenizer_bytes(manifest.tokenizer.vocab_size)
+    for record in records:
+        if record.name == file_name(manifest.step, TOKENIZER) and record.bytes > limit:
+            raise CorruptSnapshot(f"its tokenizer has {record.bytes:,} bytes, more than {limit:,}")
 
 
 def is_intact(manifest: dict[str, Any], content: bytes) -> bool:

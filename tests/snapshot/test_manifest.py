@@ -53,6 +53,13 @@ def with_file(**values: object) -> dict[str, Any]:
     return {"files": files, "sha256": digest, "bytes": sum(sizes) if is_sum else 47}
 
 
+def with_tokenizer(size: int, vocab_size: int) -> dict[str, Any]:
+    """A tokenizer of `size` bytes as a third file."""
+    files = [*RECORDS, FileRecord(name="step_00000004.tokenizer", sha256="ef" * 32, bytes=size)]
+    listed = make_manifest(4).with_files(files).model_dump(include={"files", "sha256", "bytes"})
+    return listed | {"tokenizer": {"kind": "json", "vocab_size": vocab_size}}
+
+
 def test_a_manifest_is_read_back_with_the_sizes_and_the_hashes_of_the_files() -> None:
     content = encode_manifest(make_manifest(4, config=CONFIG).with_files(RECORDS))
     manifest = decode_manifest(content)
@@ -127,10 +134,18 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("files: they are not those", {"files": FILES[::-1]}),
     ("bytes", {"bytes": -1}),
     ("after", {"after": -1}),
+    ("it tells of 5 steps at step 4", {"after": 5}),
+    ("it tells of 5 steps at step 4", {"evaluated_step": 5}),
+    ("it tells of 5 steps at step 4", {"replayed_step": 5}),
+    ("it tells of 5 steps at step 4", {"skipped": [5, 0]}),
+    ("software.numerics", with_software(numerics=2**63)),
+    ("its tokenizer has 2,000,000 bytes, more than 1,050,576", with_tokenizer(2_000_000, 2)),
+    ("its tokenizer has 1,000,000,000 bytes, more than 67,108,864", with_tokenizer(10**9, 10**9)),
     ("shard", {"shard": 3}),
     ("shard.rank", {"shard": SHARD | {"rank": -1}}),
     ("there is no rank 2 of 2 workers", {"shard": SHARD | {"rank": 2}}),
     ("shard.workers", {"shard": SHARD | {"rank": 0, "workers": 0}}),
+    ("shard.workers", {"shard": SHARD | {"workers": 2**30}}),
     ("shard.weights", {"shard": SHARD | {"weights": 1}}),
     ("shard.generation", {"shard": SHARD | {"generation": "x"}}),
     ("shard.more", {"shard": SHARD | {"more": 1}}),

@@ -46,7 +46,8 @@ class Nodes:
     def write(self, rank: int, place: str, step: int, with_whole: bool, more: dict[str, Any]) -> None:
         workers = len(self.node_of)
         shard = {"rank": rank, "workers": workers, "weights": self.weights, "generation": "0" * 32}
-        manifest = make_manifest(step, **FIELDS | {"shard": shard} | more)
+        tokenizer = {"kind": "json" if self.tokenizer else "none", "vocab_size": 11}
+        manifest = make_manifest(step, **FIELDS | {"shard": shard, "tokenizer": tokenizer} | more)
         rows, part = RowMap(SHAPES, workers, ("model.", "optimizer.")[not self.weights :]), {}
         for name, tensor in make_state(step).items():
             if rows.by_rank(name):
@@ -174,6 +175,14 @@ def test_what_was_saved_to_memory_after_a_snapshot_that_is_gone_counts_in_a_rest
     for is_restart, expected in ((True, 12), (False, 5)):
         found = nodes.search(0, SingleProcess(), is_restart).state
         assert found and found.manifest.step == expected
+
+
+def test_a_tokenizer_that_the_manifest_does_not_tell_of_is_damage(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, [0])
+    write(nodes.disk, make_manifest(5, **FIELDS), make_state(5))
+    write(nodes.disk, make_manifest(10, **FIELDS), make_state(10), b"a tokenizer")
+    found = nodes.search(0, SingleProcess())
+    assert found.state and found.state.manifest.step == 5
 
 
 def test_a_part_of_a_state_on_disk_is_corrupt_and_the_whole_state_before_it_is_used(tmp_path: Path) -> None:
