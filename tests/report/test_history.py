@@ -13,6 +13,8 @@ from mingpt.report import load_history, mark_ended, read_job_start
 from mingpt.report.history import MAX_REPEATS, RunHistory
 
 RUN_ID = "abc123"
+GENERATION = '{"end": "running", "from_step": 0, "to_step": 4, "restart": false, "began": 1.0, "seen": 2.0}'
+WHOLE = f'{{"id": "{RUN_ID}", "generations": [{GENERATION}], %s}}'  # a run.json with one field more
 FAILURE = {"why": "failed (ValueError: twice two)"}
 
 
@@ -177,8 +179,13 @@ def test_three_nodes_that_join_at_the_same_step_are_no_failures(tmp_path: Path) 
         '{"id": "abc123", "generations": []}',
         '{"id": "../elsewhere", "generations": []}',
         '{"id":' + "[" * 100_000,
+        WHOLE % '"seconds_lost": "x"',
+        WHOLE % '"seconds_lost": 1e400',
+        WHOLE % '"changes": [3]',
+        WHOLE % '"changes": [{"step": 1, "settings": ["seed"]}]',
+        WHOLE % '"job_began": null',
     ],
-    ids=range(6),
+    ids=range(11),
 )
 def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run.json").write_text(content)
