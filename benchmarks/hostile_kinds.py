@@ -158,7 +158,9 @@ MANIFEST_FIELDS: dict[str, dict[str, Any]] = {
     "manifest: an unknown tokenizer": {"tokenizer": {"kind": "pickle", "vocab_size": 65}},
     "manifest: 2**62 tokens": {"tokenizer": {"kind": "char", "vocab_size": 2**62}},
     "manifest: saved after 2**62": {"after": 2**62},
-    "manifest: 2**30 workers": {"shard": {"rank": 0, "workers": 2**30, "weights": True, "generation": "0" * 32}},
+    "manifest: 2**30 workers": {
+        "shard": {"rank": 0, "workers": 2**30, "weights": True, "generation": "0" * 32}
+    },
 }
 # Contents of the tokenizer's file, with the right checksums.
 TOKENIZERS: dict[str, Callable[[Forgery], bytes]] = {
@@ -172,7 +174,6 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "manifest: 10**9 threads": ("software", {"threads": 10**9}),
     "manifest: an unknown type": ("software", {"dtype": "object"}),
     "manifest: no tokenizer": ("tokenizer", {"kind": "none"}),
-    "config: block_size is 10**9": ("data", {"block_size": 10**9}),
     "config: n_layer is 10**9": ("model", {"n_layer": 10**9}),
     "config: n_embd is 10**12": ("model", {"n_embd": 10**12}),
     "config: n_head is 0": ("model", {"n_head": 0}),

@@ -254,9 +254,9 @@ class Claim:
     def release(self) -> None:
         """Give the folder free if this generation still holds the claim. Call this when the job ends.
 
-        The claim's file stays, so that the next claim gets the next number: a process that was suspended while
-        it tried to take over an earlier claim then finds a newer one. If the file cannot be written, it is
-        removed. Never raises: a failure is only logged.
+        The claim's file stays, so that the next claim gets the next number: a process that was suspended
+        while it tried to take over an earlier claim then finds a newer one. If the file cannot be written, it
+        is removed. Never raises: a failure is only logged.
         """
         if self.number and self.may_write():
             try:

@@ -15,16 +15,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from mingpt.base.errors import CorruptSnapshot, UserError
-from mingpt.base.files import (
-    MAX_JSON_BYTES,
-    BadJson,
-    Count,
-    RunId,
-    Sha256,
-    bad_json,
-    check_json,
-    parse_json,
-)
+from mingpt.base.files import MAX_JSON_BYTES, BadJson, Count, RunId, Sha256, bad_json, check_json, parse_json
 from mingpt.config import Config, check
 from mingpt.snapshot.layout import TOKENIZER, are_files_of, file_name
 
@@ -90,7 +81,7 @@ class SoftwareFields(Part):
     dtype: Literal["float32", "bfloat16", "float16"]
     device_type: Name | None = None
     compiled: bool | Name = False
-    numerics: Count = 1  # the constant NUMERICS (distributed/device.py) of the program that wrote the snapshot
+    numerics: Count = 1  # NUMERICS (distributed/device.py) of the program that wrote the snapshot
 
 
 class FileRecord(Part):

@@ -368,7 +368,7 @@ class SnapshotStore(FileStore):
         target = f"{kind}-{number}-"
         for name in files_of(names, step):
             with contextlib.suppress(FileNotFoundError):  # another node, on the same folder, was faster
-                self.files.mv(self.path(name), self.path(target + name))
+                self.rename(name, target + name)
         self.fsync_folder()
         log.warning(
             f"snapshot of step {step} set aside as {self.path(f'{target}step_{step:08d}.')}*: {reason}"

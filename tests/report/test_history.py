@@ -246,4 +246,7 @@ def test_a_thread_may_record_while_another_thread_records(tmp_path: Path) -> Non
     history.content["slow"] = slow
     history.note_missing(1, 2)
     slow.thread.join()
-    assert (read(tmp_path)["updates_skipped"], read(tmp_path)["generations"][0]["metrics_missing"]) == (3, [1, 2])
+    assert (read(tmp_path)["updates_skipped"], read(tmp_path)["generations"][0]["metrics_missing"]) == (
+        3,
+        [1, 2],
+    )

@@ -25,7 +25,14 @@ from mingpt.report.writing import read_records
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
 ENVIRONMENT = Environment(
-    torch="2", device="cpu AVX512", device_type="cpu", threads=1, numerics=1, dtype="float32", compiled=False
+    torch="2",
+    device="cpu AVX512",
+    device_type="cpu",
+    threads=1,
+    numerics=1,
+    dtype="float32",
+    kernels="none",
+    compiled=False,
 )
 
 

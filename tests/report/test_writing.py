@@ -25,7 +25,11 @@ def test_records_are_read_one_at_a_time_and_a_damaged_line_is_left_out(
     """The file is not read at once: the first records come before a line that is written later."""
     path = tmp_path / "metrics.jsonl"
     others = ["no record", "[1]", f'{{"step": {10**400}}}', f'{{"step": 1, "val/loss": {10**400}}}']
-    path.write_text('{"step": 1}\n' + "\n".join([*others, " " * (3 << 20), ""]) + "".join(f'{{"step": {n}}}\n' for n in range(2, 50_000)))
+    path.write_text(
+        '{"step": 1}\n'
+        + "\n".join([*others, " " * (3 << 20), ""])
+        + "".join(f'{{"step": {n}}}\n' for n in range(2, 50_000))
+    )
     records = read_records(path)
     assert [record["step"] for record in itertools.islice(records, 3)] == [1, 2, 3]
     with open(path, "a") as file:
