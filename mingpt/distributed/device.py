@@ -182,7 +182,8 @@ def kernel_variables(device: "torch.device") -> str:
         for name, value in sorted(os.environ.items())
         if name.startswith(names) and "VERBOSE" not in name
     ]
-    return (" ".join(given) or "none").encode(errors="replace").decode()[:200]  # a manifest takes only Unicode
+    text = " ".join(given) or "none"
+    return text.encode(errors="replace").decode()[:200]  # a manifest takes only Unicode
 
 
 def gpu_facts(device: "torch.device") -> dict[str, str]:

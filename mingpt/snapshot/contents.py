@@ -14,22 +14,22 @@ from torch import Tensor
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.base.rows import RowMap, Shape
 from mingpt.config import Config
-from mingpt.data import CharTokenizer, Tokenizer, kind_of, load_tokenizer
+from mingpt.data import Tokenizer, kind_of, load_tokenizer
 from mingpt.model import GPT, parameter_shapes
 from mingpt.optim import state_shapes
 from mingpt.snapshot.manifest import Manifest, TokenizerFields, max_tokenizer_bytes
 from mingpt.snapshot.reading import Entries
-from mingpt.snapshot.store import OLDER_TOKENIZER, Snapshot
+from mingpt.snapshot.store import Snapshot
 
 
 def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
     """Check that a snapshot holds the whole state of a run; else raise CorruptSnapshot.
 
     The state is a model's parameters and the optimizer's state, in float32, and the tokenizer, if the run has
-    one. The manifest's configuration describes the model. Other tensors raise CorruptSnapshot, except
-    OLDER_TOKENIZER. `entries` has the types and shapes of the snapshot's tensors, and `tokenizer` the
-    tokenizer's bytes (None: there are none). No tensor is read. Raises UserError if a training loop of the
-    user's own, not a run, wrote the snapshot.
+    one. The manifest's configuration describes the model. Other tensors raise CorruptSnapshot. `entries` has
+    the types and shapes of the snapshot's tensors, and `tokenizer` the tokenizer's bytes (None: there are
+    none). No tensor is read. Raises UserError if a training loop of the user's own, not a run, wrote the
+    snapshot.
     """
     if manifest.shard:
         raise CorruptSnapshot("it is a part of a sharded state")
@@ -73,7 +73,7 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
             )
         if entries[name].dtype != torch.float32:
             raise CorruptSnapshot(f"its tensor {name} has type {entries[name].dtype}, not float32")
-    surplus = sorted(entries.keys() - wanted - {OLDER_TOKENIZER})
+    surplus = sorted(entries.keys() - wanted)
     if surplus:
         raise CorruptSnapshot(f"its tensor file holds {surplus[0]!r}, which its model lacks")
     if manifest.tokenizer.kind == "none" and tokenizer is not None:
@@ -140,8 +140,7 @@ def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
     about = manifest.tokenizer
     if content is None or about.sha256 not in (None, hashlib.sha256(content).hexdigest()):
         raise ValueError("its bytes are not those that the manifest tells of")
-    is_older = about.kind == "char" and manifest.vocabulary
-    tokenizer = CharTokenizer(content.decode()) if is_older else load_tokenizer(about.kind, content)
+    tokenizer = load_tokenizer(about.kind, content)
     if len(tokenizer) > about.vocab_size:
         raise ValueError(f"it has {len(tokenizer)} tokens, and the model {about.vocab_size}")
     return tokenizer

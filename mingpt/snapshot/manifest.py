@@ -20,7 +20,6 @@ from mingpt.config import Config, check
 from mingpt.snapshot.layout import TOKENIZER, are_files_of, file_name
 
 SCHEMA = 3
-OLDER_SCHEMA = 2  # manifests of this earlier schema version can also be read
 MAX_BYTES = 4 << 20  # of a manifest; once it is parsed, each byte may take 30 bytes of memory
 MAX_WORKERS = 4096  # of a sharded state: a RowMap lists the rows of each
 CONFIG = pydantic.TypeAdapter(Config)
@@ -157,7 +156,6 @@ class Manifest(Part):
     files: list[FileRecord] = []  # weights, optimizer's state, tokenizer; the last two may be missing
     sha256: Sha256 = 64 * "0"  # see joint_sha256
     bytes: Count = 0  # of all files
-    vocabulary: str = ""  # only in OLDER_SCHEMA: the characters of the tokenizer, if no tensor holds them
 
     @pydantic.model_validator(mode="after")
     def check_steps(self) -> "Manifest":
@@ -247,27 +245,12 @@ def decode_manifest(content: bytes) -> Manifest:
         raise CorruptSnapshot("its manifest is damaged: its checksum does not hold")
     check_schema(fields)
     try:
-        manifest = check_json(from_older(fields) if fields["schema"] == OLDER_SCHEMA else fields, Manifest)
+        manifest = check_json(fields, Manifest)
     except BadJson as error:
         raise CorruptSnapshot(f"its manifest is damaged: {error}") from None
     check_files(manifest)
     manifest.settings  # noqa: B018 - raises CorruptSnapshot
     return manifest
-
-
-def from_older(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert the fields of a manifest of OLDER_SCHEMA to fields of the present schema; return these fields.
-
-    If `tokenizer` is missing, it is derived from `vocabulary`. `evaluated_step` is derived from `metrics`.
-    """
-    vocabulary, metrics = fields.get("vocabulary"), fields.get("metrics")
-    derived: dict[str, Any] = {}
-    if fields.get("tokenizer") is None and isinstance(vocabulary, str):
-        derived["tokenizer"] = {"kind": "char", "vocab_size": len(vocabulary)}
-    evaluation = metrics.get("val") if isinstance(metrics, dict) else None
-    if isinstance(evaluation, dict):
-        derived["evaluated_step"] = evaluation.get("step")
-    return fields | derived
 
 
 def check_files(manifest: Manifest) -> None:
@@ -305,10 +288,11 @@ def check_schema(manifest: dict[str, Any]) -> None:
     schema = manifest.get("schema")
     if type(schema) is not int or schema < 1:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")
-    if schema not in (OLDER_SCHEMA, SCHEMA):
+    if schema != SCHEMA:
         raise UserError(
             f"the snapshot of step {manifest.get('step')!r:.20} has schema version {schema!r:.20}, "
-            f"and this program reads versions {OLDER_SCHEMA} and {SCHEMA}"
+            f"and this program reads version {SCHEMA}: go on with the version that wrote it, or choose "
+            "another run_dir"
         )
 
 

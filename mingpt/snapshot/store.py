@@ -53,7 +53,6 @@ from mingpt.snapshot.manifest import (
 from mingpt.snapshot.reading import Check, SourceFile, StoredFile, TensorFile, accept_all, check_finite, wrong
 
 MAX_FILES_AT_ONCE = 4
-OLDER_TOKENIZER = "tokenizer"  # a tensor of bytes, in snapshots of schema 2
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
 
@@ -137,11 +136,7 @@ class Snapshot:
         for file in self.files:
             if not isinstance(file, TensorFile):
                 return file.file.read(0, file.size)
-        if OLDER_TOKENIZER in self.file_of:
-            if self.entries[OLDER_TOKENIZER].dtype != torch.uint8:
-                raise CorruptSnapshot(f"its tensor {OLDER_TOKENIZER!r} does not have type U8")
-            return self.read(OLDER_TOKENIZER).numpy().tobytes()
-        return self.manifest.vocabulary.encode(errors="replace") or None
+        return None
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """Read the tensors whose names begin with `prefix`; return them by name, without the prefix."""
