@@ -130,7 +130,7 @@ class LossScaleFields(pydantic.BaseModel):
 class Manifest(Part):
     """The content of a manifest, checked for types and ranges.
 
-    Before the snapshot is written, `files`, `sha256`, `bytes` and `audit` have their defaults.
+    Before the snapshot is written, `files`, `sha256` and `bytes` have their defaults.
     """
 
     run: RunId | None = None  # id of the run that wrote the snapshot; None: not recorded
@@ -141,7 +141,6 @@ class Manifest(Part):
     tokenizer: TokenizerFields = TokenizerFields(kind="none", vocab_size=1)
     data: DataFields = DataFields(path="", sha256=64 * "0")
     software: SoftwareFields = SoftwareFields.model_construct(torch="", device="", threads=1, dtype="float32")
-    audit: Sha256 = 64 * "0"  # a hash over all tokens that were trained on
     metrics: dict[str, dict[str, Number]] = {}  # kind, such as "val" -> the last record of that kind
     # The last step after which the run was evaluated, and the last step at which the workers were compared
     # and agreed. None: there was no such step, or the step is not recorded.

@@ -115,7 +115,6 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("software.device", with_software(device=["cpu"])),
     ("software.more", with_software(more={"a": "b"})),
     ("software.torch", with_software(torch="2" * 10_000)),
-    ("audit", {"audit": "start"}),
     ("metrics.val", {"metrics": {"val": 3}}),
     ("metrics.val.val/loss", {"metrics": {"val": {"val/loss": True}}}),
     ("metrics.val.val/loss", {"metrics": {"val": {"val/loss": float("nan")}}}),

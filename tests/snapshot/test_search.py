@@ -125,13 +125,12 @@ def test_in_place_of_a_damaged_part_its_copy_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "step"),
     [
-        ({"audit": "1" * 64}, 5),
         ({"windows": 99}, 5),
         ({"config": to_dict(CONFIG) | {"seed": 3}}, 5),
         ({"shard": {"rank": 1, "workers": 2, "weights": True, "generation": "1" * 32}}, 5),
         ({"config": to_dict(CONFIG) | {"run_dir": "elsewhere"}}, 10),
     ],
-    ids=["audit", "windows", "config", "generation", "only the run folder"],
+    ids=["windows", "config", "generation", "only the run folder"],
 )
 def test_parts_that_are_not_of_one_save_are_no_step(other: dict[str, Any], step: int, tmp_path: Path) -> None:
     """Two generations may have computed the same step, with other bits under `reduction=fast`."""
