@@ -36,7 +36,8 @@ class Forgery:
     def write(self, manifest_path: Path, tensor_path: Path) -> None:
         content = self.tensor_file
         if content is None:
-            content = with_header(json.dumps(self.header).encode(), self.data)
+            text = json.dumps(self.header, separators=(",", ":")).encode()
+            content = with_header(text + b" " * (-len(text) % 8), self.data)
         written = {tensor_path: content, tensor_path.with_suffix(".tokenizer"): self.tokenizer}
         files = [
             {"name": path.name, "sha256": hashlib.sha256(one).hexdigest(), "bytes": len(one)}
@@ -152,14 +153,14 @@ MANIFEST_FIELDS: dict[str, dict[str, Any]] = {
     "manifest: step is 10**30": {"step": 10**30, "windows": 10**31},
     "manifest: windows are negative": {"windows": -1},
     "manifest: fewer windows than steps": {"windows": 1},
-    "manifest: windows are null": {"windows": None},
     "manifest: schema is -1": {"schema": -1},
-    "manifest: audit is null": {"audit": None},
-    "manifest: metrics are text": {"metrics": {"val": {"val/loss": "low"}}},
     "manifest: metrics are NaN": {"metrics": {"val": {"val/loss": float("nan")}}},
-    "manifest: data is text": {"data": "text"},
     "manifest: an unknown tokenizer": {"tokenizer": {"kind": "pickle", "vocab_size": 65}},
     "manifest: 2**62 tokens": {"tokenizer": {"kind": "char", "vocab_size": 2**62}},
+    "manifest: saved after 2**62": {"after": 2**62},
+    "manifest: 2**30 workers": {
+        "shard": {"rank": 0, "workers": 2**30, "weights": True, "generation": "0" * 32}
+    },
 }
 # Contents of the tokenizer's file, with the right checksums.
 TOKENIZERS: dict[str, Callable[[Forgery], bytes]] = {
@@ -171,8 +172,8 @@ TOKENIZERS: dict[str, Callable[[Forgery], bytes]] = {
 # Fields of the manifest's parts.
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "manifest: 10**9 threads": ("software", {"threads": 10**9}),
-    "manifest: threads are true": ("software", {"threads": True}),
     "manifest: an unknown type": ("software", {"dtype": "object"}),
+    "manifest: no tokenizer": ("tokenizer", {"kind": "none"}),
     "config: n_layer is 10**9": ("model", {"n_layer": 10**9}),
     "config: n_embd is 10**12": ("model", {"n_embd": 10**12}),
     "config: n_head is 0": ("model", {"n_head": 0}),
@@ -192,6 +193,7 @@ PLACED: dict[str, Callable[[Path], Any]] = {
 # Fields that are valid by themselves: a snapshot with them is used or refused, but nothing is allocated.
 VALID_FIELDS: dict[str, dict[str, Any]] = {
     "valid: 2**62 windows": {"windows": 2**62},
+    "valid: unchanged": {},
     "valid: schema is 4": {"schema": 4},
     "valid: another text": {"data": {"path": "x", "sha256": "0" * 64}},
 }
@@ -204,6 +206,12 @@ def truncated(forgery: Forgery) -> None:
 def transposed(forgery: Forgery) -> None:
     for entry in forgery.header.values():
         entry["shape"] = entry["shape"][::-1]
+
+
+def huge_tokenizer(forgery: Forgery) -> None:
+    forgery.tokenizer = bytes(1 << 30)
+    forgery.place.append(lambda _, path: os.truncate(path.with_suffix(".tokenizer"), 0))
+    forgery.place.append(lambda _, path: os.truncate(path.with_suffix(".tokenizer"), 1 << 30))
 
 
 def missing_tensor(forgery: Forgery) -> None:
@@ -230,7 +238,7 @@ def rename(forgery: Forgery, new: str) -> None:
 
 
 def set_part(forgery: Forgery, part: str, values: dict[str, Any]) -> None:
-    parent = forgery.manifest if part == "software" else forgery.manifest["config"]
+    parent = forgery.manifest if part in ("software", "tokenizer") else forgery.manifest["config"]
     parent[part] |= values
 
 
@@ -272,6 +280,7 @@ def forge(kind: str, forgery: Forgery) -> None:
 
 OTHERS: dict[str, Kind] = {
     "tensors: truncated": truncated,
+    "tokenizer: a sparse file of 1 GB": huge_tokenizer,
     "model: a tensor is missing": missing_tensor,
     "model: a tensor too many": extra_tensor,
     "model: every matrix transposed": transposed,

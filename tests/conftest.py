@@ -148,9 +148,8 @@ def error_of(job: Job, code: int = 2) -> str:
 
 
 def assert_same_run(run_dir: Path, expected: Path) -> None:
-    """Assert equal weights, optimizer state, audit and metrics."""
+    """Assert equal weights, optimizer state and metrics."""
     assert final_hash(run_dir) == final_hash(expected)
-    assert manifest(run_dir, 30)["audit"] == manifest(expected, 30)["audit"]
     for name in ("train/loss", "grad_norm", "val/loss", "val/bits_per_byte"):
         found = read_metric(run_dir, name)
         assert len(found) >= 4 and found == read_metric(expected, name), name

@@ -23,6 +23,7 @@ from mingpt.distributed.device import (
     device_name,
     find_device,
     idle_gpus,
+    kernel_variables,
     resolve_dtype,
 )
 from mingpt.distributed.ends import GenerationEnd
@@ -176,6 +177,7 @@ class DistributedContext(Group):
             threads=self.threads,
             numerics=NUMERICS,
             dtype=str(self.dtype).removeprefix("torch."),
+            kernels=kernel_variables(self.device),
             compiled=False,
         )
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 DRIVER = Path("/proc/driver/nvidia/version")
+# Beginnings of the names of environment variables that choose kernels, and so change bits.
+CPU_KERNELS = ("ATEN_CPU_", "MKL_", "ONEDNN_", "DNNL_", "TORCH_MKLDNN_", "OPENBLAS_", "BLIS_")
+GPU_KERNELS = ("CUBLAS", "CUDNN_", "TORCH_CUDNN_", "TORCH_BLAS_", "TORCH_ALLOW_TF32_", "NVIDIA_TF32_")
 
 
 def find_device(wanted: str, launch: Launch) -> "torch.device":
@@ -152,6 +155,7 @@ class Environment:
     threads: int  # CPU threads per worker
     numerics: int  # NUMERICS of the program that trained
     dtype: str  # of matrix products, such as "bfloat16"
+    kernels: str  # what `kernel_variables` returns
     compiled: bool | str  # True: the model as a whole; "blocks": each block by itself; False: not compiled
 
 
@@ -164,6 +168,22 @@ def device_name(device: "torch.device") -> str:
     # AMX computes products with other bits than AVX512.
     amx = " AMX" if torch.cpu._is_amx_tile_supported() else ""
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}{amx}"
+
+
+def kernel_variables(device: "torch.device") -> str:
+    """Return the environment variables that choose this device's kernels, as "NAME=VALUE NAME=VALUE".
+
+    Returns "none" if none is set. Variables about logging are left out. The result has at most 200
+    characters.
+    """
+    names = GPU_KERNELS if device.type == "cuda" else CPU_KERNELS
+    given = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(names) and "VERBOSE" not in name
+    ]
+    text = " ".join(given) or "none"
+    return text.encode(errors="replace").decode()[:200]  # a manifest takes only Unicode
 
 
 def gpu_facts(device: "torch.device") -> dict[str, str]:

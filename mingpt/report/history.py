@@ -7,12 +7,13 @@ import contextlib
 import json
 import logging
 import platform
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 
@@ -43,7 +44,15 @@ class Generation(pydantic.BaseModel):
     step_s: Seconds = 0.0
     seconds: Seconds = 0.0
     phases: dict[str, Seconds] = {}
+    exact: pydantic.StrictBool = False
     oom_kills: Count = 0
+
+
+class Change(pydantic.BaseModel):
+    """Settings that a user changed on purpose, each "key: old -> new", from `step` on."""
+
+    step: Count
+    settings: list[Annotated[str, pydantic.Field(pattern=": .* -> ")]]
 
 
 class Suspects(pydantic.BaseModel):
@@ -62,10 +71,12 @@ class History(pydantic.BaseModel):
     id: RunId
     job: str = ""
     generations: list[Generation] = pydantic.Field(min_length=1)
-    changes: list[Any] = []
+    changes: list[Change] = []
     durable_step: Count = 0
     status: str = ""
     steps_lost: Count = 0
+    seconds_lost: Seconds = 0.0
+    job_began: Seconds = 0.0
     goodput: Seconds = 1.0
     suspects: list[Suspects] = []
     inputs: dict[str, Any] = {}
@@ -185,6 +196,7 @@ class RunHistory:
         self.file = ReportFile(self.path, may_write)
         self.background = ThreadPoolExecutor(max_workers=1)  # so that no step waits for an fsync
         self.queued: Future[None] | None = None  # the last write whose end nothing waits for
+        self.lock = threading.Lock()  # a thread that ends the process may record a failure during a step
         self.content: dict[str, Any] = {
             "id": run_id,
             "status": "running",
@@ -245,7 +257,7 @@ class RunHistory:
         self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
         if self.content.get("job") != start.job or "job_began" not in self.content:
             self.content |= {"job": start.job, "job_began": now - start_s}
-        self.write()
+        self.record({}, {})
         return sentence
 
     def close_generation(self, last: dict[str, Any], start: RunStart) -> str | None:
@@ -283,7 +295,8 @@ class RunHistory:
         if not self.generations[-1]["restart"]:
             return None  # a user started the job again, perhaps with the cause removed
         ended = [entry for entry in self.generations if entry["end"] != "running"][-MAX_REPEATS:]
-        same_step = len({entry["to_step"] for entry in ended}) == 1 and all(entry["exact"] for entry in ended)
+        is_exact = all(entry.get("exact") for entry in ended)
+        same_step = len({entry["to_step"] for entry in ended}) == 1 and is_exact
         if len(ended) < MAX_REPEATS or not same_step or not all(entry["restart"] for entry in ended[1:]):
             return None
         if any(entry["end"].startswith("stopped by") or entry["end"].endswith(" joined") for entry in ended):
@@ -295,18 +308,15 @@ class RunHistory:
 
     def note_missing(self, first_step: int, last_step: int) -> None:
         """Record that the metrics from `first_step` to `last_step` could not be written and are lost."""
-        self.generations[-1]["metrics_missing"] = [first_step, last_step]
-        self.write()
+        self.record({}, {"metrics_missing": [first_step, last_step]})
 
     def note_durable(self, step: int) -> None:
         """Record that the newest snapshot on disk is the snapshot of `step`."""
-        self.content["durable_step"] = step
-        self.write(waits=False)
+        self.record({"durable_step": step}, {}, waits=False)
 
     def note_skipped(self, count: int) -> None:
         """Record that the run has skipped `count` updates so far."""
-        self.content["updates_skipped"] = count
-        self.write()
+        self.record({"updates_skipped": count}, {})
 
     def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
         """Record that `workers` may have computed wrongly, as found after `step`.
@@ -316,9 +326,9 @@ class RunHistory:
         renames.
         """
         entry = {"step": step, "after": after, "workers": workers}
-        self.content["suspects"] = [*self.content.get("suspects", []), entry]
-        self.content["durable_step"] = 0  # not known until the snapshots are set aside
-        self.write()
+        suspects = [*self.content.get("suspects", []), entry]
+        # The durable step is not known until the snapshots are set aside.
+        self.record({"suspects": suspects, "durable_step": 0}, {})
 
     def note_step(self, step: int, step_s: float | None, phases: dict[str, float] | None = None) -> None:
         """Record that this generation has completed `step`.
@@ -326,19 +336,21 @@ class RunHistory:
         `step_s` is the number of seconds per step; None leaves the recorded number unchanged. `phases` maps
         some or all of PHASES to their total seconds so far; the records of other phases stay unchanged.
         """
-        entry = self.generations[-1]
-        entry |= {"to_step": step, "seen": time.time()}
-        entry["seconds"] = round(time.monotonic() - self.began_at, 3)
-        entry["phases"] |= {name: round(phase_s, 3) for name, phase_s in (phases or {}).items()}
-        if step_s is not None:
-            entry["step_s"] = step_s
-        self.write(waits=False)
+        self.record({}, self.progress(step, step_s, phases), waits=False)
+
+    def progress(self, step: int, step_s: float | None, phases: dict[str, float] | None) -> dict[str, Any]:
+        """Return the fields of the generation's entry that `note_step` describes."""
+        entry = {
+            "to_step": step,
+            "seen": time.time(),
+            "seconds": round(time.monotonic() - self.began_at, 3),
+            "phases": {name: round(phase_s, 3) for name, phase_s in (phases or {}).items()},
+        }
+        return entry if step_s is None else entry | {"step_s": step_s}
 
     def end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
-        self.generations[-1] |= {"exact": True, "end": how}
-        self.content["status"] = status
-        self.note_step(step, None, phases)
-        self.write()
+        entry = self.progress(step, None, phases) | {"exact": True, "end": how}
+        self.record({"status": status}, entry)
 
     def summary(self) -> str:
         """Return one line on the whole run: generations, steps done twice, seconds lost, and goodput."""
@@ -347,18 +359,22 @@ class RunHistory:
             f"{self.content['seconds_lost']:.1f} s lost, goodput {self.content['goodput']:.1%}"
         )
 
-    def write(self, waits: bool = True) -> None:
-        """Write run.json in the background thread; with `waits`, return only after the write has ended.
+    def record(self, content: dict[str, Any], entry: dict[str, Any], waits: bool = True) -> None:
+        """Set fields of run.json and of this generation's entry, and write run.json in the background thread.
 
-        If the write of older content has not begun yet, only the new content is written.
+        With `waits`, return only after the write has ended. If the write of older content has not begun yet,
+        only the new content is written. Any thread may call this.
         """
-        if self.queued is not None:
-            self.queued.cancel()  # has no effect if the write has begun
-        writing = self.background.submit(self.file.replace, self.encode())
+        with self.lock:
+            last = self.generations[-1]
+            last |= entry | {"phases": last["phases"] | entry.get("phases", {})}
+            self.content |= content
+            if self.queued is not None:
+                self.queued.cancel()  # has no effect if the write has begun
+            writing = self.background.submit(self.file.replace, self.encode())
+            self.queued = None if waits else writing
         if waits:
             writing.result()
-        else:
-            self.queued = writing
 
     def encode(self) -> str:
         """Update the goodput (the share of the time that was not lost), and return the file's content."""

@@ -21,6 +21,7 @@ from mingpt.report.metrics import RunStart, Sink, Values
 # Called before a file is changed. If it returns False, this generation (the workers between two restarts) no
 # longer holds the claim to the folder, and nothing may be written.
 MayWrite = Callable[[], bool]
+MAX_LINE_BYTES = 1 << 20  # of metrics.jsonl; a record has a few hundred
 log = logging.getLogger(__name__)
 
 
@@ -117,17 +118,19 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yield (line with its newline, the record in the line) in order; nothing if the file is missing.
 
-    The record is None if the line is not a record. Raises OSError if the file cannot be read.
+    The record is None if the line is not a record. A line of more than MAX_LINE_BYTES comes in pieces. Raises
+    OSError if the file cannot be read.
     """
     if not path.exists():
         return
     with open(path, "rb") as file:
-        for line in file:
+        for line in iter(functools.partial(file.readline, MAX_LINE_BYTES), b""):
             try:
                 record = parse_json(line)
-                if not isinstance(record["step"], int):
+                numbers = [value for value in record.values() if isinstance(value, int)]
+                if not isinstance(record["step"], int) or max(map(abs, numbers)) >= 2**63:
                     raise TypeError
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, AttributeError):
                 record = None
             yield line, record
 

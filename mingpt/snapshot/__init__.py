@@ -13,10 +13,9 @@ from mingpt.snapshot.memory import MemorySaver, MemorySnapshots
 from mingpt.snapshot.reading import Check, Entries
 from mingpt.snapshot.saver import Keep, SnapshotSaver
 from mingpt.snapshot.search import Found, StoredState, find_latest, load_latest
-from mingpt.snapshot.store import OLDER_TOKENIZER, Snapshot, SnapshotStore
+from mingpt.snapshot.store import Snapshot, SnapshotStore
 
 __all__ = [
-    "OLDER_TOKENIZER",
     "Check",
     "Entries",
     "Found",

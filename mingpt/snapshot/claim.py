@@ -27,14 +27,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mingpt.base.errors import ClaimLost, LaterGeneration, SupersededError, UserError
-from mingpt.base.files import BadJson, Seconds, check_json, parse_json, remove_quietly
+from mingpt.base.files import BadJson, Seconds, check_json, parse_json, remove_quietly, write_atomic
 from mingpt.base.processes import Process
 from mingpt.distributed import write_stderr
 
 LEASE_S = 20.0  # another job takes over a claim that has not been renewed for this long
 RENEW_S = 5.0  # seconds between two renewals
 POLL_S = 0.5
-FILE_NAME = re.compile(r"claim-([0-9]{6})\.json")
+FILE_NAME = re.compile(r"claim-([1-9][0-9]*|0[0-9]{5})\.json")
+MAX_BYTES = 4 << 20  # of a claim's file; an agent takes a few hundred
 log = logging.getLogger(__name__)
 
 
@@ -75,13 +76,19 @@ class Holder:
 class Found(NamedTuple):
     """A claim as it was read from its file."""
 
-    number: int  # in the file's name; 0 if there is no claim
+    number: int  # in the file's name; 0 if there is no file
     holder: Holder
     renewed: int  # modification time of the file, in nanoseconds since 1970
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no job holds the folder: there is no claim, or its job has released it."""
+        return not self.number or self.holder == RELEASED
 
 
 UNKNOWN = Holder((), "unknown", "unknown", since=0.0)  # if a claim's file is damaged, or another program's
 EMPTY = replace(UNKNOWN, generation="empty")  # if a claim's file is being written
+RELEASED = Holder((), "released", "released", since=0.0)  # written in place of a job that has ended
 NONE = Found(0, UNKNOWN, 0)  # what `read_newest` returns if there is no claim
 
 
@@ -95,18 +102,22 @@ def read_newest(folder: Path) -> Found:
         names = os.listdir(folder)
     except FileNotFoundError:
         return NONE
-    for name in sorted(filter(FILE_NAME.fullmatch, names), reverse=True):
+    for name in sorted(filter(FILE_NAME.fullmatch, names), key=number_of, reverse=True):
         try:
             with open(folder / name, "rb") as file:
-                content, renewed = file.read(), os.fstat(file.fileno()).st_mtime_ns
+                content, renewed = file.read(MAX_BYTES), os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             continue  # a newer claim has just replaced it
         try:
             holder = check_json(parse_json(content), Holder)
         except BadJson:
             holder = UNKNOWN if content else EMPTY
-        return Found(int(name[6:12]), holder, renewed)
+        return Found(number_of(name), holder, renewed)
     return NONE
+
+
+def number_of(name: str) -> int:
+    return int(name[len("claim-") : -len(".json")])
 
 
 class Claim:
@@ -132,12 +143,12 @@ class Claim:
         except OSError:
             return  # nothing is logged here: logging a line to log.txt calls this first
         other = found.holder
-        if other.generation == self.holder.generation or (found.number and other.job == UNKNOWN.job):
+        if other.generation == self.holder.generation or (not found.is_free and other.job == UNKNOWN.job):
             return
         what = f"run_dir {self.folder}"
         if other.job == self.holder.job:
             raise LaterGeneration(f"the job goes on without this worker, which writes no more to {what}")
-        who = f"{other.sentence()} has taken over" if found.number else "its claim was removed"
+        who = "its claim was removed" if found.is_free else f"{other.sentence()} has taken over"
         raise SupersededError(f"{what} no longer belongs to this job, {who}: nothing more is written")
 
     def may_write(self) -> bool:
@@ -170,11 +181,11 @@ class Claim:
     def may_take(self, found: Found) -> bool:
         """Return whether the folder may be claimed at once; `found` is the claim with the highest number.
 
-        Returns True if there is no claim, or if all agents of the claim's holder have ended. Also returns
+        Returns True if the folder is free, or if all agents of the claim's holder have ended. Also returns
         True if the holder and this generation have an agent in common.
         """
         holder = found.holder
-        return not found.number or holder.is_alive() is False or self.holder.shares_agent(holder)
+        return found.is_free or holder.is_alive() is False or self.holder.shares_agent(holder)
 
     def refuse_or_tell(self, found: Found, is_first: bool) -> None:
         """Raise UserError if another job uses the folder; else print, once per wait, that this job waits.
@@ -242,10 +253,15 @@ class Claim:
             log.info(f"the claim to run_dir {self.folder} could not be renewed: {error}")
 
     def release(self) -> None:
-        """Remove the claim's file if this generation still holds the claim. Call this when the job ends.
+        """Give the folder free if this generation still holds the claim. Call this when the job ends.
 
-        Never raises: a failure is only logged.
+        The claim's file stays, so that the next claim gets the next number: a process that was suspended
+        while it tried to take over an earlier claim then finds a newer one. If the file cannot be written, it
+        is removed. Never raises: a failure is only logged.
         """
         if self.number and self.may_write():
-            remove_quietly(self.path(self.number))
+            try:
+                write_atomic(self.path(self.number), json.dumps(asdict(RELEASED)), sync="nothing")
+            except OSError:
+                remove_quietly(self.path(self.number))
         self.number = 0

@@ -14,22 +14,22 @@ from torch import Tensor
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.base.rows import RowMap, Shape
 from mingpt.config import Config
-from mingpt.data import CharTokenizer, Tokenizer, kind_of, load_tokenizer
+from mingpt.data import Tokenizer, kind_of, load_tokenizer
 from mingpt.model import GPT, parameter_shapes
 from mingpt.optim import state_shapes
-from mingpt.snapshot.manifest import Manifest, TokenizerFields
+from mingpt.snapshot.manifest import Manifest, TokenizerFields, max_tokenizer_bytes
 from mingpt.snapshot.reading import Entries
-from mingpt.snapshot.store import OLDER_TOKENIZER, Snapshot
+from mingpt.snapshot.store import Snapshot
 
 
 def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
     """Check that a snapshot holds the whole state of a run; else raise CorruptSnapshot.
 
     The state is a model's parameters and the optimizer's state, in float32, and the tokenizer, if the run has
-    one. The manifest's configuration describes the model. Other tensors raise CorruptSnapshot, except
-    OLDER_TOKENIZER. `entries` has the types and shapes of the snapshot's tensors, and `tokenizer` the
-    tokenizer's bytes (None: there are none). No tensor is read. Raises UserError if a training loop of the
-    user's own, not a run, wrote the snapshot.
+    one. The manifest's configuration describes the model. Other tensors raise CorruptSnapshot. `entries` has
+    the types and shapes of the snapshot's tensors, and `tokenizer` the tokenizer's bytes (None: there are
+    none). No tensor is read. Raises UserError if a training loop of the user's own, not a run, wrote the
+    snapshot.
     """
     if manifest.shard:
         raise CorruptSnapshot("it is a part of a sharded state")
@@ -73,9 +73,11 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
             )
         if entries[name].dtype != torch.float32:
             raise CorruptSnapshot(f"its tensor {name} has type {entries[name].dtype}, not float32")
-    surplus = sorted(entries.keys() - wanted - {OLDER_TOKENIZER})
+    surplus = sorted(entries.keys() - wanted)
     if surplus:
         raise CorruptSnapshot(f"its tensor file holds {surplus[0]!r}, which its model lacks")
+    if manifest.tokenizer.kind == "none" and tokenizer is not None:
+        raise CorruptSnapshot("its manifest tells of no tokenizer, and there is one")
     if has_unsharded and manifest.tokenizer.kind != "none":
         try:
             if tokenizer is None or manifest.tokenizer.kind != "json":
@@ -139,8 +141,7 @@ def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
     about = manifest.tokenizer
     if content is None or about.sha256 not in (None, hashlib.sha256(content).hexdigest()):
         raise ValueError("its bytes are not those that the manifest tells of")
-    is_older = about.kind == "char" and manifest.vocabulary
-    tokenizer = CharTokenizer(content.decode()) if is_older else load_tokenizer(about.kind, content)
+    tokenizer = load_tokenizer(about.kind, content)
     if len(tokenizer) > about.vocab_size:
         raise ValueError(f"it has {len(tokenizer)} tokens, and the model {about.vocab_size}")
     return tokenizer
@@ -149,11 +150,18 @@ def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
 def describe_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> TokenizerFields:
     """Return what a manifest says about `tokenizer`, which is None if the run has no tokenizer.
 
-    `vocab_size` is the number of rows of the model's embedding.
+    `vocab_size` is the number of rows of the model's embedding. Raises UserError if the tokenizer has more
+    bytes than a reader of snapshots takes.
     """
     if tokenizer is None:
         return TokenizerFields(kind="none", vocab_size=vocab_size)
-    digest = hashlib.sha256(tokenizer.to_bytes()).hexdigest()
+    content, limit = tokenizer.to_bytes(), max_tokenizer_bytes(vocab_size)
+    if len(content) > limit:
+        raise UserError(
+            f"the tokenizer has {len(content):,} bytes, and a snapshot of a model with {vocab_size:,} tokens "
+            f"takes at most {limit:,}: name a smaller tokenizer by data.tokenizer"
+        )
+    digest = hashlib.sha256(content).hexdigest()
     return TokenizerFields(kind=kind_of(tokenizer), vocab_size=vocab_size, sha256=digest)
 
 

@@ -161,6 +161,13 @@ class FileStore:
         with contextlib.suppress(FileNotFoundError):
             self.files.rm_file(self.path(name))
 
+    def rename(self, name: str, new: str) -> None:
+        """Rename a file, or what is there in its place. At a URL, the driver may copy and remove the file."""
+        if self.is_local:  # the driver of fsspec before 2024.5 copies, and a folder fails
+            os.rename(self.path(name), self.path(new))
+        else:
+            self.files.mv(self.path(name), self.path(new))
+
     def fsync_folder(self) -> None:
         """Make earlier renames and removals in a folder on disk durable; for a URL, do nothing."""
         if self.is_local:

@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from mingpt.base.errors import CorruptSnapshot, UserError
-from mingpt.base.files import BadJson, Count, RunId, Sha256, bad_json, check_json, parse_json
+from mingpt.base.files import MAX_JSON_BYTES, BadJson, Count, RunId, Sha256, bad_json, check_json, parse_json
 from mingpt.config import Config, check
-from mingpt.snapshot.layout import are_files_of
+from mingpt.snapshot.layout import TOKENIZER, are_files_of, file_name
 
 SCHEMA = 3
-OLDER_SCHEMA = 2  # manifests of this earlier schema version can also be read
 MAX_BYTES = 4 << 20  # of a manifest; once it is parsed, each byte may take 30 bytes of memory
+MAX_WORKERS = 4096  # of a sharded state: a RowMap lists the rows of each
 CONFIG = pydantic.TypeAdapter(Config)
 
 Name = Annotated[str, pydantic.Field(max_length=200)]
@@ -80,7 +80,7 @@ class SoftwareFields(Part):
     dtype: Literal["float32", "bfloat16", "float16"]
     device_type: Name | None = None
     compiled: bool | Name = False
-    numerics: int = 1  # the constant NUMERICS (distributed/device.py) of the program that wrote the snapshot
+    numerics: Count = 1  # NUMERICS (distributed/device.py) of the program that wrote the snapshot
 
 
 class FileRecord(Part):
@@ -99,7 +99,7 @@ class ShardFields(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     rank: Count
-    workers: int = pydantic.Field(ge=1, lt=2**31)
+    workers: int = pydantic.Field(ge=1, le=MAX_WORKERS)
     weights: bool  # whether not only the optimizer's state but also the model's weights are sharded
     generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # a random id, the same on all ranks
 
@@ -130,7 +130,7 @@ class LossScaleFields(pydantic.BaseModel):
 class Manifest(Part):
     """The content of a manifest, checked for types and ranges.
 
-    Before the snapshot is written, `files`, `sha256`, `bytes` and `audit` have their defaults.
+    Before the snapshot is written, `files`, `sha256` and `bytes` have their defaults.
     """
 
     run: RunId | None = None  # id of the run that wrote the snapshot; None: not recorded
@@ -141,7 +141,6 @@ class Manifest(Part):
     tokenizer: TokenizerFields = TokenizerFields(kind="none", vocab_size=1)
     data: DataFields = DataFields(path="", sha256=64 * "0")
     software: SoftwareFields = SoftwareFields.model_construct(torch="", device="", threads=1, dtype="float32")
-    audit: Sha256 = 64 * "0"  # a hash over all tokens that were trained on
     metrics: dict[str, dict[str, Number]] = {}  # kind, such as "val" -> the last record of that kind
     # The last step after which the run was evaluated, and the last step at which the workers were compared
     # and agreed. None: there was no such step, or the step is not recorded.
@@ -156,12 +155,14 @@ class Manifest(Part):
     files: list[FileRecord] = []  # weights, optimizer's state, tokenizer; the last two may be missing
     sha256: Sha256 = 64 * "0"  # see joint_sha256
     bytes: Count = 0  # of all files
-    vocabulary: str = ""  # only in OLDER_SCHEMA: the characters of the tokenizer, if no tensor holds them
 
     @pydantic.model_validator(mode="after")
     def check_steps(self) -> "Manifest":
         if self.windows < self.step:
             raise ValueError(f"{self.windows} windows are fewer than {self.step} steps")
+        steps = (self.after, self.evaluated_step or 0, self.replayed_step or 0, *self.skipped)
+        if max(steps) > self.step:
+            raise ValueError(f"it tells of {max(steps)} steps at step {self.step}")
         return self
 
     @functools.cached_property
@@ -189,6 +190,14 @@ def is_discarded(manifest: Manifest, discarded_after: Sequence[int]) -> bool:
 def joint_sha256(records: Sequence[FileRecord]) -> str:
     """Return one SHA-256, in hex, for all files: the hash of their SHA-256 values in hex, joined in order."""
     return hashlib.sha256("".join(record.sha256 for record in records).encode()).hexdigest()
+
+
+def max_tokenizer_bytes(vocab_size: int) -> int:
+    """Return how many bytes a tokenizer may have beside an embedding of `vocab_size` rows.
+
+    A tokenizer is read, and may be parsed, as a whole. Vocabularies have some 30 to 150 bytes per token.
+    """
+    return min(MAX_JSON_BYTES, (1 << 20) + 1000 * vocab_size)
 
 
 def validation_loss(manifest: Manifest) -> float | None:
@@ -235,27 +244,12 @@ def decode_manifest(content: bytes) -> Manifest:
         raise CorruptSnapshot("its manifest is damaged: its checksum does not hold")
     check_schema(fields)
     try:
-        manifest = check_json(from_older(fields) if fields["schema"] == OLDER_SCHEMA else fields, Manifest)
+        manifest = check_json(fields, Manifest)
     except BadJson as error:
         raise CorruptSnapshot(f"its manifest is damaged: {error}") from None
     check_files(manifest)
     manifest.settings  # noqa: B018 - raises CorruptSnapshot
     return manifest
-
-
-def from_older(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert the fields of a manifest of OLDER_SCHEMA to fields of the present schema; return these fields.
-
-    If `tokenizer` is missing, it is derived from `vocabulary`. `evaluated_step` is derived from `metrics`.
-    """
-    vocabulary, metrics = fields.get("vocabulary"), fields.get("metrics")
-    derived: dict[str, Any] = {}
-    if fields.get("tokenizer") is None and isinstance(vocabulary, str):
-        derived["tokenizer"] = {"kind": "char", "vocab_size": len(vocabulary)}
-    evaluation = metrics.get("val") if isinstance(metrics, dict) else None
-    if isinstance(evaluation, dict):
-        derived["evaluated_step"] = evaluation.get("step")
-    return fields | derived
 
 
 def check_files(manifest: Manifest) -> None:
@@ -274,6 +268,10 @@ def check_files(manifest: Manifest) -> None:
         raise CorruptSnapshot("its manifest is damaged: files: they are not those of a snapshot of its step")
     if (sum(record.bytes for record in records), joint_sha256(records)) != (manifest.bytes, manifest.sha256):
         raise CorruptSnapshot("its manifest is damaged: bytes or sha256: the files have other values")
+    limit = max_tokenizer_bytes(manifest.tokenizer.vocab_size)
+    for record in records:
+        if record.name == file_name(manifest.step, TOKENIZER) and record.bytes > limit:
+            raise CorruptSnapshot(f"its tokenizer has {record.bytes:,} bytes, more than {limit:,}")
 
 
 def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
@@ -289,10 +287,11 @@ def check_schema(manifest: dict[str, Any]) -> None:
     schema = manifest.get("schema")
     if type(schema) is not int or schema < 1:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")
-    if schema not in (OLDER_SCHEMA, SCHEMA):
+    if schema != SCHEMA:
         raise UserError(
             f"the snapshot of step {manifest.get('step')!r:.20} has schema version {schema!r:.20}, "
-            f"and this program reads versions {OLDER_SCHEMA} and {SCHEMA}"
+            f"and this program reads version {SCHEMA}: go on with the version that wrote it, or choose "
+            "another run_dir"
         )
 
 

@@ -38,7 +38,7 @@ from mingpt.distributed.exit import is_lost_peer
 from mingpt.distributed.group import BackgroundGroup
 from mingpt.snapshot.layout import TensorSpec, is_snapshot_file, make_layout, step_of
 from mingpt.snapshot.manifest import Manifest, ShardFields
-from mingpt.snapshot.saver import Keep, LateFields, SnapshotSaver, Transfer
+from mingpt.snapshot.saver import Keep, SnapshotSaver, Transfer
 from mingpt.snapshot.store import SnapshotStore
 
 # The name of an empty file in a run's folder, which means that the agent is to remove the snapshots in this
@@ -247,20 +247,20 @@ class MemorySaver:
     def note_problem(self, error: Exception) -> None:
         self.problem = f"{reason_of(error)}, on {platform.node()}"
 
-    def save(self, manifest: Manifest, tensors: Mapping[str, Tensor], late_fields: LateFields = dict) -> None:
+    def save(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's tensors to the staging buffer, and write them to memory in the background.
 
-        On return the tensors may change. The background thread adds the fields that `late_fields` returns to
-        the manifest. The thread also receives and writes the copies of other ranks' parts that this rank
-        keeps. If any rank that saves with this rank is still writing the previous save, all these ranks skip
-        this save. After a failed write, a later call disables saving. Collective if the state is sharded.
+        On return the tensors may change. The background thread also receives and writes the copies of other
+        ranks' parts that this rank keeps. If any rank that saves with this rank is still writing the previous
+        save, all these ranks skip this save. After a failed write, a later call disables saving. Collective
+        if the state is sharded.
         """
         self.allocate(tensors)
         if self.disabled or not self.is_free():
             return
         is_first, self.newest = not self.newest, manifest.step
         transfer = self.own.stage(manifest.step, tensors)
-        self.thread = threading.Thread(target=self.write, args=(manifest, transfer, late_fields, is_first))
+        self.thread = threading.Thread(target=self.write, args=(manifest, transfer, is_first))
         self.thread.start()
 
     def is_free(self) -> bool:
@@ -278,16 +278,15 @@ class MemorySaver:
             self.disable(problem)
         return not problem
 
-    def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields, is_first: bool) -> None:
+    def write(self, manifest: Manifest, transfer: Transfer, is_first: bool) -> None:
         """Write this rank's part, send its sharded rows if copies are made, and write copies of other parts.
 
-        `save` runs this in a background thread. `transfer` has the bytes of this rank's part, `late_fields`
-        returns further fields of the manifest, and `is_first` is true in the generation's first save. Before
-        any later save, the first worker of each node removes the folders of earlier generations, because the
-        generation's first save is complete by then. If another rank is gone, stops and sets `problem`.
+        `save` runs this in a background thread. `transfer` has the bytes of this rank's part, and `is_first`
+        is true in the generation's first save. Before any later save, the first worker of each node removes
+        the folders of earlier generations, because the generation's first save is complete by then. If
+        another rank is gone, stops and sets `problem`.
         """
         try:
-            manifest = manifest.model_copy(update=late_fields())
             if not is_first and self.launch.local_rank == 0:
                 remove_run(self.snapshots.root, lambda name: not name.startswith(self.generation))
             sent = []

@@ -30,8 +30,6 @@ from mingpt.snapshot.layout import FileLayout, StagingBuffer, TensorSpec, make_l
 from mingpt.snapshot.manifest import FileRecord, Manifest
 from mingpt.snapshot.store import SnapshotStore
 
-# A function that computes manifest fields in the background.
-LateFields = Callable[[], dict[str, Any]]
 # Takes a tensor's name; returns (rank, size in bytes) for each rank's rows that go into the file, in order.
 Sources = Callable[[str], Sequence[tuple[int, int]]]
 NO_LOSS = math.inf, -1  # stands for (validation loss, step) if no snapshot has a validation loss
@@ -176,20 +174,24 @@ class SnapshotSaver:
         return Transfer(make_layout(specs, step), staging, sources, self.group, self.main_rank)
 
     def save(
-        self, manifest: Manifest, tensors: Mapping[str, Tensor], keep: Keep, late_fields: LateFields = dict
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        keep: Keep,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait until the previous save is written, copy this rank's tensors, and begin to write the copy.
 
-        On return the tensors may change. The background thread adds the fields that `late_fields` returns to
-        the manifest. Once the snapshot is written, the main rank's thread removes old snapshots: see `prune`.
-        If the write fails, the attribute `error` keeps the error. Collective if `group` was given.
+        On return the tensors may change. The background thread first calls `before`. Once the snapshot is
+        written, the main rank's thread removes old snapshots: see `prune`. If the write or `before` fails,
+        the attribute `error` keeps the error. Collective if `group` was given.
         """
         self.wait()
         transfer = self.stage(manifest.step, tensors)
-        self.thread = threading.Thread(target=self.write, args=(manifest, transfer, late_fields, keep))
+        self.thread = threading.Thread(target=self.write, args=(manifest, transfer, before, keep))
         self.thread.start()
 
-    def write(self, manifest: Manifest, transfer: Transfer, late_fields: LateFields, keep: Keep) -> None:
+    def write(self, manifest: Manifest, transfer: Transfer, before: Callable[[], None], keep: Keep) -> None:
         """Write a snapshot; then, on the main rank, call `prune`. `save` runs this in a background thread.
 
         Never raises: the attribute `error` keeps the error of a failed write. A failed write is logged,
@@ -198,8 +200,8 @@ class SnapshotSaver:
         """
         step = manifest.step
         try:
-            fields = self.group.gather_on_all(late_fields)[self.group.rank]
-            self.write_once(manifest.model_copy(update=fields), transfer)
+            self.group.gather_on_all(before)
+            self.write_once(manifest, transfer)
             self.error, self.newest_written = None, step
         except Exception as error:  # of any driver: training goes on, the failure is reported
             self.error = error

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 # newest step in only some of the SnapshotStores, so the step before it is also offered.
 OFFERS_IN_MEMORY = 2
 # Fields of the manifest that are the same in all parts of one save.
-AGREEING = {"step", "windows", "tokenizer", "audit", "after", "shard"}
+AGREEING = {"step", "windows", "tokenizer", "after", "shard"}
 RowsOf = Callable[[Manifest], RowMap]  # returns which rows each part of the save with this manifest holds
 
 

@@ -55,7 +55,6 @@ from mingpt.snapshot.manifest import (
 from mingpt.snapshot.reading import Check, SourceFile, StoredFile, TensorFile, accept_all, check_finite, wrong
 
 MAX_FILES_AT_ONCE = 4
-OLDER_TOKENIZER = "tokenizer"  # a tensor of bytes, in snapshots of schema 2
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
 
@@ -139,11 +138,7 @@ class Snapshot:
         for file in self.files:
             if not isinstance(file, TensorFile):
                 return file.file.read(0, file.size)
-        if OLDER_TOKENIZER in self.file_of:
-            if self.entries[OLDER_TOKENIZER].dtype != torch.uint8:
-                raise CorruptSnapshot(f"its tensor {OLDER_TOKENIZER!r} does not have type U8")
-            return self.read(OLDER_TOKENIZER).numpy().tobytes()
-        return self.manifest.vocabulary.encode(errors="replace") or None
+        return None
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """Read the tensors whose names begin with `prefix`; return them by name, without the prefix."""
@@ -369,7 +364,7 @@ class SnapshotStore(FileStore):
         target = f"{kind}-{number}-"
         for name in files_of(names, step):
             with contextlib.suppress(FileNotFoundError):  # another node, on the same folder, was faster
-                self.files.mv(self.path(name), self.path(target + name))
+                self.rename(name, target + name)
         self.fsync_folder()
         log.warning(
             f"snapshot of step {step} set aside as {self.path(f'{target}step_{step:08d}.')}*: {reason}"

@@ -107,7 +107,8 @@ def read_facts(run: Run) -> dict[str, str]:
     for change in reversed(run.history.get("changes", [])):
         for text in change["settings"]:
             key, values = text.split(": ", 1)
-            old, new = values.split(" -> ", 1)
+            new = found.get(key, values.rpartition(" -> ")[2])  # a value may be a path with an arrow
+            old = values.removesuffix(f" -> {new}")
             found |= {key: old, f"{key} after step {change['step']}": new}
     workers = dict.fromkeys(str(entry.get("workers")) for entry in run.history.get("generations", []))
     found |= {"run_dir": "", "workers": ", then ".join(workers)}
@@ -199,7 +200,8 @@ def compare(one: Run, other: Run) -> Comparison:
             not_compared.append(f"not compared: tensors of step {saved} ({error})")
     facts = [read_facts(run) for run in runs]
     known, others = facts if all(facts) else ({}, {})
-    differing = [key for key in known | others if known.get(key) != others.get(key)]
+    # A fact may be missing in a run of an older version, such as software.kernels.
+    differing = [key for key in known | others if known.get(key, "none") != others.get(key, "none")]
     evaluations = [(step, a, b) for (step, name), (a, b) in pairs.items() if name == "val/loss"]
     lines = [
         f"val/loss at step {step}, the last of both runs: {a:.4f} and {b:.4f}, "

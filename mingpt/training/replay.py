@@ -2,11 +2,12 @@
 
 With deterministic kernels, workers with processors of one kind compute the same bits. So if two results
 differ, at least one result is wrong: a core, a GPU or its memory has failed without an error. If the
-processors are of different kinds, nothing is compared. A replay is made before a step. First the workers
-compare their copies of the weights and of the optimizer's state, unless these are sharded. If the copies are
-equal, each worker computes gradients of two micro-batches: its own first micro-batch of the step, and that of
-the next worker. The gradients are not summed over workers. The workers compare digests (hashes) of these
-gradients.
+processors are of different kinds, or environment variables choose different kernels, nothing is compared.
+
+A replay is made before a step. First the workers compare their copies of the weights and of the optimizer's
+state, unless these are sharded. If the copies are equal, each worker computes gradients of two micro-batches:
+its own first micro-batch of the step, and that of the next worker. The gradients are not summed over workers.
+The workers compare digests (hashes) of these gradients.
 """
 
 import logging
@@ -72,23 +73,29 @@ class Replay:
         self.every = every if every and self.are_alike() else 0
 
     def are_alike(self) -> bool:
-        """Return whether all workers' processors are of one kind. Collective.
+        """Return whether all workers have processors of one kind and choose the same kernels. Collective.
 
-        If they are not, rank 0 logs that the workers are not compared.
+        If they do not, rank 0 logs that the workers are not compared, and why.
         """
         has = torch.cpu.get_capabilities()
         flags = {name: value for name, value in has.items() if isinstance(value, (bool, str))}
-        kinds = self.context.all_gather_object((self.environment.device, flags))
-        if kinds.count(kinds[0]) < len(kinds) and self.context.rank == 0:
-            log.warning("the workers have processors of several kinds: what they compute is not compared")
-        return kinds.count(kinds[0]) == len(kinds)
+        device, kernels = self.environment.device, self.environment.kernels
+        kinds = self.context.all_gather_object((device, flags, kernels))
+        are_alike = kinds.count(kinds[0]) == len(kinds)
+        if not are_alike and self.context.rank == 0:
+            chosen = sorted({kernels for _, _, kernels in kinds})
+            what = "processors of several kinds"
+            if len(chosen) > 1:
+                what = f"different variables that choose kernels ({'; '.join(chosen)})"
+            log.warning(f"the workers have {what}: what they compute is not compared")
+        return are_alike
 
     def is_due(self) -> bool:
         """Return whether a replay is due before the coming step.
 
         A replay is due before a generation's first step and before the run's last step. A replay is also due
-        if the number of completed steps is a multiple of trainer.replay_every. If that setting is 0, or if
-        the workers' processors are of different kinds, a replay is never due.
+        if the number of completed steps is a multiple of trainer.replay_every. If that setting is 0, or
+        unless `are_alike`, a replay is never due.
         """
         every, step = self.every, self.state.step
         is_end = step in (self.first_step, self.config.trainer.max_steps - 1)

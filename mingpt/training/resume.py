@@ -13,7 +13,7 @@ import torch
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import DriverError, reason_of
 from mingpt.config import Config, differences, to_dict
-from mingpt.data import Data
+from mingpt.data import Data, TextData
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import Check, Entries, Found, Manifest, MemorySnapshots, SnapshotStore, StoredState
 from mingpt.snapshot.contents import check_shapes, check_shard, tensor_shapes
@@ -23,6 +23,7 @@ from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 
 # The settings that can change an evaluation, by the beginnings of their names.
 EVALUATED = ("data.", "model.", "trainer.dtype:", "trainer.compile:", "trainer.fsdp_param_dtype:")
+MAX_WINDOWS = 2**62  # a run that goes on counts up, and a manifest takes numbers below 2**63
 DIFFERED = "workers have computed differently since"
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,9 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
     """Return a check that raises CorruptSnapshot or UnreadableSnapshot for a snapshot that must not be used.
 
     The check raises CorruptSnapshot if a snapshot has wrong tensors, or is past the max_steps of its own
-    settings. Also raises CorruptSnapshot if the snapshot may hold wrong results of a worker (`is_discarded`,
-    which needs `discarded_after`). For further errors see `check_shard`.
+    settings, or of the same text without a tokenizer. Also raises CorruptSnapshot if the snapshot may hold
+    wrong results of a worker (`is_discarded`, which needs `discarded_after`). For further errors see
+    `check_shard`.
 
     `job_start` is the step from which this job began. The check raises UnreadableSnapshot if a later snapshot
     has different data than this job, or different settings (`changed_settings`). A node that joined may have
@@ -44,6 +46,11 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
         check_shard(manifest, entries, tokenizer)
         if manifest.step > manifest.settings.trainer.max_steps:
             raise CorruptSnapshot("its step is past its own trainer.max_steps")
+        if manifest.windows >= MAX_WINDOWS:
+            raise CorruptSnapshot(f"no run reads {manifest.windows} windows")
+        lacks_tokenizer = manifest.tokenizer.kind == "none" and isinstance(data, TextData)
+        if lacks_tokenizer and manifest.data.sha256 == data.fingerprint:
+            raise CorruptSnapshot("it lacks the tokenizer of the text")
         if is_discarded(manifest, discarded_after):
             raise CorruptSnapshot(DIFFERED)
         if job_start is None or manifest.step <= job_start:

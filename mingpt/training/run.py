@@ -19,7 +19,7 @@ from mingpt.base.errors import ExpectedError, UserError
 from mingpt.base.files import PIECE_BYTES
 from mingpt.base.rows import in_batches
 from mingpt.config import Config
-from mingpt.data import Corpus, ElasticSampler
+from mingpt.data import CharDataset, Corpus, ElasticSampler
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment, autocast, enable_determinism
 from mingpt.model import (
@@ -34,7 +34,6 @@ from mingpt.model import (
 from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
 from mingpt.snapshot.search import copy_rows
-from mingpt.training.audit import make_sampler
 from mingpt.training.initial_weights import match_weights
 from mingpt.training.start import StartPoint
 from mingpt.training.state import LossScale, TrainState, load_state
@@ -170,6 +169,25 @@ def build_state(
         model, optimizer, strategy, manifest.step, manifest.windows, manifest.skipped, loss_scale
     )
     return state, sampler
+
+
+def make_sampler(
+    config: Config, dataset: CharDataset, num_replicas: int, rank: int, takes_turns: bool
+) -> ElasticSampler:
+    """Return the sampler of the windows (token sequences) that one rank trains on, at step 0.
+
+    `num_replicas` is the number of ranks. With `takes_turns`, the rank gets every num_replicas-th micro-batch
+    of a step instead of consecutive micro-batches.
+    """
+    return ElasticSampler(
+        dataset,
+        batch_size=config.trainer.batch_size,
+        micro_batch_size=config.trainer.micro_batch_size,
+        seed=config.seed,
+        num_replicas=num_replicas,
+        rank=rank,
+        takes_turns=takes_turns,
+    )
 
 
 def build_optimizer(config: Config, context: DistributedContext, strategy: Strategy) -> Optimizer:

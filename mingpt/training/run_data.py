@@ -18,8 +18,9 @@ from mingpt.data import (
     read_named_tokenizer,
     tokenize,
 )
-from mingpt.data.corpus import open_data, tokenizer_file
+from mingpt.data.corpus import TextData, open_data, tokenizer_file
 from mingpt.data.json_tokenizer import parse_named_tokenizer
+from mingpt.data.shards import ShardData
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import StoredState
 from mingpt.snapshot.contents import make_tokenizer

@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -21,7 +20,6 @@ from mingpt.snapshot import Keep, Manifest, MemorySaver, SnapshotSaver
 from mingpt.snapshot.contents import describe_tokenizer
 from mingpt.snapshot.manifest import DataFields, LossScaleFields, SoftwareFields, finite_records
 from mingpt.snapshot.saver import NO_LOSS
-from mingpt.training.audit import Audit
 from mingpt.training.resume import DIFFERED
 from mingpt.training.run import Run
 
@@ -40,9 +38,9 @@ class Saving:
     durable once the main rank has written the snapshot to disk.
     """
 
-    def __init__(self, run: Run, audit: Audit, run_logger: RunLogger | None) -> None:
+    def __init__(self, run: Run, run_logger: RunLogger | None) -> None:
         config, context, state, start = run.config, run.context, run.state, run.start
-        self.config, self.context, self.state, self.audit = config, context, state, audit
+        self.config, self.context, self.state = config, context, state
         self.corpus, self.environment, self.run_id = start.corpus, run.environment, start.run_id
         self.run_logger = run_logger
         tokenizer = start.corpus.tokenizer
@@ -163,24 +161,22 @@ class Saving:
         if is_last or self.durable_step < self.last_save_step:
             self.wait_for_previous_save()
         self.last_save_step = self.state.step
-        chain = self.audit.gather_chain(self.context)
         tensors = self.tensors(self.is_main)
         if self.writes_to_disk and self.is_due_here(is_last):
             metrics = finite_records(self.run_logger.last) if self.run_logger else {}
             manifest = self.manifest(metrics=metrics)
 
-            def fields() -> dict[str, Any]:
+            def before() -> None:
                 # A step that has a snapshot is never computed again, so its records must be durable.
                 if self.run_logger:
                     self.run_logger.flush()
                 if memory_thread:
                     memory_thread.join()
-                return late_fields(chain)
 
             self.own_step = self.state.step
             settings = self.config.snapshot
             keep = Keep(settings.keep_last, settings.keep_best, self.replayed_step)
-            self.saver.save(manifest, tensors, keep, fields)
+            self.saver.save(manifest, tensors, keep, before)
         events.emit("save_end", kind="disk", step=self.state.step)
 
     def is_due_in_memory(self, is_on_disk: bool) -> bool:
@@ -201,11 +197,10 @@ class Saving:
         disabled after a failure.
         """
         events.emit("save_start", kind="memory", step=self.state.step)
-        chain = self.audit.gather_chain(self.context)
         if self.writes_to_memory:
             tensors = self.tensors(self.context.launch.local_rank == 0)
             manifest = self.manifest(after=self.durable_step)
-            self.memory.save(manifest, tensors, lambda: late_fields(chain))
+            self.memory.save(manifest, tensors)
         events.emit("save_end", kind="memory", step=self.state.step)
 
     def tensors(self, with_whole: bool) -> dict[str, Tensor]:
@@ -222,7 +217,7 @@ class Saving:
     def manifest(self, **fields: Any) -> Manifest:
         """Return a manifest of the present step, with the further fields `fields`.
 
-        The field `audit`, and the fields that depend on the snapshot's files, are added later.
+        The fields that depend on the snapshot's files are added later.
         """
         state, files = self.state, dict(self.corpus.files)
         return Manifest(
@@ -342,11 +337,3 @@ class Saving:
         """
         if self.writes_to_memory:
             self.memory.remove()
-
-
-def late_fields(chain: Callable[[], str]) -> dict[str, Any]:
-    """Return {"audit": the hash chain of the tokens read}, a field of the manifest.
-
-    `chain` waits until all ranks have sent their hashes, and returns the hash chain.
-    """
-    return {"audit": chain()}

@@ -20,7 +20,6 @@ from mingpt.report import RunStart, open_log
 from mingpt.snapshot import Found, Manifest, MemorySnapshots, SnapshotStore, StoredState, find_latest
 from mingpt.snapshot.claim import Claim
 from mingpt.snapshot.contents import stored_rows
-from mingpt.training.audit import START
 from mingpt.training.initial_weights import InitialWeights, open_weights
 from mingpt.training.resume import (
     check_nothing_is_lost,
@@ -40,7 +39,7 @@ from mingpt.training.run_folder import (
     share_history,
 )
 
-NOT_BEGUN = Manifest.model_construct(step=0, windows=0, audit=START)
+NOT_BEGUN = Manifest.model_construct(step=0, windows=0)
 log = logging.getLogger(__name__)
 
 

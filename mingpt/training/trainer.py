@@ -23,7 +23,6 @@ from mingpt.data import mix
 from mingpt.distributed.device import autocast
 from mingpt.optim import learning_rate
 from mingpt.report import RunLogger, StepStats, StepTimer
-from mingpt.training.audit import Audit
 from mingpt.training.evaluate import Evaluator
 from mingpt.training.replay import Replay
 from mingpt.training.run import Run, out_of_memory_explained
@@ -42,7 +41,6 @@ class Trainer:
         self.strategy, self.nothing_left = run.strategy, run.start.nothing_left
         self.environment, self.compile_choice = run.environment, run.compile_choice
         micro_batches = run.config.trainer.batch_size // run.config.trainer.micro_batch_size
-        self.audit = Audit(run.start.manifest.audit, micro_batches)
         # The losses of other ranks' micro-batches stay zero here.
         self.losses = torch.zeros(micro_batches, device=run.context.device)
         self.step_losses: list[float] = []  # losses of all micro-batches of the last step
@@ -51,11 +49,11 @@ class Trainer:
         self.evaluation_missing = run.start.evaluation_missing
         self.has_new_best = False
         self.evaluator = Evaluator(run)
-        self.batches = Batches(run, self.audit, self.timer)
+        self.batches = Batches(run, self.timer)
         if not run.config.trainer.eval_only:
             run.context.stop_signal.defer()
         self.run_logger = self.open_run_logger(run)
-        self.saving = Saving(run, self.audit, self.run_logger)
+        self.saving = Saving(run, self.run_logger)
         self.replay = Replay(run, self.saving, self.run_logger)
         # From here on run.json records from which step the job began, and where this generation fails.
         if run.context.rank == 0:
@@ -142,7 +140,6 @@ class Trainer:
             grad_norm = float(grad_norm_tensor)
         self.saving.note_written(newest_written)
         self.handle_nonfinite(grad_norm)
-        self.audit.end_step()
         state.step += 1
         state.windows_seen += config.trainer.batch_size
         events.emit("step_end", step=state.step)
@@ -348,8 +345,8 @@ class Batches:
     losses of this rank are then NaN.
     """
 
-    def __init__(self, run: Run, audit: Audit, timer: StepTimer) -> None:
-        self.config, self.context, self.audit, self.timer = run.config, run.context, audit, timer
+    def __init__(self, run: Run, timer: StepTimer) -> None:
+        self.config, self.context, self.timer = run.config, run.context, timer
         config, sampler = run.config, run.sampler
         size = config.trainer.micro_batch_size
         steps = max(0, config.trainer.max_steps - timer.first_step)
@@ -366,7 +363,6 @@ class Batches:
         began = time.perf_counter()
         inputs, targets, *on_device = self.fetch()
         events.emit("batch", step=step, micro_batch=micro_batch, inputs=inputs, targets=targets)
-        self.audit.add(micro_batch, inputs, targets)
         self.timer.data_s += time.perf_counter() - began
         if self.config.model.dropout:
             torch.manual_seed(mix(self.config.seed, step, micro_batch))

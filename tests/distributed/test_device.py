@@ -2,10 +2,12 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from support.single_process import SingleProcess
 
 from mingpt.base.errors import NodeRefused, UserError
 from mingpt.distributed import Launch, device
@@ -17,6 +19,8 @@ from mingpt.distributed.device import (
     idle_gpus,
     resolve_dtype,
 )
+from mingpt.snapshot.manifest import SoftwareFields
+from mingpt.training.run import compare_environment
 
 CPU = torch.device("cpu")
 
@@ -91,6 +95,23 @@ def test_an_edited_file_makes_another_program(tmp_path: Path, monkeypatch: pytes
         (tmp_path / name).write_text(name)
         found.add(find_program())
     assert len(found) == 3 and all(program.endswith(f"and torch {torch.__version__}") for program in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_named"), [("MKL_CBWR", True), ("CUBLAS_X", False), ("MKL_VERBOSE", False)]
+)
+def test_a_variable_that_chooses_kernels_is_named_in_a_line_of_a_resume(
+    name: str, is_named: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A value that is not UTF-8 can be written to a manifest, and read."""
+    caplog.set_level("INFO")
+    then = SingleProcess().environment()
+    monkeypatch.setenv(name, "\udcff" + "x" * 300)
+    now = SingleProcess().environment()
+    compare_environment(SoftwareFields(**asdict(now)).model_dump(), now)
+    assert not caplog.text
+    compare_environment(SoftwareFields(**asdict(then)).model_dump(), now)
+    assert (f"kernels: none -> {name}=?xx" in caplog.text) == is_named
 
 
 def test_workers_with_different_kinds_of_devices_are_refused() -> None:

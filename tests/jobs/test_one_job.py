@@ -7,6 +7,7 @@ import pytest
 from conftest import Start, assert_same_run, command, error_of, reached, snapshot_steps
 from support.jobs import read_history
 
+from mingpt.snapshot.claim import read_newest
 from mingpt.tools.jobs import torchrun
 
 
@@ -24,7 +25,7 @@ def test_of_two_jobs_started_together_one_trains_and_the_other_says_who(
     assert_same_run(tmp_path, undisturbed)
     assert len(read_history(tmp_path)["generations"]) == 1
     assert "is in use" not in (tmp_path / "log.txt").read_text()
-    assert not list(tmp_path.glob("claim-*"))
+    assert read_newest(tmp_path).is_free
 
 
 @pytest.mark.slow

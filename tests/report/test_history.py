@@ -13,6 +13,8 @@ from mingpt.report import load_history, mark_ended, read_job_start
 from mingpt.report.history import MAX_REPEATS, RunHistory
 
 RUN_ID = "abc123"
+GENERATION = '{"end": "running", "from_step": 0, "to_step": 4, "restart": false, "began": 1.0, "seen": 2.0}'
+WHOLE = f'{{"id": "{RUN_ID}", "generations": [{GENERATION}], %s}}'  # a run.json with one field more
 FAILURE = {"why": "failed (ValueError: twice two)"}
 
 
@@ -64,7 +66,7 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
     history = open_history(tmp_path)
     begin(history, hosts=("a", "b", "c"))
     history.note_step(12, 0.5)
-    history.write()  # otherwise the file is written a moment later
+    history.record({}, {})  # otherwise the file is written a moment later
     end = GenerationEnd([{"why": "left without a peer", "step": 14}, None, None])
     sentence = "workers 1, 2 vanished at step 14; resumed from 10 with 2 workers"
     assert begin(open_history(tmp_path), 10, True, end, ("a", "b")) == sentence
@@ -116,7 +118,7 @@ def test_no_step_waits_for_a_slow_disk_and_the_latest_content_is_written(
     for step in range(1, 100):
         history.note_step(step, 0.5)
     go_on.set()
-    history.write()
+    history.record({}, {})
     assert len(written) <= 3 and json.loads(written[-1])["generations"][0]["to_step"] == 99
 
 
@@ -141,7 +143,7 @@ def test_an_end_of_which_no_reasons_are_known_is_told_by_the_hosts(
     history = open_history(tmp_path)
     begin(history, hosts="ab")
     history.note_step(12, 0.5)
-    history.write()
+    history.record({}, {})
     if is_stopped:
         history.end("stopped", 12, "stopped by SIGTERM")
     assert begin(open_history(tmp_path), 12, True, hosts=hosts) == said
@@ -190,8 +192,13 @@ def test_three_nodes_that_join_at_the_same_step_are_no_failures(tmp_path: Path) 
         '{"id": "abc123", "generations": []}',
         '{"id": "../elsewhere", "generations": []}',
         '{"id":' + "[" * 100_000,
+        WHOLE % '"seconds_lost": "x"',
+        WHOLE % '"seconds_lost": 1e400',
+        WHOLE % '"changes": [3]',
+        WHOLE % '"changes": [{"step": 1, "settings": ["seed"]}]',
+        WHOLE % '"job_began": null',
     ],
-    ids=range(6),
+    ids=range(11),
 )
 def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for text in (content, content + " "):
@@ -222,7 +229,7 @@ def test_the_start_of_the_job_and_the_newest_snapshot_on_disk_are_on_record_unti
     history = open_history(tmp_path)
     begin(history, 10)
     history.note_durable(20)
-    history.write()
+    history.record({}, {})
     assert load_history(tmp_path, "another") is None
     begin(open_history(tmp_path), 15, is_restart=True)
     content = read(tmp_path)
@@ -230,3 +237,31 @@ def test_the_start_of_the_job_and_the_newest_snapshot_on_disk_are_on_record_unti
     assert read_job_start(content) == 10
     begin(open_history(tmp_path), 5)
     assert (read(tmp_path)["durable_step"], read_job_start(read(tmp_path))) == (0, 5)
+
+
+class Slow(dict[str, Any]):
+    """A dictionary during whose encoding another thread calls `work`."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__(a=1)
+        self.thread = threading.Thread(target=work)
+
+    def items(self) -> Any:
+        if not self.thread.ident:
+            self.thread.start()
+            self.thread.join(0.3)
+        return super().items()
+
+
+def test_a_thread_may_record_while_another_thread_records(tmp_path: Path) -> None:
+    """A thread that ends the process records a failure while the main thread trains."""
+    history = open_history(tmp_path)
+    begin(history)
+    slow = Slow(lambda: history.note_skipped(3))
+    history.content["slow"] = slow
+    history.note_missing(1, 2)
+    slow.thread.join()
+    assert (read(tmp_path)["updates_skipped"], read(tmp_path)["generations"][0]["metrics_missing"]) == (
+        3,
+        [1, 2],
+    )

@@ -23,7 +23,7 @@ from mingpt.base.errors import LaterGeneration, SupersededError, UserError
 from mingpt.base.processes import Process, this_process
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import claim as claim_module
-from mingpt.snapshot.claim import Claim, Holder
+from mingpt.snapshot.claim import Claim, Holder, read_newest
 from mingpt.training.run_folder import RunFolder, claim_run_folder
 
 
@@ -108,7 +108,7 @@ def test_a_job_that_has_ended_makes_way_and_none_of_its_generations_takes_the_ne
     with pytest.raises(SupersededError, match="its claim was removed"):
         earlier.check()
     next_job.acquire()
-    assert next_job.number == earlier.number
+    assert next_job.number == earlier.number + 1
     next_job.check()
     assert next_job.may_write() and not earlier.may_write()
     with pytest.raises(SupersededError, match=f"process {agents[1].pid} on host"):
@@ -116,6 +116,21 @@ def test_a_job_that_has_ended_makes_way_and_none_of_its_generations_takes_the_ne
     earlier.renew()
     earlier.release()  # `renew` and `release` change nothing
     next_job.check()
+
+
+def test_a_process_that_was_suspended_for_as_long_as_a_whole_job_ousts_nobody(
+    tmp_path: Path, agents: list[subprocess.Popen[bytes]]
+) -> None:
+    """It was about to succeed a dead holder."""
+    claim(tmp_path, dataclasses.replace(this_process(), start_time="1")).acquire()
+    found = read_newest(tmp_path)
+    suspended, whole, live = (claim(tmp_path, agent) for agent in agents)
+    whole.acquire()
+    whole.release()
+    live.acquire()
+    suspended.take(found)
+    live.check()
+    assert [path.name for path in tmp_path.iterdir()] == ["claim-000003.json"]
 
 
 def test_a_later_generation_of_a_job_takes_over_and_the_earlier_one_notices(
@@ -179,16 +194,21 @@ def test_a_holder_on_another_machine_that_does_not_renew_loses_its_claim(tmp_pat
         first.check()
 
 
-@pytest.mark.parametrize("content", [b"", b'{"agents": [1], "job": "a", "generation": "b"}'])
+@pytest.mark.parametrize(
+    ("number", "content", "size"),
+    [(3, b"", 0), (999_999, b'{"agents": [1], "job": "a", "generation": "b"}', 46), (10**7, b"", 10**12)],
+)
 def test_a_damaged_claim_is_somebodys_until_the_lease_ends(
-    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    number: int, content: bytes, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "claim-000003.json").write_bytes(content)
+    path = tmp_path / f"claim-{number:06d}.json"
+    path.write_bytes(content)
+    os.truncate(path, size)
     own = claim(tmp_path, elsewhere("node1"))
     own.acquire()
-    assert own.number == 4 and "an unknown process" in capsys.readouterr().err
+    assert own.number == number + 1 and "an unknown process" in capsys.readouterr().err
     own.release()
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == ([content] if content else [])
+    assert path.exists() == (size > 0)  # it may be a user's, unless it was being written
 
 
 def test_on_a_full_disk_the_next_generation_goes_on_with_the_claim_there_is(

@@ -46,7 +46,8 @@ class Nodes:
     def write(self, rank: int, place: str, step: int, with_whole: bool, more: dict[str, Any]) -> None:
         workers = len(self.node_of)
         shard = {"rank": rank, "workers": workers, "weights": self.weights, "generation": "0" * 32}
-        manifest = make_manifest(step, **FIELDS | {"shard": shard} | more)
+        tokenizer = {"kind": "json" if self.tokenizer else "none", "vocab_size": 11}
+        manifest = make_manifest(step, **FIELDS | {"shard": shard, "tokenizer": tokenizer} | more)
         rows, part = RowMap(SHAPES, workers, ("model.", "optimizer.")[not self.weights :]), {}
         for name, tensor in make_state(step).items():
             if rows.by_rank(name):
@@ -124,13 +125,12 @@ def test_in_place_of_a_damaged_part_its_copy_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "step"),
     [
-        ({"audit": "1" * 64}, 5),
         ({"windows": 99}, 5),
         ({"config": to_dict(CONFIG) | {"seed": 3}}, 5),
         ({"shard": {"rank": 1, "workers": 2, "weights": True, "generation": "1" * 32}}, 5),
         ({"config": to_dict(CONFIG) | {"run_dir": "elsewhere"}}, 10),
     ],
-    ids=["audit", "windows", "config", "generation", "only the run folder"],
+    ids=["windows", "config", "generation", "only the run folder"],
 )
 def test_parts_that_are_not_of_one_save_are_no_step(other: dict[str, Any], step: int, tmp_path: Path) -> None:
     """Two generations may have computed the same step, with other bits under `reduction=fast`."""
@@ -174,6 +174,14 @@ def test_what_was_saved_to_memory_after_a_snapshot_that_is_gone_counts_in_a_rest
     for is_restart, expected in ((True, 12), (False, 5)):
         found = nodes.search(0, SingleProcess(), is_restart).state
         assert found and found.manifest.step == expected
+
+
+def test_a_tokenizer_that_the_manifest_does_not_tell_of_is_damage(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, [0])
+    write(nodes.disk, make_manifest(5, **FIELDS), make_state(5))
+    write(nodes.disk, make_manifest(10, **FIELDS), make_state(10), b"a tokenizer")
+    found = nodes.search(0, SingleProcess())
+    assert found.state and found.state.manifest.step == 5
 
 
 def test_a_part_of_a_state_on_disk_is_corrupt_and_the_whole_state_before_it_is_used(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def save_together(
     folder: Path,
     main_rank: int = 0,
     prepare: Prepare = lambda saver, context: None,
-    late_fields: Callable[[], dict[str, Any]] = dict,
+    before: Callable[[], None] = lambda: None,
 ) -> Callable[[DistributedContext], tuple[str, int]]:
     """A function that does a rank's part in saving `state()`; it returns the saver's error and its errno."""
 
@@ -88,7 +88,7 @@ def save_together(
         saver = SnapshotSaver(store, None, rows, BackgroundGroup(context.rank, workers), main_rank)
         prepare(saver, context)
         part = part_of(tensors, rows, context.rank, main_rank)
-        saver.save(make_manifest(STEP), part, Keep(3), late_fields if context.rank == 0 else dict)
+        saver.save(make_manifest(STEP), part, Keep(3), before if context.rank == 0 else lambda: None)
         for tensor in part.values():
             tensor.zero_()  # the next step overwrites tensors, so the saver must have copied them
         saver.wait()
@@ -162,7 +162,7 @@ def test_a_write_that_fails_on_one_rank_is_the_error_of_all(
     assert store.steps() == [] and (file_names(store) == [] or isinstance(error, ClaimLost))
 
 
-@pytest.mark.parametrize("where", ["begin", "commit", "late fields"])
+@pytest.mark.parametrize("where", ["begin", "commit", "before"])
 @pytest.mark.parametrize("error", [ClaimLost("superseded"), OSError(errno.EIO, "broken")])
 def test_what_the_main_rank_cannot_do_is_the_error_of_all(
     where: str, error: Exception, tmp_path: Path
@@ -171,12 +171,12 @@ def test_what_the_main_rank_cannot_do_is_the_error_of_all(
         raise error
 
     def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
-        if context.rank == 0 and where != "late fields":
+        if context.rank == 0 and where != "before":
             setattr(saver.store, where, fail)
 
     store = make_store(tmp_path)
-    late_fields = fail if where == "late fields" else dict
-    results = results_of(3, save_together(tmp_path, prepare=prepare, late_fields=late_fields))
+    before = fail if where == "before" else lambda: None
+    results = results_of(3, save_together(tmp_path, prepare=prepare, before=before))
     assert results == [(type(error).__name__, getattr(error, "errno", None) or 0)] * 3
     assert store.steps() == []
     assert isinstance(error, ClaimLost) or file_names(store) == [], "a job that took over may write there"

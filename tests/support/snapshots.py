@@ -32,7 +32,6 @@ def manifest_fields(step: int, loss: float | None = None) -> dict[str, Any]:
         "tokenizer": {"kind": "none", "vocab_size": 2},
         "data": {"path": "data/input.txt", "sha256": "0" * 64},
         "software": {"torch": "2.13.0", "device": "cpu AVX512", "threads": 1, "dtype": "float32"},
-        "audit": "0" * 64,
         "metrics": {} if loss is None else {"val": {"step": step, "val/loss": loss}},
     }
 

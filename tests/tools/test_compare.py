@@ -18,7 +18,7 @@ from mingpt.base.errors import UserError
 from mingpt.config import to_yaml
 from mingpt.config.cli import build
 from mingpt.report.history import RunHistory
-from mingpt.tools.compare import main
+from mingpt.tools.compare import main, read_facts, read_run
 
 Compare = Callable[..., tuple[int, list[str]]]
 ALONE = "cannot tell: settings are not on record, give run folders"
@@ -181,6 +181,14 @@ def test_tensors_of_the_same_step_are_compared_unless_a_snapshot_is_damaged(
     path.write_bytes(damage(path.read_bytes()))
     code, lines = compare("a", "b")
     assert (code, finding in "\n".join(lines)) == ("same" not in finding, True)
+
+
+def test_a_change_to_a_value_with_an_arrow_is_read_whole(tmp_path: Path) -> None:
+    changes = [(5, "snapshot.init_from: x -> y -> z -> y"), (12, "snapshot.init_from: z -> y -> a -> b")]
+    make_run(tmp_path / "a", make_records(), {"snapshot.init_from": "a -> b"}, changes)
+    facts = read_facts(read_run(str(tmp_path / "a")))
+    after = {key: value for key, value in facts.items() if key.startswith("snapshot.init_from")}
+    assert list(after.values()) == ["x -> y", "a -> b", "z -> y"]
 
 
 def test_the_first_lines_tell_which_of_several_runs_is_best_and_a_picture_shows_them(

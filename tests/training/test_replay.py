@@ -46,6 +46,7 @@ class Computer(Replay):
         wrong: dict[int, Any],
         copies: dict[int, float],
         device: str = "cpu",
+        kernels: str = "none",
     ) -> None:
         shares = [range(2 * rank, 2 * rank + 2) for rank in range(context.world_size)]
         setup = SimpleNamespace(micro_batches_by_rank=shares)
@@ -63,7 +64,7 @@ class Computer(Replay):
             strategy=strategy,
             sampler=None,
             corpus=SimpleNamespace(train=None),
-            environment=SimpleNamespace(device=device),
+            environment=SimpleNamespace(device=device, kernels=kernels),
             start=SimpleNamespace(step=0),
         )
         saving: Any = SimpleNamespace(replayed_step=0, discard_after=lambda step: 0)
@@ -137,10 +138,23 @@ def test_a_single_worker_has_no_copies_to_compare() -> None:
     assert computer.compare_copies() is None
 
 
-@pytest.mark.parametrize(("kinds", "is_due"), [("aaa", True), ("aab", False)])
-def test_workers_with_processors_of_several_kinds_are_not_compared(kinds: str, is_due: bool) -> None:
-    found = run_ranks(3, lambda context: Computer(context, {}, {}, kinds[context.rank]).is_due())
-    assert found == [is_due] * 3
+@pytest.mark.parametrize(
+    ("kinds", "kernels", "reason"),
+    [
+        ("aaa", ("MKL_CBWR=AVX2",) * 3, None),
+        ("aab", ("none",) * 3, "processors of several kinds"),
+        ("aaa", ("none", "MKL_CBWR=AVX2", "none"), "variables that choose kernels (MKL_CBWR=AVX2; none)"),
+    ],
+)
+def test_workers_that_need_not_compute_alike_are_not_compared(
+    kinds: str, kernels: tuple[str, ...], reason: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(context: DistributedContext) -> bool:
+        rank = context.rank
+        return Computer(context, {}, {}, kinds[rank], kernels[rank]).is_due()
+
+    assert run_ranks(3, work) == [reason is None] * 3
+    assert reason is None or f"{reason}: what they compute is not compared" in caplog.text
 
 
 @pytest.mark.parametrize(("wrong", "goes_on"), [([1], [True, False, True]), ([0, 1, 2], [False] * 3)])

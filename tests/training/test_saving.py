@@ -19,7 +19,6 @@ from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.snapshot import Manifest, MemorySnapshots, SnapshotSaver
 from mingpt.snapshot.search import View
-from mingpt.training.audit import START, Audit
 from mingpt.training.run_folder import RunFolder
 from mingpt.training.saving import Saving
 from mingpt.training.start import NOT_BEGUN
@@ -69,7 +68,7 @@ def make_saving(
     run: Any = SimpleNamespace(
         config=config, context=context, state=state, start=start, environment=context.environment()
     )
-    return Saving(run, Audit(START, 8), logger)
+    return Saving(run, logger)
 
 
 def fail_from(saving: Saving, step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,12 +176,14 @@ def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
     """A node that joins may have one. Step 100, from which the job began, may have other settings."""
     monkeypatch.setattr("mingpt.training.resume.check_shard", lambda *_: None)
     config = build(SMALL | {"trainer.max_steps": 500})
+    tokenizer = {"kind": "char", "vocab_size": 20}
     data = TextData(b"To be, or not to be, that is the question.\n" * 40, config.data)
     settings = to_dict(config)
     settings["seed"] += changed == "seed"
     settings["trainer"]["log_every"] += changed == "log_every"
     sha256 = "0" * 64 if changed == "data" else data.fingerprint
-    manifest = make_manifest(step, config=settings, data={"path": "x", "sha256": sha256})
+    about = {"path": "x", "sha256": sha256}
+    manifest = make_manifest(step, config=settings, data=about, tokenizer=tokenizer)
     check = make_check(config, data, job_start=100, discarded_after=[])
     if is_refused:
         with pytest.raises(UnreadableSnapshot, match="it is not of this job"):
@@ -203,6 +205,26 @@ def test_a_step_that_the_run_of_a_snapshot_cannot_have_made_is_damage(
     check(make_manifest(30, config=to_dict(config)), {}, None)
     with pytest.raises(CorruptSnapshot, match=r"past its own trainer\.max_steps"):
         check(make_manifest(step, config=to_dict(config), windows=step), {}, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, "lacks the tokenizer of the text"),
+        ({"tokenizer": {"kind": "char", "vocab_size": 9}, "windows": 2**63 - 1}, "no run reads 92"),
+    ],
+)
+def test_what_no_run_has_written_of_this_text_is_damage(
+    change: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With these the run could not go on; the snapshot before may be right."""
+    monkeypatch.setattr("mingpt.training.resume.check_shard", lambda *_: None)
+    config = build(SMALL)
+    data = TextData(b"To be", config.data)
+    manifest = make_manifest(5, config=to_dict(config), data={"path": "x", "sha256": data.fingerprint})
+    with pytest.raises(CorruptSnapshot, match=expected):
+        check = make_check(config, data, job_start=None, discarded_after=[])
+        check(manifest.model_validate(manifest.model_dump() | change), {}, None)
 
 
 def check_changed(

@@ -13,7 +13,7 @@ from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, SnapshotConfig, to_dict
 from mingpt.data import CharTokenizer, Corpus
 from mingpt.snapshot import Manifest
-from mingpt.snapshot.contents import check_model, describe_tokenizer, make_tokenizer, snapshot_tokenizer
+from mingpt.snapshot.contents import check_model, describe_tokenizer, make_tokenizer
 from mingpt.snapshot.layout import TensorSpec
 from mingpt.training.initial_weights import InitialWeights, match_weights
 from mingpt.training.run_data import load_corpus, load_data
@@ -108,22 +108,6 @@ def test_what_a_manifest_says_of_a_tokenizer_gives_it_back(tokenizer: CharTokeni
     copy = make_tokenizer(make_manifest(3, tokenizer=about), tokenizer.to_bytes() if tokenizer else None)
     assert (copy and copy.fingerprint()) == (tokenizer and tokenizer.fingerprint())
     assert about.vocab_size == 12
-
-
-def test_the_tokenizer_of_an_older_snapshot_is_read_from_its_manifest_or_a_tensor() -> None:
-    older = make_manifest(3, tokenizer={"kind": "char", "vocab_size": 2}, vocabulary="ab")
-    tokenizer = snapshot_tokenizer(snapshot_of(older, {}))
-    assert tokenizer and tokenizer.fingerprint() == CharTokenizer("ab").fingerprint()
-    content = words_of("a b")
-    older = make_manifest(3, tokenizer={"kind": "json", "vocab_size": 11})
-    tensors = {"tokenizer": torch.frombuffer(bytearray(content), dtype=torch.uint8)}
-    tokenizer = snapshot_tokenizer(snapshot_of(older, tensors))
-    assert tokenizer and tokenizer.to_bytes() == content
-    with pytest.raises(CorruptSnapshot, match="does not have type U8"):
-        snapshot_of(older, {"tokenizer": torch.ones(3, dtype=torch.bfloat16)}).read_tokenizer()
-    odd = make_manifest(3, tokenizer={"kind": "char", "vocab_size": 2}, vocabulary="a\ud800")
-    with pytest.raises(UserError, match="the tokenizer of the snapshot cannot be used"):
-        snapshot_tokenizer(snapshot_of(odd, {}))
 
 
 def test_weights_of_a_model_of_another_shape_name_the_settings() -> None:
