@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import fsspec
 
@@ -51,10 +51,15 @@ def read_bytes(config: DataConfig) -> bytes:
     path, sha256 = config.resolved_path, config.sha256
     is_remote = "://" in path and not path.startswith(LOCAL)
     with contextlib.suppress(OSError, RuntimeError):  # not in the cache, or there is no cache
-        content = cache_path(path).read_bytes() if is_remote else None
+        cached = cache_path(path)
+        content = cached.read_bytes() if is_remote else None
         if content is not None and has_checksum(content, sha256):
             if sha256 is None:
-                log.info(describe_copy(path))
+                made = datetime.fromtimestamp(cached.stat().st_mtime)
+                log.info(
+                    f"data.path {path} is not downloaded again: the copy of {made:%Y-%m-%d %H:%M} in "
+                    f"{cached} is used; remove this file to get the text anew"
+                )
             return content
     content = download(path, "data.path")
     if not has_checksum(content, sha256):
@@ -63,16 +68,6 @@ def read_bytes(config: DataConfig) -> bytes:
     if is_remote:
         write_cache(path, content)
     return content
-
-
-def describe_copy(url: str) -> str:
-    """Return a line that says when the cached copy of a URL was made, and how to get a new one."""
-    cached = cache_path(url)
-    made = datetime.fromtimestamp(cached.stat().st_mtime)
-    return (
-        f"data.path {url} is not downloaded again: the copy of {made:%Y-%m-%d %H:%M} in {cached} is used; "
-        "remove this file to get the text anew"
-    )
 
 
 def write_cache(url: str, content: bytes) -> None:
@@ -167,7 +162,7 @@ def suffix_of(path: str) -> str:
     return os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix
 
 
-def decompressed(raw: BinaryIO, path: str) -> tuple[io.BufferedReader, str]:
+def decompressed(raw: Any, path: str) -> tuple[IO[bytes], str]:
     """Return (a stream of the content of the open file `raw`, the suffix of the content's name).
 
     `path` is the path or URL of `raw`; its suffix says how the file is compressed, if at all. Reading raises
@@ -176,14 +171,14 @@ def decompressed(raw: BinaryIO, path: str) -> tuple[io.BufferedReader, str]:
     suffix = os.path.splitext(name_of(path))[1]
     if suffix == ".zip":
         member = only_member(zipfile.ZipFile(raw), path)
-        return io.BufferedReader(member), suffix_of(member.name) or suffix_of(path)
-    stream = io.BufferedReader(raw)  # a network driver may return fewer bytes than asked for
+        return member, suffix_of(member.name) or suffix_of(path)
+    stream: IO[bytes] = io.BufferedReader(raw)  # a network driver may return fewer bytes than asked for
     if suffix in DECODERS:
         stream = io.BufferedReader(PieceStream(decode_frames(stream, DECODERS[suffix])))
     return stream, suffix_of(path)
 
 
-def only_member(archive: zipfile.ZipFile, path: str) -> zipfile.ZipExtFile:
+def only_member(archive: zipfile.ZipFile, path: str) -> IO[bytes]:
     """Open the only file in a zip. Raises UserError, which names `path`, if there are more files or none."""
     members = [member for member in archive.infolist() if not member.is_dir()]
     if len(members) != 1:
@@ -194,7 +189,7 @@ def only_member(archive: zipfile.ZipFile, path: str) -> zipfile.ZipExtFile:
     return archive.open(members[0])
 
 
-def decode_frames(raw: BinaryIO, make_decoder: Callable[[], Any]) -> Iterator[bytes]:
+def decode_frames(raw: IO[bytes], make_decoder: Callable[[], Any]) -> Iterator[bytes]:
     """Yield the content of all frames (streams, members) of a compressed file.
 
     `make_decoder` makes a decoder for one frame. There may be zeros after a frame. Raises EOFError if the
@@ -235,10 +230,6 @@ class PieceStream(io.RawIOBase):
         return count
 
 
-def gzip_decoder() -> Any:
-    return zlib.decompressobj(16 + zlib.MAX_WBITS)
-
-
 def zstd_decoder() -> Any:
     from zstandard import ZstdDecompressor  # an ImportError becomes the UserError of `readable`
 
@@ -251,6 +242,7 @@ def lz4_decoder() -> Any:
     return LZ4FrameDecompressor()
 
 
+gzip_decoder = functools.partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
 DECODERS: dict[str, Callable[[], Any]] = {
     ".gz": gzip_decoder,
     ".tgz": gzip_decoder,

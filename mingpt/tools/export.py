@@ -180,7 +180,6 @@ def export(run: str, out: str, best: bool = False) -> str:
     if "://" in out:
         raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")
     target = Path(out).absolute()
-    is_new = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
         refuse_files(target)
@@ -193,10 +192,6 @@ def export(run: str, out: str, best: bool = False) -> str:
             move_files(Path(partial), target)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} cannot be written: {describe_obstacle(target, error)}") from None
-    finally:
-        if is_new:
-            with contextlib.suppress(OSError):  # it is not empty, or was never made
-                target.rmdir()
     line = f"step {snapshot.manifest.step} of {run} written to {out} as {architecture}"
     none = "the run has none, or one that no tokenizer.json can describe"
     return line if (target / "tokenizer.json").exists() else f"{line}\nwithout a tokenizer: {none}"
@@ -277,14 +272,14 @@ def as_trained(content: bytes) -> bytes:
     special tokens. If there is nothing of this, `content` is returned.
     """
     spec: dict[str, Any] = json.loads(content)
-    off: dict[str, Any] = {"truncation": None, "padding": None}
+    spec["truncation"] = spec["padding"] = None
     if spec["model"].get("dropout"):
-        off["model"] = spec["model"] | {"dropout": None}
+        spec["model"]["dropout"] = None
     if (spec.get("post_processor") or {}).get("type") != "ByteLevel":  # this one adds none
-        off["post_processor"] = None
-    if all(spec.get(name) == value for name, value in off.items()):
+        spec["post_processor"] = None
+    if spec == json.loads(content):
         return content
-    return json.dumps(spec | off, ensure_ascii=False, indent=1).encode()
+    return json.dumps(spec, ensure_ascii=False, indent=1).encode()
 
 
 def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[str, Any]:

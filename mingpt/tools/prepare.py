@@ -18,7 +18,6 @@ first 200 MB have more than 4 MB of distinct words, less text is used.
 """
 
 import hashlib
-import io
 import json
 import logging
 import os
@@ -35,7 +34,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from glob import glob, has_magic
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Never
+from typing import IO, Any, Never
 
 import fsspec
 import numpy as np
@@ -108,11 +107,10 @@ def read(file: Any) -> Iterator[str]:
                 yield text
 
 
-def read_parquet(stream: io.BufferedReader) -> Iterator[dict[str, Any]]:
+def read_parquet(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     from pyarrow import parquet  # an ImportError becomes the UserError of `readable`
 
-    source = stream if stream.seekable() else io.BytesIO(stream.read())
-    for batch in parquet.ParquetFile(source).iter_batches(64, columns=["text"]):
+    for batch in parquet.ParquetFile(stream).iter_batches(64, columns=["text"]):
         yield from batch.to_pylist()
 
 

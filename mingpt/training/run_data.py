@@ -48,14 +48,14 @@ def load_data(config: Config, context: DistributedContext) -> Data:
     refuse_where_it_fails(context, partial(load, not is_first))
     data = loaded[0]
     fingerprints = context.all_gather_object(data.fingerprint)
-    if len(set(fingerprints)) == 1:
+    other = next((rank for rank, one in enumerate(fingerprints) if one != fingerprints[0]), 0)
+    if other == 0:
         return data
-    files, hosts = context.all_gather_object(data.files), [place.host for place in context.places]
-    other = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
-    name = first_difference(files[0], files[other]) or ("their order" if files[0] else "the text")
+    files, places = context.all_gather_object(data.files), context.places
+    name = first_difference(files[0], files[other]) or "the text, or the order of the files,"
     raise UserError(
-        f"the data in {config.data.path} differ between nodes: {name} on {hosts[other]} is not that on "
-        f"{hosts[0]}; copy the same files to every node"
+        f"the data in {config.data.path} differ between nodes: {name} on {places[other].host} is not that on "
+        f"{places[0].host}; copy the same files to every node"
     )
 
 
@@ -96,11 +96,11 @@ def load_corpus(
         keeps_tokenizer = config.data.tokenizer == "auto" or is_restart
         tokenizer = snapshot_tokenizer(config.data, context, data, snapshot, keeps_tokenizer)
         rows = snapshot.manifest.tokenizer.vocab_size
-    if tokenizer is None and context.rank == 0 and not is_restart:
+    is_told = context.rank == 0 and not is_restart
+    if tokenizer is None and is_told:
         log.info("no tokenizer: no bits per byte, and no samples of text")
     corpus = context.on_all(lambda: tokenize(data, config.data, tokenizer, rows))
-    is_unknown = tokenizer is not None and corpus.val_bytes is None
-    if is_unknown and context.rank == 0 and not is_restart:
+    if tokenizer is not None and corpus.val_bytes is None and is_told:
         log.warning("no bits per byte: no meta.json says how many bytes of text the validation shards hold")
     return corpus
 

@@ -1,11 +1,13 @@
 import errno
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -183,10 +185,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return shown.err
 
 
-def refuse(*_paths: object) -> None:
-    raise PermissionError(errno.EPERM, "Operation not permitted")
-
-
 def test_a_folder_stays_as_it_is_and_keeps_its_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,22 +195,12 @@ def test_a_folder_stays_as_it_is_and_keeps_its_other_files(
     (out / "notes.txt").write_text("mine")
     out.chmod(0o2750)
     monkeypatch.chdir(out)
-    monkeypatch.setattr("shutil.copymode", refuse)
+    monkeypatch.setattr("shutil.copymode", Mock(side_effect=PermissionError))
     before = out.stat()
     export(str(run), ".")
     assert (out.stat().st_ino, out.stat().st_mode) == (before.st_ino, before.st_mode)
     assert sorted(path.name for path in Path().iterdir()) == sorted([*FILES, "lost+found", "notes.txt"])
     assert (out / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["README.md", "tokenizer.json", "special_tokens_map.json"])
-def test_a_file_that_is_there_is_named_before_the_work_and_stays(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / name).write_text("mine")
-    said = refusal(capsys, "no/run", tmp_path)
-    assert said.startswith(f"error: {tmp_path / name} is there already, and would be taken for a part of ")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
 
 
 def test_the_tokenizer_acts_in_transformers_as_in_the_run(
@@ -252,6 +240,10 @@ def test_a_failure_leaves_nothing_and_is_one_sentence(
     save_run(tmp_path / "other", make_config("modern"), CHARACTERS)
     monkeypatch.setitem(gpt.ARCHITECTURES, "modern", GPT)  # one that brings no conversion
     (tmp_path / "file").touch()
+    there = ("README.md", "tokenizer.json", "special_tokens_map.json")
+    for name in there:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("mine")
     attempts: list[tuple[list[object], str]] = [
         ([run], "the following arguments are required: OUT_DIR; see python -m mingpt export --help"),
         (
@@ -262,6 +254,13 @@ def test_a_failure_leaves_nothing_and_is_one_sentence(
         ([run, tmp_path / "file" / "out"], f"cannot be written: {tmp_path / 'file'} is not a folder"),
         ([run, "s3://name:secret@host/out"], "is no folder on a disk of this machine: export to one"),
         ([tmp_path / "none", out], "there is no snapshot in"),
+        *(
+            (
+                ["no/run", tmp_path / name],
+                f"/{name} is there already, and would be taken for a part of the model",
+            )
+            for name in there
+        ),
     ]
     for words, sentence in attempts:
         line = refusal(capsys, *words)
@@ -272,7 +271,8 @@ def test_a_failure_leaves_nothing_and_is_one_sentence(
 
     monkeypatch.setattr("mingpt.tools.export.fsync_path", fail)
     assert "cannot be written: No space left on device" in refusal(capsys, run, out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "other", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["file", "other", "out", "run", *there])
+    assert list(out.iterdir()) == [] and all(os.listdir(tmp_path / name) == [name] for name in there)
     monkeypatch.undo()
     FaultyDisk(monkeypatch, "rename", "/config.json", errno.EIO)
     assert "cannot be written: Input/output error" in refusal(capsys, run, out)
