@@ -85,7 +85,7 @@ class StopSignal:
         signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
         faulthandler.register(signal.SIGUSR2, 2)  # stacks go to stderr until there is a run folder
         # mingpt.launch.agent starts its workers with these signals blocked.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, signal.SIGUSR2])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         self.thread = threading.Thread(target=self.listen, daemon=True)
         self.thread.start()
 
