@@ -22,6 +22,7 @@ from mingpt.base.errors import (
     PeersMissing,
     StopRequested,
     UserError,
+    meaning_of,
 )
 from mingpt.base.processes import kill_by_pidfd, open_siblings
 from mingpt.base.system import try_within
@@ -34,8 +35,8 @@ POLL_S = 0.05
 PEER_EXIT_S = 1.0
 STACKS_S = 0.5
 STORAGE_S = 5.0  # the limit of work that needs storage, because storage that hangs may be the exit's cause
+AWAY_S = 30.0  # the pause before a restart if a disk cannot be used now
 STACKS_AFTER = 0.9  # share of timeout_s after which a stuck worker writes its stacks: before others time out
-MAX_STACK_FILES = 20
 NCCL_LOST = "remote process exited or there was a network error"  # NCCL's only text that means a lost peer
 PAUSE = "trainer.pause_after"  # the name of the request to stop that this setting makes
 JOB_ENDS = ("SIGUSR1", "STOP", PAUSE)  # requests to stop that end the job; after others, the agent decides
@@ -71,6 +72,7 @@ class ExitPlan:
     releases_claims: bool = False  # give up the job's right to write to the run folder
     removes: Path | None = None  # remove this temporary folder of an agent that is gone
     awaits_agent: bool = False  # wait for the agent to pass on the SIGTERM that another worker sends to it
+    pause_s: float = 0.0  # wait so long, because a disk may be back in the next generation
 
 
 def how_to_exit(
@@ -80,13 +82,14 @@ def how_to_exit(
     timed_out: str = "",
     has_met: bool = True,
     is_orphan: bool = False,
+    is_restart: bool = False,
 ) -> ExitPlan:
     """Return the plan by which a worker exits because of `error`.
 
     `error` is None if the worker's work is finished, or if the agent is gone. `step` is the last completed
     step. `timed_out` is the exit reason of a timeout if no collective has ended within the time limit, else
-    "". `has_met` says whether the workers have met at the rendezvous, and `is_orphan` whether the agent is
-    gone.
+    "". `has_met` says whether the workers have met at the rendezvous, `is_orphan` whether the agent is gone,
+    and `is_restart` whether this is not the job's first generation.
     """
     is_last = not launch.has_restarts_left()
     if is_orphan:  # no generation follows
@@ -98,6 +101,9 @@ def how_to_exit(
         return plan_of_end(error.reason if error else None, launch)
     if isinstance(error, SignalReceived):
         return plan_of_signal(error, launch)
+    if isinstance(error, UserError) and error.may_pass and is_restart and not is_last:
+        text = "" if launch.local_rank else f"error: {error}; a restart follows in {AWAY_S:.0f} s\n"
+        return ExitPlan(1, text=text, reason=f"{FAILED} ({first_line(error)})", pause_s=AWAY_S)
     if isinstance(error, (UserError, NonRetryableError)):
         return plan_of_abort(error, launch, has_met)
     if isinstance(error, PeersMissing):
@@ -106,7 +112,8 @@ def how_to_exit(
     said = first_line(error)
     if not is_lost_peer(error):
         sentence = f"error: worker {launch.rank}: {error}\n"
-        text = sentence if isinstance(error, ExpectedError) else "".join(traceback.format_exception(error))
+        is_expected = isinstance(error, ExpectedError) or meaning_of(error) in ("full", "may pass")
+        text = sentence if is_expected else "".join(traceback.format_exception(error))
         what = f"{type(error).__name__}: {said}"
         repeats = not has_met and not isinstance(error, OSError)  # an import that fails, for example
         return ExitPlan(
@@ -218,10 +225,14 @@ class StackFile:
                 self.file.truncate(0)
 
     def close(self) -> None:
-        """Stop the timer, and remove the file if it is empty."""
+        """Stop the timer, and remove the file if it is empty. If the process is stuck, do nothing."""
+        if self.armed_at and time.monotonic() > self.armed_at + self.limit_s:
+            # The timer's thread may hang in a write, and the next call would wait for it with Python's lock.
+            return
         faulthandler.cancel_dump_traceback_later()
-        if os.fstat(self.file.fileno()).st_size == 0:
-            self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # an empty file stays then
+            if os.fstat(self.file.fileno()).st_size == 0:
+                self.path.unlink()
 
 
 class ProcessExit:
@@ -234,6 +245,7 @@ class ProcessExit:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.began_at = self.progress_at = time.monotonic()
+        self.is_restart = launch.restart_count > 0
         self.rendezvous: Rendezvous | None = None
         self.nccl: Any = None  # the NcclWatch, if several workers train on GPUs
         self.timeout_s = 0.0
@@ -251,6 +263,7 @@ class ProcessExit:
         `timeout_s` is the time limit of a collective, in seconds.
         """
         self.rendezvous, self.timeout_s = rendezvous, timeout_s
+        self.is_restart = self.is_restart or rendezvous.is_restart()
         self.note_progress()
 
     def watch_gpus(self, nccl: Any) -> None:
@@ -268,17 +281,14 @@ class ProcessExit:
 
         `last_step` returns the last completed step. `note_failure` records in run.json why the job failed; it
         is None on ranks that do not write to `run_dir`. After an OSError here, no stacks are written to
-        `run_dir`. After a rendezvous, a rank with a `note_failure` first removes stack files of earlier
-        generations: empty files, and files that are not among the MAX_STACK_FILES newest.
+        `run_dir`. A rank with a `note_failure` first removes the empty stack files of earlier generations.
         """
         self.last_step, self.note_failure = last_step, note_failure
         folder, name = run_dir / "stacks", self.rendezvous.generation if self.rendezvous else ""
         with contextlib.suppress(OSError):  # such as a full disk, which is reported for other files
-            found = sorted(folder.glob("*.txt"), key=os.path.getmtime, reverse=True) if note_failure else []
-            for number, old in enumerate(found):
+            for old in folder.glob("*.txt") if note_failure else ():
                 # A worker that was killed leaves an empty file.
-                is_surplus = not os.path.getsize(old) or number >= MAX_STACK_FILES
-                if is_surplus and name[:8] not in old.name:
+                if name[:8] not in old.name and not os.path.getsize(old):
                     old.unlink()
             self.stacks = StackFile(stack_path(folder, name, self.launch.rank), STACKS_AFTER * self.timeout_s)
 
@@ -338,7 +348,8 @@ class ProcessExit:
     def plan(self, error: BaseException | None) -> ExitPlan:
         """Return the plan of `how_to_exit` for `error`, from the values that this object has now."""
         has_met, is_orphan = self.rendezvous is not None, self.launch.is_orphan()
-        return how_to_exit(error, self.launch, self.last_step(), self.timed_out(), has_met, is_orphan)
+        known = self.last_step(), self.timed_out(), has_met, is_orphan, self.is_restart
+        return how_to_exit(error, self.launch, *known)
 
     def perform(self, plan: ExitPlan, is_told: Callable[[], bool] = lambda: False) -> NoReturn:
         """Carry out a plan, then exit. Work that needs the run folder or the job's TCPStore has a time limit.
@@ -358,8 +369,7 @@ class ProcessExit:
         if plan.reason and self.rendezvous:
             reason = {"why": plan.reason, "step": self.last_step()}
             self.rendezvous.record_exit_reason(launch.rank, reason)
-        sys.stdout.flush()
-        write_stderr(plan.text)
+        try_within(STORAGE_S, lambda: write_stderr(plan.text))
         if plan.kills:
             self.kill_silent(plan.kills)
         if self.stacks:
@@ -375,6 +385,7 @@ class ProcessExit:
             os.kill(launch.agent_pid, signal.SIGTERM)
         while plan.awaits_agent and not (is_told() or launch.is_orphan()):
             time.sleep(POLL_S)
+        time.sleep(plan.pause_s)
         os._exit(plan.code)
 
     def kill_silent(self, ranks: Sequence[int]) -> None:
@@ -389,7 +400,11 @@ class ProcessExit:
 
 
 def write_stderr(text: str) -> None:
-    """Write `text` to stderr, without the credentials in URLs. Never raises if `open_streams` was called."""
+    """Flush stdout, then write `text` to stderr, without the credentials in URLs.
+
+    Never raises if `open_streams` was called.
+    """
+    sys.stdout.flush()
     sys.stderr.write(redact(text))
     sys.stderr.flush()
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MAX_WORKERS = 8  # the most workers that `trainer.workers=auto` means
 SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop need time to write a snapshot
+LAST_S = 10.0  # workers that were told twice to stop exit within this time
 BACKEND = "mingpt-one-node"
 
 
@@ -118,10 +119,12 @@ class StopRequest:
     def note(self, number: int, frame: FrameType | None) -> None:
         """Remember the first signal. This is a signal handler.
 
-        If `obey` has already raised SignalException, raise it again, so that the workers exit at once.
+        If `obey` has already raised SignalException, raise it again, so that the workers exit at once. After
+        LAST_S seconds this process then ends even if a worker cannot, because a worker's disk hangs.
         """
         self.first = self.first or signal.Signals(number)
         if self.is_obeyed:
+            threading.Timer(LAST_S, os._exit, [1]).start()
             self.obey()
 
     def obey(self, before_start: bool = False) -> None:

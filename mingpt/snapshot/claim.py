@@ -17,7 +17,6 @@ each file of a snapshot that is not in memory, this rank calls `Claim.check`, wh
 """
 
 import json
-import logging
 import os
 import re
 import threading
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mingpt.base.errors import ClaimLost, LaterGeneration, SupersededError, UserError
-from mingpt.base.files import BadJson, Seconds, check_json, parse_json, remove_quietly
+from mingpt.base.files import BadJson, Seconds, check_json, parse_json, reason_of, remove_quietly, warn_once
 from mingpt.base.processes import Process
 from mingpt.distributed import write_stderr
 
@@ -35,7 +34,6 @@ LEASE_S = 20.0  # another job takes over a claim that has not been renewed for t
 RENEW_S = 5.0  # seconds between two renewals
 POLL_S = 0.5
 FILE_NAME = re.compile(r"claim-([0-9]{6})\.json")
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,8 @@ class Claim:
         if holder.job != self.holder.job and (holder.is_alive() or not is_first):
             raise UserError(
                 f"run_dir {self.folder} is in use by {holder.sentence()}: wait for its end, choose "
-                f"another run_dir, or if that job is gone, remove its claim {self.path(found.number)}"
+                "another run_dir, or if that job is gone or this folder is a copy, remove its claim "
+                f"{self.path(found.number)}"
             )
         if is_first:  # only to the terminal: log.txt belongs to the job that holds the folder
             write_stderr(
@@ -207,9 +206,7 @@ class Claim:
             self.holder = replace(self.holder, job=found.holder.job, since=found.holder.since)
         number = found.number if is_ours else found.number + 1
         try:
-            with open(self.path(number), "r+b" if is_ours else "xb") as file:
-                file.write(json.dumps(asdict(self.holder), indent=1).encode())
-                file.truncate()
+            self.write(number, "r+b" if is_ours else "xb")
         except FileExistsError:
             time.sleep(POLL_S)  # another job was faster
             return
@@ -224,21 +221,31 @@ class Claim:
             return
         self.number = number
 
+    def write(self, number: int, mode: str) -> None:
+        """Write `holder` to the claim's file with this number, opened with `mode`. Raises OSError."""
+        with open(self.path(number), mode) as file:
+            file.write(json.dumps(asdict(self.holder), indent=1).encode())
+            file.truncate()
+
     def keep_renewing(self) -> None:
         while self.number:
             time.sleep(RENEW_S)
             self.renew()
 
     def renew(self) -> None:
-        """Update the modification time of the claim's file, to show other machines that the job is alive.
+        """Write the claim's file again: its modification time shows other machines that the job is alive.
 
-        Does nothing if this generation does not hold the claim. A failure is only logged.
+        (Some mounts refuse to set times.) Does nothing if this generation does not hold the claim. A failure
+        is only logged, once.
         """
         try:
             if self.number and self.may_write():
-                os.utime(self.path(self.number))
+                self.write(self.number, "r+b")
         except OSError as error:
-            log.info(f"the claim to run_dir {self.folder} could not be renewed: {error}")
+            warn_once(
+                f"the claim to run_dir {self.folder} cannot be renewed ({reason_of(error)}): a job on "
+                f"another host may take the folder over after {LEASE_S:.0f} s"
+            )
 
     def release(self) -> None:
         """Remove the claim's file if this generation still holds the claim. Call this when the job ends.
