@@ -24,9 +24,9 @@ MEANINGS = {
 def meaning_of(error: BaseException | None) -> str:
     """Return what the error of a failed file operation means, a key of MEANINGS; "" for any other error.
 
-    A timeout or a lost connection may pass. So may an error that has an attribute `may_pass` that is true.
+    A timeout or a lost connection may pass.
     """
-    if isinstance(error, (TimeoutError, ConnectionError)) or getattr(error, "may_pass", False):
+    if isinstance(error, (TimeoutError, ConnectionError)):
         return "may pass"
     name = errno.errorcode.get(getattr(error, "errno", None) or 0, "")
     return next((meaning for meaning, names in MEANINGS.items() if name in names.split()), "")
@@ -120,5 +120,3 @@ class UnreadableSnapshot(Exception):
 
     The snapshot may still be valid.
     """
-
-    may_pass = True

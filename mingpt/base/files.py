@@ -129,13 +129,9 @@ def fsync_path(path: str | Path) -> None:
 
 
 def remove_quietly(path: str | Path) -> None:
-    """Remove a file, if it exists. A failure is logged, not raised: a file that stays only takes space."""
-    try:
+    """Remove a file, if it exists. A failure raises nothing: a file that stays only takes space."""
+    with contextlib.suppress(OSError):
         os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        log.debug("%s is left behind (%s)", path, error.strerror)
 
 
 def temporary_folder(prefix: str = "mingpt-") -> "tempfile.TemporaryDirectory[str]":

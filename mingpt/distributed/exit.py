@@ -22,7 +22,6 @@ from mingpt.base.errors import (
     PeersMissing,
     StopRequested,
     UserError,
-    meaning_of,
 )
 from mingpt.base.processes import kill_by_pidfd, open_siblings
 from mingpt.base.system import try_within
@@ -101,19 +100,15 @@ def how_to_exit(
         return plan_of_end(error.reason if error else None, launch)
     if isinstance(error, SignalReceived):
         return plan_of_signal(error, launch)
-    if isinstance(error, UserError) and error.may_pass and is_restart and not is_last:
-        text = "" if launch.local_rank else f"error: {error}; a restart follows in {AWAY_S:.0f} s\n"
-        return ExitPlan(1, text=text, reason=f"{FAILED} ({first_line(error)})", pause_s=AWAY_S)
     if isinstance(error, (UserError, NonRetryableError)):
-        return plan_of_abort(error, launch, has_met)
+        return plan_of_abort(error, launch, has_met, is_restart)
     if isinstance(error, PeersMissing):
         first = next(rank for rank in range(launch.world_size) if rank not in error.ranks)
         return ExitPlan(1, text=f"{error}\n" if launch.rank == first else "", kills=error.ranks)
     said = first_line(error)
     if not is_lost_peer(error):
         sentence = f"error: worker {launch.rank}: {error}\n"
-        is_expected = isinstance(error, ExpectedError) or meaning_of(error) in ("full", "may pass")
-        text = sentence if is_expected else "".join(traceback.format_exception(error))
+        text = sentence if isinstance(error, ExpectedError) else "".join(traceback.format_exception(error))
         what = f"{type(error).__name__}: {said}"
         repeats = not has_met and not isinstance(error, OSError)  # an import that fails, for example
         return ExitPlan(
@@ -171,15 +166,20 @@ def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
     )
 
 
-def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
+def plan_of_abort(error: Exception, launch: Launch, has_met: bool, is_restart: bool) -> ExitPlan:
     """Return the plan to end the job, or only this node's agent, because of `error`.
 
-    Restarts that are left do not matter. Local rank 0 ends the node's agent; the node's other workers wait
-    for the agent's SIGTERM. Rank 0 prints the error. Before the rendezvous (if `has_met` is false), and for
-    NodeRefused and ClaimLost, rank 0 may not have seen the error. Then local rank 0 prints the error, too.
-    Without an agent, every worker does what local rank 0 would do, but no agent is ended.
+    Restarts that are left do not matter, except in a restart (`is_restart`) after a UserError that may pass:
+    then the plan is to exit after a pause, so that the agent restarts the workers. Otherwise local rank 0
+    ends the node's agent; the node's other workers wait for the agent's SIGTERM. Rank 0 prints the error.
+    Before the rendezvous (if `has_met` is false), and for NodeRefused and ClaimLost, rank 0 may not have seen
+    the error. Then local rank 0 prints the error, too. Without an agent, every worker does what local rank 0
+    would do, but no agent is ended.
     """
     is_first = launch.local_rank == 0 or launch.agent_pid is None
+    if is_restart and getattr(error, "may_pass", False) and launch.has_restarts_left():
+        text = f"error: {error}; a restart follows in {AWAY_S:.0f} s\n" if is_first else ""
+        return ExitPlan(1, text=text, reason=f"{FAILED} ({first_line(error)})", pause_s=AWAY_S)
     is_printed = launch.rank == 0 or not has_met or isinstance(error, (NodeRefused, ClaimLost))
     code = 2 if isinstance(error, UserError) else 1
     return ExitPlan(
@@ -348,8 +348,8 @@ class ProcessExit:
     def plan(self, error: BaseException | None) -> ExitPlan:
         """Return the plan of `how_to_exit` for `error`, from the values that this object has now."""
         has_met, is_orphan = self.rendezvous is not None, self.launch.is_orphan()
-        known = self.last_step(), self.timed_out(), has_met, is_orphan, self.is_restart
-        return how_to_exit(error, self.launch, *known)
+        step, late = self.last_step(), self.timed_out()
+        return how_to_exit(error, self.launch, step, late, has_met, is_orphan, self.is_restart)
 
     def perform(self, plan: ExitPlan, is_told: Callable[[], bool] = lambda: False) -> NoReturn:
         """Carry out a plan, then exit. Work that needs the run folder or the job's TCPStore has a time limit.

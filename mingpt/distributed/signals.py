@@ -139,18 +139,13 @@ class StopSignal:
     def exit_before_training(self, reason: str) -> NoReturn:
         """Exit without saving, because all ranks have agreed on the request `reason` before the first step.
 
-        Rank 0 first prints a line, and calls `record_stop`.
+        Rank 0 first prints a line, removes the file STOP, and calls `note_stop`.
         """
         if self.launch.rank == 0:
             write_stderr(before_first_step(reason))
-            try_within(STORAGE_S, self.record_stop)
+            try_within(STORAGE_S, self.remove_stop_file)
+            try_within(STORAGE_S, self.note_stop or bool)
         self.exit.exit_process(StopRequested(reason))
-
-    def record_stop(self) -> None:
-        """Remove the file STOP, and call `note_stop`."""
-        self.remove_stop_file()
-        if self.note_stop is not None:
-            self.note_stop()
 
     def hand_over(self, handler: Callable[[int, FrameType | None], None]) -> None:
         """Stop listening, so that `handler` receives all further SIGNALS. No signal is lost.

@@ -24,7 +24,7 @@ from mingpt.base.files import temporary_folder
 from mingpt.base.system import allow_open_files, loopback_address, usable_cores
 from mingpt.config import PROJECT, Config, check_workers
 from mingpt.distributed.ends import LOST_PEER, TIMED_OUT, GenerationEnd
-from mingpt.distributed.exit import before_first_step, write_stderr
+from mingpt.distributed.exit import STORAGE_S, before_first_step, write_stderr
 from mingpt.distributed.launch import AGENT_FOLDER, AGENT_PID, STATUS_FILE, Launch
 from mingpt.distributed.rendezvous import read_generation_end
 from mingpt.distributed.signals import SIGNALS, StopSignal
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 MAX_WORKERS = 8  # the most workers that `trainer.workers=auto` means
 SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop need time to write a snapshot
-LAST_S = 10.0  # workers that were told twice to stop exit within this time
 BACKEND = "mingpt-one-node"
 
 
@@ -120,11 +119,11 @@ class StopRequest:
         """Remember the first signal. This is a signal handler.
 
         If `obey` has already raised SignalException, raise it again, so that the workers exit at once. After
-        LAST_S seconds this process then ends even if a worker cannot, because a worker's disk hangs.
+        STORAGE_S seconds this process then ends even if a worker cannot, because a worker's disk hangs.
         """
         self.first = self.first or signal.Signals(number)
         if self.is_obeyed:
-            threading.Timer(LAST_S, os._exit, [1]).start()
+            threading.Timer(STORAGE_S, os._exit, [1]).start()
             self.obey()
 
     def obey(self, before_start: bool = False) -> None:
