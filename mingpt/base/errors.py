@@ -1,6 +1,35 @@
-"""Exceptions, named by what a failure means for the job. `distributed.Worker` turns them into exit codes."""
+"""Exceptions, named by what a failure means for the job. `distributed.Worker` turns them into exit codes.
 
+`meaning_of` says what the errno of a failed file operation means; no other module compares errnos for that.
+"""
+
+import errno
+import sys
 from collections.abc import Sequence
+
+# {what a failed file operation means: the errnos that mean it}
+MEANINGS = {
+    "full": "ENOSPC EDQUOT",
+    # The disk or its server is away, or busy, and may come back without a change by the user.
+    "may pass": (
+        "EIO EAGAIN EWOULDBLOCK EBUSY EINTR ENFILE ENOMEM ENOTCONN ESTALE EHOSTDOWN EHOSTUNREACH ENETDOWN "
+        "ENETUNREACH ENETRESET ENONET ENOLINK EREMOTEIO EREMCHG ECOMM EPROTO ETIME ENODEV ENXIO ENOMEDIUM"
+    ),
+    "forbidden": "EACCES EPERM EROFS",
+    # The file system has no such operation.
+    "cannot": "EINVAL ENOTSUP EOPNOTSUPP ENOSYS ENOTTY EBADF",
+}
+
+
+def meaning_of(error: BaseException | None) -> str:
+    """Return what the error of a failed file operation means, a key of MEANINGS; "" for any other error.
+
+    A timeout or a lost connection may pass.
+    """
+    if isinstance(error, (TimeoutError, ConnectionError)):
+        return "may pass"
+    name = errno.errorcode.get(getattr(error, "errno", None) or 0, "")
+    return next((meaning for meaning, names in MEANINGS.items() if name in names.split()), "")
 
 
 class UserError(ValueError):
@@ -8,7 +37,14 @@ class UserError(ValueError):
 
     The process exits with code 2, and the job ends without restarts. Once the workers have met, all ranks
     raise UserError. But only the ranks of a refused node raise the subclass NodeRefused, and the job goes on.
+
+    `may_pass` is true if the error was constructed while an error that may pass was handled, such as that of
+    a network drive that is away. In a restart such a UserError uses up a restart, and does not end the job.
     """
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.may_pass = meaning_of(sys.exc_info()[1]) == "may pass"
 
 
 class ExpectedError(RuntimeError):

@@ -11,6 +11,8 @@ import io
 import json
 import logging
 import os
+import platform
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +21,17 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 
-from mingpt.base.errors import UserError
+from mingpt.base.errors import UserError, meaning_of
 
 # Each driver of fsspec raises exceptions of its own library, such as aiohttp, botocore or paramiko.
 DriverError = Exception
 RETRIES_S = (0.5, 2.0)  # pauses between attempts, for the short failures of object stores
 PIECE_BYTES = 16 << 20  # per request for a large file; drivers end a request to a URL after a few minutes
-LIMITS = {errno.EFBIG: "ulimit -f", errno.EMFILE: "ulimit -n"}  # by errno: the limit that was reached
+LIMITS = {  # by errno: the command that shows the limit that was reached
+    errno.EFBIG: "ulimit -f",
+    errno.EMFILE: "ulimit -n",
+    errno.ENOSPC: "df and, for the number of files, df -i",
+}
 MAX_JSON_BYTES = 64 << 20  # per file; a run's or data set's JSON file has a few thousand bytes
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # a mark of UTF-32 is one of these and two NULs
 # Types of values in JSON, for several packages.
@@ -37,6 +43,7 @@ Sync = Literal["nothing", "file", "folder"]
 T = TypeVar("T")
 make_adapter = functools.cache(pydantic.TypeAdapter)  # making an adapter is slow
 log = logging.getLogger(__name__)
+warn_once = functools.cache(log.warning)  # a second call with the same text does nothing
 
 
 @contextlib.contextmanager
@@ -52,7 +59,7 @@ def atomic_file(
     error before or during the rename removes the partial file, and an earlier file at `path` stays.
 
     `sync="file"` calls fsync on the file before the rename; `sync="folder"` also calls it on the folder after
-    the rename. If the folder's fsync fails, OSError is raised although the new file is at `path`.
+    the rename, as `fsync_path` does. If that fails, OSError is raised although the new file is at `path`.
 
     `before_rename` is called right before the rename, for example to check that no other job has taken over
     the folder during a long write. If it raises an error or returns False, the file is not renamed. After
@@ -105,23 +112,26 @@ def write_all(write: Callable[[memoryview], int | None], content: bytes | memory
 def fsync_path(path: str | Path) -> None:
     """Call fsync on `path`: the content of a file, or the renames and removals in a folder, become durable.
 
-    Raises OSError.
+    Raises OSError. But if the file system refuses to fsync folders, as some FUSE and CIFS mounts do, a folder
+    only causes a log line.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        # In WSL, each fsync of a folder on a drive of Windows fails with EIO. Elsewhere EIO is a broken disk.
+        is_refused = meaning_of(error) in ("cannot", "forbidden") or "microsoft" in platform.release()
+        if not is_refused or not stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise
+        warn_once(f"{path} cannot be fsynced ({reason_of(error)}): a power failure may lose new files")
     finally:
         os.close(handle)
 
 
 def remove_quietly(path: str | Path) -> None:
-    """Remove a file, if it exists. A failure is logged, not raised: a file that stays only takes space."""
-    try:
+    """Remove a file, if it exists. A failure raises nothing: a file that stays only takes space."""
+    with contextlib.suppress(OSError):
         os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        log.debug("%s is left behind (%s)", path, error.strerror)
 
 
 def temporary_folder(prefix: str = "mingpt-") -> "tempfile.TemporaryDirectory[str]":
@@ -156,8 +166,8 @@ def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable
 def reason_of(error: BaseException) -> str:
     """Return one line that describes an error: its `strerror`, if any, else its type and its message.
 
-    Only the first line of the message is used, up to 300 characters. If a limit of the shell was reached, the
-    result also names the `ulimit` command that shows the limit.
+    Only the first line of the message is used, up to 300 characters. If a limit was reached, the result also
+    names the command that shows the limit.
     """
     lines = str(error).splitlines() or [""]
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {lines[0][:300]}"

@@ -32,7 +32,7 @@ FILES_OF_AGENT, FILES_PER_WORKER = 24, 6  # open files, measured with up to 8 wo
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 
 
-class OutOfTime(Exception):
+class OutOfTime(TimeoutError):
     """Work in a thread did not end within its time limit. The thread runs on, and nothing waits for it."""
 
 

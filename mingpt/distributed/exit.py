@@ -43,8 +43,8 @@ POLL_S = 0.05
 PEER_EXIT_S = 1.0
 STACKS_S = 0.5
 STORAGE_S = 5.0  # the limit of work that needs storage, because storage that hangs may be the exit's cause
+AWAY_S = 30.0  # the pause before a restart if a disk cannot be used now
 STACKS_AFTER = 0.9  # share of timeout_s after which a stuck worker writes its stacks: before others time out
-MAX_STACK_FILES = 20
 STACK_FILES = f"worker-[0-9]*-{8 * '[0-9a-z]'}.txt"  # the names that `stack_path` gives
 NCCL_LOST = "remote process exited or there was a network error"  # NCCL's only text that means a lost peer
 PAUSE = "trainer.pause_after"  # the name of the request to stop that this setting makes
@@ -81,6 +81,7 @@ class ExitPlan:
     releases_claims: bool = False  # give up the job's right to write to the run folder
     removes: Path | None = None  # remove this temporary folder of an agent that is gone
     awaits_agent: bool = False  # wait for the agent to pass on the SIGTERM that another worker sends to it
+    pause_s: float = 0.0  # wait so long, because a disk may be back in the next generation
 
 
 def how_to_exit(
@@ -90,13 +91,14 @@ def how_to_exit(
     timed_out: str = "",
     has_met: bool = True,
     is_orphan: bool = False,
+    is_restart: bool = False,
 ) -> ExitPlan:
     """Return the plan by which a worker exits because of `error`.
 
     `error` is None if the worker's work is finished, or if the agent is gone. `step` is the last completed
     step. `timed_out` is the exit reason of a timeout if no collective has ended within the time limit, else
-    "". `has_met` says whether the workers have met at the rendezvous, and `is_orphan` whether the agent is
-    gone.
+    "". `has_met` says whether the workers have met at the rendezvous, `is_orphan` whether the agent is gone,
+    and `is_restart` whether this is not the job's first generation.
     """
     is_last = not launch.has_restarts_left()
     if is_orphan:  # no generation follows
@@ -109,7 +111,7 @@ def how_to_exit(
     if isinstance(error, SignalReceived):
         return plan_of_signal(error, launch)
     if isinstance(error, (UserError, NonRetryableError)):
-        return plan_of_abort(error, launch, has_met)
+        return plan_of_abort(error, launch, has_met, is_restart)
     if isinstance(error, PeersMissing):
         first = next(rank for rank in range(launch.world_size) if rank not in error.ranks)
         return ExitPlan(1, text=f"{error}\n" if launch.rank == first else "", kills=error.ranks)
@@ -174,15 +176,20 @@ def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
     )
 
 
-def plan_of_abort(error: Exception, launch: Launch, has_met: bool) -> ExitPlan:
+def plan_of_abort(error: Exception, launch: Launch, has_met: bool, is_restart: bool) -> ExitPlan:
     """Return the plan to end the job, or only this node's agent, because of `error`.
 
-    Restarts that are left do not matter. Local rank 0 ends the node's agent; the node's other workers wait
-    for the agent's SIGTERM. Rank 0 prints the error. Before the rendezvous (if `has_met` is false), and for
-    NodeRefused and ClaimLost, rank 0 may not have seen the error. Then local rank 0 prints the error, too.
-    Without an agent, every worker does what local rank 0 would do, but no agent is ended.
+    Restarts that are left do not matter, except in a restart (`is_restart`) after a UserError that may pass:
+    then the plan is to exit after a pause, so that the agent restarts the workers. Otherwise local rank 0
+    ends the node's agent; the node's other workers wait for the agent's SIGTERM. Rank 0 prints the error.
+    Before the rendezvous (if `has_met` is false), and for NodeRefused and ClaimLost, rank 0 may not have seen
+    the error. Then local rank 0 prints the error, too. Without an agent, every worker does what local rank 0
+    would do, but no agent is ended.
     """
     is_first = launch.local_rank == 0 or launch.agent_pid is None
+    if is_restart and getattr(error, "may_pass", False) and launch.has_restarts_left():
+        text = f"error: {error}; a restart follows in {AWAY_S:.0f} s\n" if is_first else ""
+        return ExitPlan(1, text=text, reason=f"{FAILED} ({first_line(error)})", pause_s=AWAY_S)
     is_printed = launch.rank == 0 or not has_met or isinstance(error, (NodeRefused, ClaimLost))
     code = 2 if isinstance(error, UserError) else 1
     return ExitPlan(
@@ -228,10 +235,14 @@ class StackFile:
                 self.file.truncate(0)
 
     def close(self) -> None:
-        """Stop the timer, and remove the file if it is empty."""
+        """Stop the timer, and remove the file if it is empty. If the process is stuck, do nothing."""
+        if self.armed_at and time.monotonic() > self.armed_at + self.limit_s:
+            # The timer's thread may hang in a write, and the next call would wait for it with Python's lock.
+            return
         faulthandler.cancel_dump_traceback_later()
-        if os.fstat(self.file.fileno()).st_size == 0:
-            self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # an empty file stays then
+            if os.fstat(self.file.fileno()).st_size == 0:
+                self.path.unlink()
 
 
 class ProcessExit:
@@ -244,6 +255,7 @@ class ProcessExit:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.began_at = self.progress_at = time.monotonic()
+        self.is_restart = launch.restart_count > 0
         self.rendezvous: Rendezvous | None = None
         self.nccl: Any = None  # the NcclWatch, if several workers train on GPUs
         self.timeout_s = 0.0
@@ -261,6 +273,7 @@ class ProcessExit:
         `timeout_s` is the time limit of a collective, in seconds.
         """
         self.rendezvous, self.timeout_s = rendezvous, timeout_s
+        self.is_restart = self.is_restart or rendezvous.is_restart()
         self.note_progress()
 
     def watch_gpus(self, nccl: Any) -> None:
@@ -278,19 +291,14 @@ class ProcessExit:
 
         `last_step` returns the last completed step. `note_failure` records in run.json why the job failed; it
         is None on ranks that do not write to `run_dir`. After an OSError here, no stacks are written to
-        `run_dir`. After a rendezvous, a rank with a `note_failure` first removes stack files of earlier
-        generations: empty files, and files that are not among the MAX_STACK_FILES newest.
+        `run_dir`. A rank with a `note_failure` first removes the empty stack files of earlier generations.
         """
         self.last_step, self.note_failure = last_step, note_failure
         folder, name = run_dir / "stacks", self.rendezvous.generation if self.rendezvous else ""
         with contextlib.suppress(OSError):  # such as a full disk, which is reported for other files
-            found = (
-                sorted(folder.glob(STACK_FILES), key=os.path.getmtime, reverse=True) if note_failure else []
-            )
-            for number, old in enumerate(found):
+            for old in folder.glob(STACK_FILES) if note_failure else ():
                 # A worker that was killed leaves an empty file.
-                is_surplus = not os.path.getsize(old) or number >= MAX_STACK_FILES
-                if is_surplus and name[:8] not in old.name:
+                if name[:8] not in old.name and not os.path.getsize(old):
                     old.unlink()
             self.stacks = StackFile(stack_path(folder, name, self.launch.rank), STACKS_AFTER * self.timeout_s)
 
@@ -350,7 +358,8 @@ class ProcessExit:
     def plan(self, error: BaseException | None) -> ExitPlan:
         """Return the plan of `how_to_exit` for `error`, from the values that this object has now."""
         has_met, is_orphan = self.rendezvous is not None, self.launch.is_orphan()
-        return how_to_exit(error, self.launch, self.last_step(), self.timed_out(), has_met, is_orphan)
+        step, late = self.last_step(), self.timed_out()
+        return how_to_exit(error, self.launch, step, late, has_met, is_orphan, self.is_restart)
 
     def perform(self, plan: ExitPlan, is_told: Callable[[], bool] = lambda: False) -> NoReturn:
         """Carry out a plan, then exit. Work that needs the run folder or the job's TCPStore has a time limit.
@@ -370,8 +379,7 @@ class ProcessExit:
         if plan.reason and self.rendezvous:
             reason = {"why": plan.reason, "step": self.last_step()}
             self.rendezvous.record_exit_reason(launch.rank, reason)
-        sys.stdout.flush()
-        write_stderr(plan.text)
+        try_within(STORAGE_S, lambda: write_stderr(plan.text))
         if plan.kills:
             self.kill_silent(plan.kills)
         if self.stacks:
@@ -387,6 +395,7 @@ class ProcessExit:
             os.kill(launch.agent_pid, signal.SIGTERM)
         while plan.awaits_agent and not (is_told() or launch.is_orphan()):
             time.sleep(POLL_S)
+        time.sleep(plan.pause_s)
         os._exit(plan.code)
 
     def kill_silent(self, ranks: Sequence[int]) -> None:
@@ -401,7 +410,11 @@ class ProcessExit:
 
 
 def write_stderr(text: str) -> None:
-    """Write `text` to stderr, without the credentials in URLs. Never raises if `open_streams` was called."""
+    """Flush stdout, then write `text` to stderr, without the credentials in URLs.
+
+    Never raises if `open_streams` was called.
+    """
+    sys.stdout.flush()
     sys.stderr.write(redact(text))
     sys.stderr.flush()
 

@@ -12,16 +12,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from mingpt.base.errors import StopRequested
 from mingpt.base.processes import open_siblings, wait_readable
+from mingpt.base.system import start, try_within
 from mingpt.distributed.ends import DISORDER
 from mingpt.distributed.exit import (
     JOB_ENDS,
     PAUSE,
+    STORAGE_S,
     PeerLost,
     ProcessExit,
     SignalReceived,
@@ -59,11 +62,11 @@ class StopSignal:
     stop. During training, a request is kept until all ranks have agreed on it. A second signal, more than
     REPEAT_S seconds after the first signal, ends this process at once.
 
-    The thread works even while the main thread is stuck. The thread also ends this process if the agent is
-    gone, or if another worker of the agent failed or was lost. The same happens if a collective on GPUs has
-    lost a peer, or has waited for more than trainer.timeout_s seconds. During training with several workers,
-    the thread also ends this process if no collective ends for trainer.timeout_s seconds after a signal other
-    than SIGUSR1.
+    The thread works even while the main thread is stuck, and never waits for a disk. The thread also ends
+    this process if the agent is gone, or if another worker of the agent failed or was lost. The same happens
+    if a collective on GPUs has lost a peer, or has waited for more than trainer.timeout_s seconds. During
+    training with several workers, the thread also ends this process if no collective ends for
+    trainer.timeout_s seconds after a signal other than SIGUSR1.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
@@ -73,6 +76,7 @@ class StopSignal:
         self.deferred = False
         self.has_sigterm = False  # whether SIGTERM has come, also right after another signal
         self.stop_file: Path | None = None
+        self.stop_found = Future[None]()  # done once there is a file at `stop_file`
         self.note_stop: Callable[[], None] | None = None  # records a stop before the first step in run.json
         self.received_at = float("-inf")
         self.siblings: dict[int, int] = {}  # rank -> pidfd of each other worker of this agent that runs
@@ -85,9 +89,11 @@ class StopSignal:
         signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
         faulthandler.register(signal.SIGUSR2, 2)  # stacks go to stderr until there is a run folder
         # mingpt.launch.agent starts its workers with these signals blocked.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, signal.SIGUSR2])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         self.thread = threading.Thread(target=self.listen, daemon=True)
         self.thread.start()
+        # A main thread that waits for a disk would take a signal from the kernel and not handle it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     @property
     def reason(self) -> str | None:
@@ -104,6 +110,13 @@ class StopSignal:
         `note_stop`, unless it is None, is called by `exit_before_training` on rank 0.
         """
         self.stop_file, self.note_stop = path, note_stop
+
+        def look() -> None:
+            # False also if a network folder is unreachable for a moment.
+            while not os.path.exists(path):
+                time.sleep(POLL_S)
+
+        self.stop_found = start(look)  # in a thread of its own, because the disk may hang
 
     def defer(self) -> None:
         """From now on, do not exit at a first request to stop, but keep it until all ranks agree on it.
@@ -126,13 +139,12 @@ class StopSignal:
     def exit_before_training(self, reason: str) -> NoReturn:
         """Exit without saving, because all ranks have agreed on the request `reason` before the first step.
 
-        Rank 0 first removes the file STOP, calls `note_stop`, and prints a line.
+        Rank 0 first prints a line, removes the file STOP, and calls `note_stop`.
         """
         if self.launch.rank == 0:
-            self.remove_stop_file()
-            if self.note_stop is not None:
-                self.note_stop()
             write_stderr(before_first_step(reason))
+            try_within(STORAGE_S, self.remove_stop_file)
+            try_within(STORAGE_S, self.note_stop or bool)
         self.exit.exit_process(StopRequested(reason))
 
     def hand_over(self, handler: Callable[[int, FrameType | None], None]) -> None:
@@ -140,6 +152,7 @@ class StopSignal:
 
         Call this in the main thread.
         """
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         for number in SIGNALS:
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
@@ -155,9 +168,7 @@ class StopSignal:
                 return
             if self.launch.is_orphan():
                 self.exit.exit_at_once()
-            # False also if a network folder is unreachable for a moment; the loop looks again.
-            is_there = self.stop_file is not None and os.path.exists(self.stop_file)
-            if is_there and not self.reason:
+            if self.stop_found.done() and not self.reason:
                 self.request("STOP")
             self.look_at_siblings()
             self.exit.exit_if_nccl_stuck()

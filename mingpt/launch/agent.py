@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mingpt.base.errors import NonRetryableError, UserError
 from mingpt.base.files import temporary_folder
-from mingpt.base.processes import kill_by_pidfd, open_siblings
 from mingpt.base.system import allow_open_files, loopback_address, usable_cores
 from mingpt.config import Config, check_workers
 from mingpt.distributed.ends import FINISHED, LOST_PEER, STOPPED, TIMED_OUT, GenerationEnd
-from mingpt.distributed.exit import before_first_step, write_stderr
+from mingpt.distributed.exit import STORAGE_S, before_first_step, write_stderr
 from mingpt.distributed.launch import AGENT_FOLDER, AGENT_PID, STATUS_FILE, Launch
 from mingpt.distributed.rendezvous import read_generation_end
 from mingpt.distributed.signals import SIGNALS, StopSignal
@@ -114,10 +113,12 @@ class StopRequest:
     def note(self, number: int, frame: FrameType | None) -> None:
         """Remember the first signal. This is a signal handler.
 
-        If `obey` has already raised SignalException, raise it again, so that the workers exit at once.
+        If `obey` has already raised SignalException, raise it again, so that the workers exit at once. After
+        STORAGE_S seconds this process then ends even if a worker cannot, because a worker's disk hangs.
         """
         self.first = self.first or signal.Signals(number)
         if self.is_obeyed:
+            threading.Timer(STORAGE_S, os._exit, [1]).start()
             self.obey()
 
     def obey(self, before_start: bool = False) -> None:
@@ -196,7 +197,6 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         store = TCPStore(loopback_address(), 0, is_master=True, wait_for_workers=False)
         stop = StopRequest(Path(folder) / "status")
         stop_signal.hand_over(stop.note)
-        signal.signal(signal.SIGUSR2, pass_on)
         register_rendezvous(store, stop)
         os.environ[STATUS_FILE] = str(stop.status_file)
         os.environ[AGENT_PID] = str(os.getpid())
@@ -207,7 +207,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         # The workers inherit this thread's mask, so these signals wait until a worker's StopSignal unblocks
         # them. The agent's own signals arrive in another thread, which does not block them.
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, signal.SIGUSR2])
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         codes: Mapping[int, int] = {}
         try:
             agent(*command)
@@ -229,13 +229,6 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         code, text = job_exit(stop.first is not None, stop.read_status(), codes, end, shlex.join(command))
         write_stderr(text)
     os._exit(code)
-
-
-def pass_on(number: int, frame: FrameType | None) -> None:
-    """Pass SIGUSR2 on to the workers, which then write their stacks. This is the handler of SIGUSR2."""
-    for pidfd in open_siblings(os.getpid()).values():
-        kill_by_pidfd(pidfd, number)
-        os.close(pidfd)
 
 
 def avoid_names() -> None:

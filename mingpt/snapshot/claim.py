@@ -17,7 +17,6 @@ each file of a snapshot that is not in memory, this rank calls `Claim.check`, wh
 """
 
 import json
-import logging
 import os
 import re
 import threading
@@ -27,7 +26,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mingpt.base.errors import ClaimLost, LaterGeneration, SupersededError, UserError
-from mingpt.base.files import BadJson, Seconds, check_json, parse_json, remove_quietly, write_atomic
+from mingpt.base.files import (
+    BadJson,
+    Seconds,
+    check_json,
+    parse_json,
+    reason_of,
+    remove_quietly,
+    warn_once,
+    write_atomic,
+)
 from mingpt.base.processes import Process
 from mingpt.distributed import write_stderr
 
@@ -36,7 +44,6 @@ RENEW_S = 5.0  # seconds between two renewals
 POLL_S = 0.5
 FILE_NAME = re.compile(r"claim-([1-9][0-9]*|0[0-9]{5})\.json")
 MAX_BYTES = 4 << 20  # of a claim's file; an agent takes a few hundred
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -198,7 +205,8 @@ class Claim:
         if holder.job != self.holder.job and (holder.is_alive() or not is_first):
             raise UserError(
                 f"run_dir {self.folder} is in use by {holder.sentence()}: wait for its end, choose "
-                f"another run_dir, or if that job is gone, remove its claim {self.path(found.number)}"
+                "another run_dir, or if that job is gone or this folder is a copy, remove its claim "
+                f"{self.path(found.number)}"
             )
         if is_first:  # only to the terminal: log.txt belongs to the job that holds the folder
             write_stderr(
@@ -242,15 +250,21 @@ class Claim:
             self.renew()
 
     def renew(self) -> None:
-        """Update the modification time of the claim's file, to show other machines that the job is alive.
+        """Let the claim's file have a new modification time, to show other machines that the job is alive.
 
-        Does nothing if this generation does not hold the claim. A failure is only logged.
+        Does nothing if this generation does not hold the claim. A failure is only logged, once.
         """
         try:
             if self.number and self.may_write():
-                os.utime(self.path(self.number))
+                with open(self.path(self.number), "r+b", buffering=0) as file:
+                    # Some mounts refuse utime. Every claim begins with this byte, so that the claim stays as
+                    # it is even if another process has just written it.
+                    file.write(b"{")
         except OSError as error:
-            log.info(f"the claim to run_dir {self.folder} could not be renewed: {error}")
+            warn_once(
+                f"the claim to run_dir {self.folder} cannot be renewed ({reason_of(error)}): a job on "
+                f"another host may take the folder over after {LEASE_S:.0f} s"
+            )
 
     def release(self) -> None:
         """Give the folder free if this generation still holds the claim. Call this when the job ends.

@@ -21,9 +21,10 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 
 from mingpt.base import events
-from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base.errors import UnreadableSnapshot, UserError
 from mingpt.base.files import (
     RETRIES_S,
+    DriverError,
     atomic_file,
     fsync_path,
     reason_of,
@@ -32,7 +33,6 @@ from mingpt.base.files import (
     write_all,
 )
 from mingpt.base.urls import open_url
-from mingpt.snapshot.reading import with_retries
 
 FLUSH_BYTES = 64 << 20
 Content = bytes | memoryview
@@ -69,8 +69,8 @@ def write_chunks(
 class FileStore:
     """Writes, lists and removes the files at `url`, a folder or an fsspec URL.
 
-    If `list_names` or a read fails, `with_retries` tries again after each pause of `retries_s`, in seconds.
-    An upload to a URL is retried after the same pauses. `check_claim` is called before a file is uploaded or
+    If listing the folder or a read fails, it is tried again after each pause of `retries_s`, in seconds. An
+    upload to a URL is retried after the same pauses. `check_claim` is called before a file is uploaded or
     gets its final name. `check_claim` must raise ClaimLost if this job no longer has the claim (the right to
     write at `url`). The constructor raises UserError if the URL's driver is not installed.
     """
@@ -96,7 +96,18 @@ class FileStore:
         return f"{self.root}/{name}"
 
     def names(self) -> list[str]:
-        """Return the names of all files and folders at `url`, sorted; [] if `url` does not exist."""
+        """Return the names of all files and folders at `url`, sorted; [] if `url` does not exist.
+
+        Raises OSError or an error of fsspec's driver if the last attempt to list the folder fails.
+        """
+        return retry(
+            self.list_once,
+            self.retries_s,
+            lambda error: log.info(f"{self.url} cannot be listed ({reason_of(error)}); trying again"),
+        )
+
+    def list_once(self) -> list[str]:
+        """Return what `names` returns, or raise its errors, after a single attempt."""
         self.files.invalidate_cache()
         try:
             return sorted(str(entry).rsplit("/", 1)[-1] for entry in self.files.ls(self.root, detail=False))
@@ -104,11 +115,11 @@ class FileStore:
             return []
 
     def list_names(self) -> list[str]:
-        """Return what `names` returns, with retries. Raises UnreadableSnapshot if `url` cannot be listed."""
+        """Return what `names` returns. Raises UnreadableSnapshot if `url` cannot be listed."""
         try:
-            return with_retries(self.names, f"the folder {self.url}", self.retries_s)
-        except CorruptSnapshot as error:  # a loop of symbolic links
-            raise UnreadableSnapshot(str(error)) from None
+            return self.names()
+        except DriverError as error:
+            raise UnreadableSnapshot(f"the folder {self.url} cannot be read: {reason_of(error)}") from None
 
     def write_atomic(self, name: str, content: Content) -> None:
         """Write `content` to the file `name`, as `write_stream` does; raise the errors of `write_stream`."""

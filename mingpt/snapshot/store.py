@@ -13,7 +13,6 @@ renames the files of a snapshot that must not be used.
 """
 
 import contextlib
-import errno
 import hashlib
 import itertools
 import logging
@@ -26,8 +25,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot, UserError, meaning_of
 from mingpt.base.files import PIECE_BYTES, DriverError, reason_of
+from mingpt.base.paths import describe_obstacle
 from mingpt.config import Config
 from mingpt.snapshot.file_store import FileStore
 from mingpt.snapshot.layout import (
@@ -55,7 +55,6 @@ from mingpt.snapshot.manifest import (
 from mingpt.snapshot.reading import Check, SourceFile, StoredFile, TensorFile, accept_all, check_finite, wrong
 
 MAX_FILES_AT_ONCE = 4
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
 
 
@@ -190,11 +189,11 @@ class SnapshotStore(FileStore):
         except ClaimLost:
             raise
         except DriverError as error:
-            if isinstance(error, OSError) and error.errno in NO_ROOM:
-                log.warning(f"there is no room for snapshots in {self.url} ({error.strerror})")
+            if meaning_of(error) == "full":
+                log.warning(f"there is no room for snapshots in {self.url} ({reason_of(error)})")
                 return
             raise UserError(
-                f"the snapshot folder {self.url} cannot be written to: {reason_of(error)}"
+                f"the snapshot folder {self.url} cannot be written to: {describe_obstacle(self.url, error)}"
             ) from None
 
     def make_ready(self) -> None:
@@ -210,8 +209,10 @@ class SnapshotStore(FileStore):
                 self.remove(step)
         for name in filter(LEFTOVER.fullmatch, names):
             self.remove_file(name)
-        self.write_atomic(probe, b"writable")
-        self.files.rm_file(self.path(probe))
+        try:
+            self.write_atomic(probe, b"writable")
+        finally:
+            self.remove_file(probe)
         self.is_ready = True
 
     def begin(self, step: int) -> bool:

@@ -176,10 +176,12 @@ def check_nothing_is_lost(found: Found, config: Config, is_restart: bool, record
     """
     errors = [str(fault) for fault in found.unreadable()]
     if errors:
-        raise UserError(
+        refusal = UserError(
             f"the snapshots in {found.where} cannot be read ({shorten(errors)}): start again when they can "
             "be, or choose another run_dir"
         )
+        refusal.may_pass = True
+        raise refusal
     completed = max(view.completed_step for view in found.views)
     begins_anew = config.snapshot.resume == "never" and not is_restart
     newest = max(completed, recorded_step)

@@ -7,21 +7,20 @@ are copied to all nodes. So any node may die, and a node that joins gets the rec
 """
 
 import contextlib
-import errno
 import functools
 import logging
 import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from mingpt.base.errors import NodeRefused, PeersMissing, UserError
+from mingpt.base.errors import NodeRefused, PeersMissing, UserError, meaning_of
 from mingpt.base.files import remove_quietly, write_atomic
 from mingpt.base.paths import describe_obstacle
 from mingpt.base.processes import this_process
@@ -144,26 +143,28 @@ def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object
     NodeRefused, and all other ranks raise PeersMissing.
     """
 
-    def attempt() -> str | None:
+    def attempt() -> UserError | None:
         try:
             work()
         except UserError as error:
-            return str(error)
+            return error
         return None
 
     found = zip(context.places, context.gather_on_all(attempt), strict=True)
-    failed = {place.node_rank: (place.host, message) for place, message in found if message is not None}
+    failed = {place.node_rank: (place.host, error) for place, error in found if error is not None}
     if not failed:
         return
     nodes = {place.node_rank for place in context.places}
     goes_on = (context.launch.rdzv_round or 1) > 1 and len(failed) < len(nodes)
     if not goes_on:
-        host, why = next(iter(failed.values()))
-        raise UserError(f"{why} (on {host})" if context.launch.has_several_nodes else why)
+        host, error = next(iter(failed.values()))
+        if context.launch.has_several_nodes:
+            error.args = (f"{error} (on {host})",)
+        raise error
     refuse_nodes(context, failed)
 
 
-def refuse_nodes(context: DistributedContext, failed: dict[int, tuple[str, str]]) -> NoReturn:
+def refuse_nodes(context: DistributedContext, failed: Mapping[int, tuple[str, str | UserError]]) -> NoReturn:
     """Raise NodeRefused on the nodes in `failed`, {node rank: (host, why)}; PeersMissing on all others."""
     if context.launch.node_rank in failed:
         host, why = failed[context.launch.node_rank]
@@ -206,15 +207,13 @@ def check_is_ours(path: Path) -> None:
 def make_run_dir(path: Path) -> None:
     """Make the run folder with a log.txt. Raises UserError if the folder cannot be made or written to.
 
-    But if the folder exists, and its disk is full or has an I/O error, no error is raised, and log.txt may be
-    missing.
+    But if the folder exists, and its disk is full, no error is raised, and log.txt may be missing.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / "log.txt").open("a").close()
     except OSError as error:
-        may_pass = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-        if may_pass and path.is_dir():
+        if meaning_of(error) == "full" and path.is_dir():
             return  # each file that cannot be written will be reported, and tried again
         raise not_writable(path, error) from None
 

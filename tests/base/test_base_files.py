@@ -1,4 +1,7 @@
+import contextlib
+import errno
 import os
+import pickle
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,18 +11,20 @@ import pydantic
 import pytest
 from support.faults import FaultyDisk, path_of
 
-from mingpt.base.errors import UserError
+from mingpt.base.errors import UserError, meaning_of
 from mingpt.base.files import (
     BadJson,
     atomic_file,
     check_json,
     decode_text,
+    fsync_path,
     parse_json,
     read_json,
     retry,
     temporary_folder,
     write_atomic,
 )
+from mingpt.base.system import OutOfTime
 from mingpt.base.urls import open_url
 
 
@@ -70,6 +75,60 @@ def test_a_file_is_durable_before_it_has_its_name_and_its_name_afterwards(
     monkeypatch.setattr(os, "fsync", note_fsync)
     write_atomic(folder / "file", "content", folder / "the.partial", sync)  # type: ignore[arg-type]
     assert calls == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "system", "is_error"),
+    [
+        ("folder", errno.EINVAL, "Linux", False),  # an old CIFS mount
+        ("folder", errno.ENOSYS, "Linux", False),
+        ("folder", errno.EPERM, "Linux", False),
+        ("folder", errno.EBADF, "Linux", False),
+        ("folder", errno.EIO, "5.15.90.1-microsoft-standard-WSL2", False),
+        ("folder", errno.EIO, "Linux", True),
+        ("folder", errno.ENOSPC, "Linux", True),
+        ("file", errno.EINVAL, "Linux", True),
+    ],
+)
+def test_a_folder_that_cannot_be_fsynced_is_a_line_and_a_broken_disk_an_error(
+    kind: str, code: int, system: str, is_error: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("platform.release", lambda: system)
+    place = tmp_path if kind == "folder" else tmp_path / "file"
+    (tmp_path / "file").touch()
+    FaultyDisk(monkeypatch, "fsync", str(place), code)
+    for _ in range(2):
+        with pytest.raises(OSError) if is_error else contextlib.nullcontext():
+            fsync_path(place)
+    assert len(caplog.messages) == (not is_error)
+
+
+@pytest.mark.parametrize(
+    ("error", "meaning"),
+    [
+        (OSError(errno.EDQUOT, ""), "full"),
+        (OSError(errno.ESTALE, ""), "may pass"),
+        (OSError(errno.ETIMEDOUT, ""), "may pass"),
+        (OutOfTime("not done"), "may pass"),
+        (OSError(errno.EROFS, ""), "forbidden"),
+        (OSError(errno.EOPNOTSUPP, ""), "cannot"),
+        (OSError(errno.ENOENT, ""), ""),
+        (OSError("no errno"), ""),
+        (None, ""),
+    ],
+)
+def test_what_an_errno_means(error: Exception | None, meaning: str) -> None:
+    assert meaning_of(error) == meaning
+
+
+def test_a_users_error_knows_whether_its_cause_may_pass_on_all_ranks() -> None:
+    try:
+        raise OSError(errno.ENOTCONN, "away")
+    except OSError:
+        error = UserError("run_dir is away")
+    there = pickle.loads(pickle.dumps(error))
+    assert there.may_pass and str(there) == "run_dir is away" and not UserError("a mistake").may_pass
 
 
 def test_work_is_tried_again_after_the_given_pauses_and_then_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

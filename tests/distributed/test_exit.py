@@ -1,4 +1,3 @@
-import os
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -18,15 +17,7 @@ from mingpt.base.errors import (
     StopRequested,
     UserError,
 )
-from mingpt.distributed.exit import (
-    MAX_STACK_FILES,
-    ExitPlan,
-    PeerLost,
-    ProcessExit,
-    SignalReceived,
-    how_to_exit,
-    is_lost_peer,
-)
+from mingpt.distributed.exit import ExitPlan, PeerLost, ProcessExit, SignalReceived, how_to_exit, is_lost_peer
 from mingpt.distributed.launch import Launch
 
 Facts = dict[str, Any]
@@ -68,27 +59,24 @@ def test_a_peer_that_does_not_come_is_a_lost_peer() -> None:
     assert is_lost_peer(raised.value)
 
 
-def test_stacks_of_the_present_generation_are_never_removed(tmp_path: Path) -> None:
+def test_empty_stack_files_are_removed_but_not_those_of_the_present_generation(tmp_path: Path) -> None:
     """Its workers have their files open, and others may have opened theirs first."""
     folder = tmp_path / "stacks"
     folder.mkdir()
-    for rank in range(MAX_STACK_FILES + 5):
+    for rank in range(3):
         (folder / f"worker-{rank}-present1.txt").write_text("" if rank % 2 else "stacks")
-        for generation in ("earlier1", "earlier2"):
-            (folder / f"worker-{rank}-{generation}.txt").write_text("stacks" if rank < 5 else "")
-    os.utime(folder / "worker-0-earlier1.txt", (0, 0))
+        (folder / f"worker-{rank}-earlier1.txt").write_text("stacks" if rank == 0 else "")
     (folder / "notes.txt").touch()  # a user's
-    rendezvous: Any = SimpleNamespace(generation="present1-and-more")
-    process_exit = ProcessExit(Launch(rank=3, world_size=MAX_STACK_FILES + 5))
+    rendezvous: Any = SimpleNamespace(generation="present1-and-more", is_restart=bool)
+    process_exit = ProcessExit(Launch(rank=3, world_size=4))
     process_exit.join(rendezvous, timeout_s=60.0)
     process_exit.start_run(tmp_path, lambda: 0, lambda why: None)
     left = sorted(path.name for path in folder.iterdir())
-    assert len([name for name in left if "present1" in name]) == MAX_STACK_FILES + 5
-    assert (
-        "notes.txt" in left
-        and "worker-0-earlier1.txt" not in left
-        and not any("-19-earlier" in name for name in left)
-    )
+    assert left == [
+        "notes.txt",
+        "worker-0-earlier1.txt",
+        *(f"worker-{rank}-present1.txt" for rank in range(4)),
+    ]
     assert process_exit.stacks is not None
     process_exit.stacks.close()
 
@@ -98,6 +86,8 @@ WRONG, FULL, VANISHED = (
     ExpectedError("out of memory"),
     PeerLost("worker 1 vanished"),
 )
+AWAY = UserError("run_dir is away")
+AWAY.may_pass = True
 TOLD_FIRST = SignalReceived(signal.SIGTERM, True)
 BEFORE = "stopped by SIGTERM before the first step: the same command goes on\n"
 ALONE: Facts = {"agent_pid": None, "world_size": 1}
@@ -134,6 +124,17 @@ def case(
             releases_claims=True,
         ),
         case(WRONG, SECOND, {}, 2, ABORTS, failure="no such file", awaits_agent=True),
+        case(
+            AWAY, {}, {"is_restart": True}, 1, "failed (run_dir is away)", pause_s=30.0,
+            text="error: run_dir is away; a restart follows in 30 s\n",
+        ),
+        case(AWAY, SECOND, {"is_restart": True}, 1, "failed (run_dir is away)", pause_s=30.0),
+        case(AWAY, SECOND, {}, 2, "ended the job (UserError: run_dir is away)", failure="run_dir is away",
+             awaits_agent=True),
+        case(
+            AWAY, SECOND | {"restart_count": 1}, {"is_restart": True}, 2,
+            "ended the job (UserError: run_dir is away)", failure="run_dir is away", awaits_agent=True,
+        ),
         case(
             NodeRefused("no GPU"), {"rank": 2}, {}, 2, "ended the job (NodeRefused: no GPU)", ends_agent=True,
             status="2 ", text="error: no GPU\n", failure="no GPU", releases_claims=True,

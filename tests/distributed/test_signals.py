@@ -24,7 +24,9 @@ from mingpt.distributed.signals import StopSignal
 signals.UNKNOWN_GRACE_S = 0.5
 launch = Launch(world_size={workers}, agent_pid={agent}, master_addr="localhost")
 listener = StopSignal(launch, ProcessExit(launch))
-store = SimpleNamespace(read_exit_reason=lambda rank: {end}, record_exit_reason=lambda rank, reason: None)
+store = SimpleNamespace(
+    read_exit_reason=lambda rank: {end}, record_exit_reason=lambda rank, reason: None, is_restart=bool
+)
 listener.exit.join(store, timeout_s=0.5)
 {code}
 print("ready", flush=True)
@@ -116,6 +118,36 @@ def test_after_the_time_of_a_pause_a_signal_counts_as_the_first() -> None:
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "SIGTERM\n" and process.poll() is None
     process.kill()
+
+
+HANG = "os.path.exists = lambda path: time.sleep(60)\n" + WATCH
+# As a write to a disk that hangs: nobody reads the pipe, which is full.
+STUCK_STACKS = """
+from mingpt.distributed import exit
+stacks = listener.exit.stacks = exit.StackFile(Path(sys.argv[1]), 0.1)
+stacks.file = os.fdopen(os.pipe()[1], "wb", 0)
+os.set_blocking(stacks.file.fileno(), False)
+while stacks.file.write(bytes(4096)):
+    pass
+os.set_blocking(stacks.file.fileno(), True)
+stacks.note_progress()
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("code", [HANG, STUCK_STACKS])
+def test_a_signal_ends_the_process_while_the_disk_hangs(code: str, tmp_path: Path) -> None:
+    process = listen(code, str(tmp_path / "stacks" / "file"), agent="os.getppid()")
+    process.send_signal(signal.SIGTERM)
+    assert code_of(process) == 143
+
+
+def test_only_the_listening_thread_takes_signals() -> None:
+    """A main thread that waits for a disk in the kernel would take a signal without handling it."""
+    process = listen(then="print(signals.signal.pthread_sigmask(0, ()), flush=True)")
+    assert process.stdout is not None and "SIGTERM" in process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    assert code_of(process) in (0, 143)
 
 
 def test_without_progress_sigterm_ends_the_process_after_timeout_s() -> None:

@@ -184,6 +184,22 @@ def test_a_holder_on_another_machine_that_renews_its_claim_is_alive(
     timer.join()
 
 
+def test_a_claim_is_renewed_where_times_cannot_be_set_and_a_failure_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = claim(tmp_path, elsewhere("node1"))
+    own.acquire()
+    os.utime(own.path(1), (0, 0))
+    monkeypatch.setattr(os, "utime", Mock(side_effect=PermissionError))
+    own.renew()
+    assert own.path(1).stat().st_mtime > 0 and claim_module.read_newest(tmp_path).holder == own.holder
+    monkeypatch.setattr(own, "write", Mock(side_effect=OSError(errno.ENOTCONN, "away")))
+    own.renew()
+    own.renew()
+    (line,) = caplog.messages
+    assert "cannot be renewed (away): a job on another host may take the folder over" in line
+
+
 def test_a_holder_on_another_machine_that_does_not_renew_loses_its_claim(tmp_path: Path) -> None:
     first, second = claim(tmp_path, elsewhere("node1")), claim(tmp_path, elsewhere("node2"))
     began = time.monotonic()

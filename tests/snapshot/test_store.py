@@ -1,9 +1,12 @@
+import errno
 import json
 import logging
 import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.faults import FaultyDisk
@@ -87,6 +90,33 @@ def test_a_place_that_cannot_be_written_or_has_no_driver_is_refused(tmp_path: Pa
         SnapshotStore("s4://bucket/snapshots")
 
 
+def test_a_refused_start_leaves_no_file_and_a_dangling_link_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UserError, match="is a link to nowhere, which is not a folder"):
+        SnapshotStore(str(tmp_path / "link")).prepare()
+    monkeypatch.setattr("mingpt.base.files.fsync_path", Mock(side_effect=OSError(errno.EIO, "broken")))
+    with pytest.raises(UserError, match="cannot be written to: broken"):
+        SnapshotStore(str(tmp_path / "new")).prepare()
+    assert not any((tmp_path / "new").iterdir())
+
+
+def test_a_listing_that_fails_once_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SnapshotStore(str(tmp_path), retries_s=(0.0,))
+    (tmp_path / "step_00000001.json").touch()
+    errors = iter([OSError(errno.ETIMEDOUT, "timed out")])
+    list_files = store.files.ls
+
+    def fail_once(*arguments: Any, **named: Any) -> Any:
+        for error in errors:
+            raise error
+        return list_files(*arguments, **named)
+
+    monkeypatch.setattr(store.files, "ls", fail_once)
+    assert store.steps() == [1]
+
+
 @pytest.mark.parametrize(("function", "name"), [("mkdir", "snapshots"), ("fsync", "probe")])
 def test_a_full_disk_at_the_start_is_a_line_and_it_is_tried_again_with_the_first_snapshot(
     function: str,
@@ -101,7 +131,10 @@ def test_a_full_disk_at_the_start_is_a_line_and_it_is_tried_again_with_the_first
         Path(store.path("partial-step_00000003.safetensors")).write_bytes(b"what an unfinished write left")
     disk = FaultyDisk(monkeypatch, function, name)
     store.prepare()
-    assert caplog.messages == [f"there is no room for snapshots in {store.url} (No space left on device)"]
+    assert caplog.messages == [
+        f"there is no room for snapshots in {store.url} (No space left on device, see df and, for the number "
+        "of files, df -i)"
+    ]
     with pytest.raises(OSError, match="No space left on device"):
         write(store, make_manifest(1))
     disk.broken = False

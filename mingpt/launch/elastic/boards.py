@@ -190,7 +190,7 @@ def parse_endpoints(text: str) -> list[Endpoint]:
     endpoints = []
     name = r"[^/:.\s\[\]]{1,63}(?:\.[^/:.\s\[\]]{1,63})*\.?"  # socket raises UnicodeError for others
     for part in text.split(","):
-        match = re.fullmatch(rf"(?:\[([0-9a-fA-F:.]+)\]|({name})):(\d{{1,5}})", part.strip())
+        match = re.fullmatch(rf"(?:\[([0-9a-fA-F:.]+(?:%[\w.-]+)?)\]|({name})):(\d{{1,5}})", part.strip())
         if not match or not 0 < int(match[3]) < 65536:
             return []
         endpoints.append((match[1] or match[2], int(match[3])))
@@ -206,7 +206,7 @@ def parse_rdzv(text: str) -> Path | list[Endpoint]:
     endpoints = parse_endpoints(text)
     if endpoints:
         return endpoints
-    if "/" not in text:
+    if "/" not in text or "://" in text:
         raise UserError(
             "--rdzv is HOST:PORT[,HOST:PORT...] or a folder that all nodes share, written with a slash, such"
             f" as ./rendezvous; got {text!r}"

@@ -1,6 +1,5 @@
 """The program of `launch/elastic.sh`: run torchrun on this node of a cluster whose nodes may come and go."""
 
-import errno
 import ipaddress
 import os
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mingpt.base.command import CommandParser, run_command
-from mingpt.base.errors import UserError
+from mingpt.base.errors import UserError, meaning_of
 from mingpt.base.system import ipv4_addresses
 from mingpt.base.urls import redact
 from mingpt.launch.elastic.boards import parse_rdzv
@@ -88,9 +87,9 @@ def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         try:
             rdzv.mkdir(mode=0o700, parents=True, exist_ok=True)  # only this user may read it
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            if meaning_of(error) != "may pass":
                 raise UserError(f"--rdzv {rdzv} cannot be created as a folder: {error.strerror}") from None
-            # Any other error may pass: the agent waits for the storage, and logs that.
+            # The agent waits for the storage, and logs that.
     address, interface = check_local_addr(options.local_addr)
     wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
     variables = {name: value for name, value in wanted.items() if not os.environ.get(name)}

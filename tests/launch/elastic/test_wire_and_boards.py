@@ -106,6 +106,7 @@ def test_a_folder_board_holds_a_file_for_each_agent_and_no_more(tmp_path: Path) 
 
 def test_the_place_to_meet_is_a_folder_or_a_list_of_hosts() -> None:
     assert parse_rdzv("n1:29400, [fd00::1]:5,10.0.0.1:6") == [("n1", 29400), ("fd00::1", 5), ("10.0.0.1", 6)]
+    assert parse_rdzv("[fe80::1%lo]:29400") == [("fe80::1%lo", 29400)]
     assert parse_rdzv("./meet") == Path.cwd() / "meet"
     assert parse_rdzv("/shared/a,b") == Path("/shared/a,b")
     for wrong in (
@@ -119,6 +120,7 @@ def test_the_place_to_meet_is_a_folder_or_a_list_of_hosts() -> None:
         "a..b:1",
         ".a:1",
         "x" * 64 + ":1",
+        "http://node1:29400",
     ):
         with pytest.raises(ValueError, match="HOST:PORT"):
             parse_rdzv(wrong)
