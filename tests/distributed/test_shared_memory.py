@@ -16,7 +16,7 @@ from support.needs import need, need_proc
 
 from mingpt.distributed import DistributedContext, shared_memory, transport
 from mingpt.distributed.exit import is_lost_peer
-from mingpt.distributed.shared_memory import Address, Segments, listen, meet
+from mingpt.distributed.shared_memory import Address, Peers, Segments, listen, meet
 from mingpt.distributed.transport import SharedMemoryTransport, Transport
 
 TIMEOUT_S = 10.0
