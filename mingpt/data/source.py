@@ -196,8 +196,7 @@ def decode_frames(raw: IO[bytes], make_decoder: Callable[[], Any]) -> Iterator[b
     last frame is not complete, or the decoder's own error if anything else follows a frame.
     """
     decoder = make_decoder()
-    for chunk in iter(functools.partial(raw.read, CHUNK_BYTES), b""):
-        rest = chunk
+    for rest in iter(functools.partial(raw.read, CHUNK_BYTES), b""):
         while rest:
             if decoder.eof:
                 rest = rest.lstrip(b"\0")
