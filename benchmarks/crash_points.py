@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from common import Tally, argument_parser, row, work_folder
@@ -106,7 +105,7 @@ def verdict(store: SnapshotStore) -> str:
     for bad, reason in corrupt.items():
         store.quarantine(bad, reason)
     store.prepare()
-    saver(store).write(manifest(40), transfer(40), dict, KEEP)
+    saver(store).write(manifest(40), transfer(40), lambda: None, KEEP)
     found, corrupt = find_newest(store)
     if found is None or found.manifest.step != 40 or corrupt:
         return "a further save fails"
@@ -120,9 +119,8 @@ def save_under_strace(store: SnapshotStore, injection: list[str], log: Path) -> 
     job, transfer_30 = saver(store), transfer(30)
     with open(Path(store.root).parent / "metrics.jsonl", "a") as records:
 
-        def sync_records() -> dict[str, Any]:
+        def sync_records() -> None:
             os.fsync(records.fileno())
-            return {}
 
         child = os.fork()
         if child == 0:
@@ -312,7 +310,7 @@ def faults_of_a_store(stride: int) -> Verdicts:
     """Yield the verdicts on `store`."""
     store, files = faulty_store()
     files.armed = True
-    saver(store).write(manifest(30), transfer(30), dict, KEEP)
+    saver(store).write(manifest(30), transfer(30), lambda: None, KEEP)
     points = [(fault, at) for fault in FAULTS for at in range(1, files.calls + 1)]
     for fault, at in points[::stride]:
         yield f"store {fault}", f"call {at}", fault_of_a_store(fault, at)
@@ -323,7 +321,7 @@ def fault_of_a_store(fault: str, at: int) -> str:
     store, files = faulty_store()
     files.last_listing = files.ls(store.root, detail=False)
     files.armed, files.fault, files.at = True, fault, at
-    saver(store).write(manifest(30), transfer(30), dict, KEEP)
+    saver(store).write(manifest(30), transfer(30), lambda: None, KEEP)
     if fault != "lists late":
         files.armed = False
     found, _ = find_newest(store)  # a listing may still be late

@@ -96,10 +96,7 @@ class Range:
         return execute(command(program, run_dir, self.text, self.folder / "fresh"))
 
     def clean_peak(self, program: str) -> int:
-        """Return a program's peak memory on a valid snapshot, in bytes. train.py goes on from step 2.
-
-        All others use a forgery without a fault, which shows that forgeries are refused for their faults.
-        """
+        """Return the peak memory, in bytes. train.py goes on from step 2, others from a faultless forgery."""
         if program not in self.clean_peaks:
             run_dir = self.copy()
             snapshots = run_dir / "snapshots"

@@ -62,7 +62,7 @@ def test_hostile_snapshots_end_in_a_sentence_and_take_no_memory() -> None:
     kinds = {
         "train": ["a zip of torch.save", "huge shape", "model: NaN"],
         "sample": ["a zip of torch.save", "huge shape", "manifest: 4 MB of small"],
-        "init": ["a zip of torch.save", "n_layer is", "block_size is"],
+        "init": ["a zip of torch.save", "n_layer is", "n_embd is"],
     }
     for program, some in kinds.items():
         words = ["--programs", program, "--older", "yes", "--kinds", *some]

@@ -2,7 +2,7 @@
 
 Code that writes a message, a log line or a file of the run first calls `redact`. URLs are shown as
 `sftp://user:***@host/path` and `https://host/file?***`. Other secrets belong in environment variables, which
-are not printed, except for PYTHONPATH and variables for the launch, such as RANK or GLOO_SOCKET_IFNAME.
+are not printed, except for PYTHONPATH and variables for the launch or for kernels, such as RANK or MKL_CBWR.
 """
 
 import logging

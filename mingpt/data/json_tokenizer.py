@@ -159,8 +159,7 @@ class JsonTokenizer(Tokenizer):
         """Return the tokens of each text. Raises UserError for a lone surrogate."""
         for text in texts:
             check_unicode(text)  # some versions of the package raise TypeError, others encode other text
-        encode = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)  # from 0.20.1
-        encodings = encode(list(texts), add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
