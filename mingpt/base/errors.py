@@ -38,13 +38,14 @@ class UserError(ValueError):
     The process exits with code 2, and the job ends without restarts. Once the workers have met, all ranks
     raise UserError. But only the ranks of a refused node raise the subclass NodeRefused, and the job goes on.
 
-    `may_pass` is true if the error was constructed while an error that may pass was handled, such as that of
-    a network drive that is away. In a restart such a UserError uses up a restart, and does not end the job.
+    `may_pass` is true if the error was constructed while an error was handled that may pass, such as that of
+    a network drive that is away, or of a full disk. In a restart such a UserError uses up a restart, and does
+    not end the job.
     """
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
-        self.may_pass = meaning_of(sys.exc_info()[1]) == "may pass"
+        self.may_pass = meaning_of(sys.exc_info()[1]) in ("full", "may pass")
 
 
 class ExpectedError(RuntimeError):

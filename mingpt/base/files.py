@@ -27,11 +27,7 @@ from mingpt.base.errors import UserError, meaning_of
 DriverError = Exception
 RETRIES_S = (0.5, 2.0)  # pauses between attempts, for the short failures of object stores
 PIECE_BYTES = 16 << 20  # per request for a large file; drivers end a request to a URL after a few minutes
-LIMITS = {  # by errno: the command that shows the limit that was reached
-    errno.EFBIG: "ulimit -f",
-    errno.EMFILE: "ulimit -n",
-    errno.ENOSPC: "df and, for the number of files, df -i",
-}
+LIMITS = {errno.EFBIG: "ulimit -f", errno.EMFILE: "ulimit -n"}  # by errno: the limit that was reached
 MAX_JSON_BYTES = 64 << 20  # per file; a run's or data set's JSON file has a few thousand bytes
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # a mark of UTF-32 is one of these and two NULs
 # Types of values in JSON, for several packages.
@@ -166,8 +162,8 @@ def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable
 def reason_of(error: BaseException) -> str:
     """Return one line that describes an error: its `strerror`, if any, else its type and its message.
 
-    Only the first line of the message is used, up to 300 characters. If a limit was reached, the result also
-    names the command that shows the limit.
+    Only the first line of the message is used, up to 300 characters. If a limit of the shell was reached, the
+    result also names the `ulimit` command that shows the limit.
     """
     lines = str(error).splitlines() or [""]
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {lines[0][:300]}"
