@@ -48,13 +48,13 @@ class Size:
 
 # What a fork may add to the program; all additions of docs/extending.md fit in it. A fork raises it.
 MARGIN = {"statements": 105, "nodes": 680, "files": 6}
-MAX_FILES = 103 + MARGIN["files"]
+MAX_FILES = 104 + MARGIN["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_405 + MARGIN["statements"], nodes=85_335 + MARGIN["nodes"]),
-    ("tests",): Size(statements=11_862),
-    ("benchmarks",): Size(lines=5_035),
+    PROGRAM: Size(statements=11_507 + MARGIN["statements"], nodes=85_855 + MARGIN["nodes"]),
+    ("tests",): Size(statements=12_345),
+    ("benchmarks",): Size(lines=5_240),
 }
 
 

@@ -55,7 +55,7 @@ def run_traced(kind: str, checkout: Path, output: Path) -> None:
             output.write_text(json.dumps(len(called)))
 
         events.subscribe("run_start", write_count)
-    import train
+    from mingpt.launch import train
 
     train.main()
 

@@ -256,7 +256,7 @@ class Claim:
         """
         try:
             if self.number and self.may_write():
-                with open(self.path(self.number), "r+b", buffering=0) as file:
+                with open(self.path(self.number), "r+b") as file:
                     # Some mounts refuse utime. Every claim begins with this byte, so that the claim stays as
                     # it is even if another process has just written it.
                     file.write(b"{")

@@ -113,7 +113,8 @@ SEE = "; see python -m mingpt sample --help"
         (["--prompt_tokens=--"], "--prompt_tokens must be numbers below 32, as in 464,3290, not '--'"),
         (
             ["--prompt=--"],
-            "the character '-' (U+002D) is not in the vocabulary of the 32 characters trained on",
+            "the character '-' (U+002D, HYPHEN-MINUS) is not in the vocabulary of the 32 characters "
+            "trained on",
         ),
         (
             ["--prompt", "a", "--prompt_tokens", "1"],
@@ -189,7 +190,9 @@ def test_in_a_terminal_it_asks_for_prompts_until_ctrl_d(run: Path) -> None:
     options = [str(run), "--top_k", "5", "--tokens"]
     texts = {prompt: sample(*options, "100", "--prompt", prompt).stdout for prompt in ("The ", "king", "\n")}
     stop = texts["The "][60:68]
-    unknown = "the character 'X' (U+0058) is not in the vocabulary of the 32 characters trained on"
+    unknown = (
+        "the character 'X' (U+0058, LATIN CAPITAL LETTER X) is not in the vocabulary of the 32 characters"
+    )
     words = [sys.executable, "sample.py", *options, "1000000", "--stop", stop]
     terminal = subprocess.Popen(
         [sys.executable, "-c", SPAWN, *words],

@@ -1,10 +1,12 @@
 """The agent of plain `python train.py` obeys a signal, whenever it comes, and needs no host name."""
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, wait_until
@@ -15,7 +17,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from mingpt.config import Config
 from mingpt.distributed import GenerationEnd, Launch, Worker
-from mingpt.distributed.exit import before_first_step
+from mingpt.distributed.exit import STORAGE_S, before_first_step
 from mingpt.distributed.signals import StopSignal
 from mingpt.launch import agent
 from mingpt.launch.agent import StopRequest, job_exit, launch_config, register_rendezvous
@@ -57,8 +59,11 @@ def test_the_agent_obeys_a_signal_before_it_starts_workers_and_while_they_run(
     assert error.value.sigval == signal.SIGHUP
     assert comes_first or mark.read_text() == "SIGHUP"
     assert stop.read_status() == (f"0 {before_first_step('SIGHUP')}" if comes_first else "")
+    timers: list[tuple[object, ...]] = []
+    monkeypatch.setattr(threading, "Timer", lambda *given: timers.append(given) or SimpleNamespace(start=int))
     with pytest.raises(SignalException):  # a second signal reaches workers that are stuck
         stop.note(signal.SIGHUP, None)
+    assert timers == [(STORAGE_S, os._exit, [1])]
 
 
 LOSS = {"why": "lost a peer (refused)", "step": 4}

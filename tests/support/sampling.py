@@ -4,8 +4,8 @@ import contextlib
 import io
 import subprocess
 
-import sample as program
 from mingpt.base.command import run_command
+from mingpt.tools import sample as program
 
 
 def sample(*words: object) -> subprocess.CompletedProcess[str]:

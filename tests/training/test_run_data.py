@@ -8,6 +8,7 @@ from support.shards import write_llmc
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.config.cli import build
+from mingpt.data.source import AbsentFile
 from mingpt.training.run_data import load_data
 
 
@@ -15,8 +16,8 @@ from mingpt.training.run_data import load_data
     ("ranks", "other", "round", "expected", "sentence"),
     [
         ([0, 1], "text", 1, [UserError, UserError], "differ between nodes: the text, or the order of "),
-        ([0], "", 1, [UserError, UserError], f"1/data does not exist (on {HOST})"),
-        ([1], "", 1, [UserError, UserError], f"0/data does not exist (on {HOST})"),
+        ([0], "", 1, [AbsentFile, AbsentFile], f"1/data does not exist (on {HOST})"),
+        ([1], "", 1, [AbsentFile, AbsentFile], f"0/data does not exist (on {HOST})"),
         ([0, 1], "shards", 1, [UserError, UserError], "differ between nodes: a_1.bin on "),
         ([0], "", 2, [PeersMissing, NodeRefused], f"1/data does not exist; the job goes on without {HOST}"),
     ],

@@ -49,7 +49,7 @@ def make_saving(
         durable_step=0,
         step=0,
         manifest=NOT_BEGUN,
-        known=SimpleNamespace(discarded_after=[], token="abc"),
+        known=SimpleNamespace(discarded_after=[], token="0123456789abcdef" * 2),
         found=SimpleNamespace(views=[View()] * (rank + 1)),
         folder=folder,
         corpus=make_corpus(TEXT, config.data),
