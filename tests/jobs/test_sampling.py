@@ -191,7 +191,8 @@ def test_in_a_terminal_it_asks_for_prompts_until_ctrl_d(run: Path) -> None:
     texts = {prompt: sample(*options, "100", "--prompt", prompt).stdout for prompt in ("The ", "king", "\n")}
     stop = texts["The "][60:68]
     unknown = (
-        "the character 'X' (U+0058, LATIN CAPITAL LETTER X) is not in the vocabulary of the 32 characters"
+        "the character 'X' (U+0058, LATIN CAPITAL LETTER X) is not in the vocabulary of the 32 characters "
+        "trained on"
     )
     words = [sys.executable, "sample.py", *options, "1000000", "--stop", stop]
     terminal = subprocess.Popen(

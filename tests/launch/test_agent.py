@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from conftest import ROOT, wait_until
@@ -59,11 +59,11 @@ def test_the_agent_obeys_a_signal_before_it_starts_workers_and_while_they_run(
     assert error.value.sigval == signal.SIGHUP
     assert comes_first or mark.read_text() == "SIGHUP"
     assert stop.read_status() == (f"0 {before_first_step('SIGHUP')}" if comes_first else "")
-    timers: list[tuple[object, ...]] = []
-    monkeypatch.setattr(threading, "Timer", lambda *given: timers.append(given) or SimpleNamespace(start=int))
+    timer = Mock()
+    monkeypatch.setattr(threading, "Timer", timer)
     with pytest.raises(SignalException):  # a second signal reaches workers that are stuck
         stop.note(signal.SIGHUP, None)
-    assert timers == [(STORAGE_S, os._exit, [1])]
+    timer.assert_called_once_with(STORAGE_S, os._exit, [1])
 
 
 LOSS = {"why": "lost a peer (refused)", "step": 4}
