@@ -52,8 +52,8 @@ MAX_FILES = 104 + MARGIN["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_507 + MARGIN["statements"], nodes=85_855 + MARGIN["nodes"]),
-    ("tests",): Size(statements=12_345),
+    PROGRAM: Size(statements=11_510 + MARGIN["statements"], nodes=85_876 + MARGIN["nodes"]),
+    ("tests",): Size(statements=12_360),
     ("benchmarks",): Size(lines=5_240),
 }
 

@@ -166,15 +166,20 @@ def describe_other_data(path: str, data: Data, url: str, then: DataFields) -> st
     )
 
 
-def check_nothing_is_lost(found: Found, config: Config, is_restart: bool, recorded_step: int = 0) -> None:
+def check_nothing_is_lost(
+    found: Found, config: Config, is_restart: bool, recorded_step: int = 0, has_records: bool = True
+) -> None:
     """Raise UserError if the run has, or may have, written a snapshot past step 0.
 
     Call this if no valid snapshot past step 0 was found. If a snapshot on disk, or the folder of snapshots,
     cannot be read, UserError is always raised. Otherwise no error is raised if the job begins anew
     (snapshot.resume=never, without `is_restart`) or only evaluates (trainer.eval_only). `recorded_step` is
-    the step of the newest snapshot that any run.json records; 0 for none.
+    the step of the newest snapshot that any run.json records; 0 for none. Without `has_records` there is no
+    run.json on any node: in a restart this means that the disk of run_dir is away.
     """
     errors = [str(fault) for fault in found.unreadable()]
+    if is_restart and not has_records:
+        errors.append("run.json is gone: the disk of run_dir may be away")
     if errors:
         refusal = UserError(
             f"the snapshots in {found.where} cannot be read ({shorten(errors)}): start again when they can "

@@ -185,7 +185,8 @@ def find_snapshot(
     check = make_check(config, data, known.job_start, known.discarded_after)
     found = find_latest(store, in_memory, context, check, stored_rows, known.is_restart)
     if found.state is None or found.state.manifest.step == 0:
-        check_nothing_is_lost(found, config, known.is_restart, known.durable_step)
+        has_records = known.run_id is not None
+        check_nothing_is_lost(found, config, known.is_restart, known.durable_step, has_records)
     discarded = found.state.manifest.discarded_after if found.state else []
     if context.rank == 0:
         report_skipped(found, store.url, config)

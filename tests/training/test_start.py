@@ -85,6 +85,13 @@ def test_a_snapshot_that_only_run_json_tells_of_is_evidence_too(is_restart: bool
         check_nothing_is_lost(latest(NOTHING), AUTO, is_restart, recorded_step=40)
 
 
+def test_a_restart_without_any_run_json_waits_for_the_disk_of_the_run_folder() -> None:
+    with pytest.raises(UserError, match=r"run\.json is gone: the disk of run_dir may be away") as refusal:
+        check_nothing_is_lost(latest(NOTHING), AUTO, is_restart=True, has_records=False)
+    assert refusal.value.may_pass
+    check_nothing_is_lost(latest(NOTHING), AUTO, is_restart=False, has_records=False)
+
+
 @pytest.mark.parametrize(("view", "recorded_step"), [(NOTHING, 40), (CORRUPT, 0)])
 def test_a_job_that_is_told_to_begin_anew_does_so(view: View, recorded_step: int) -> None:
     check_nothing_is_lost(latest(view), NEVER, is_restart=False, recorded_step=recorded_step)
