@@ -17,7 +17,7 @@ EVENTS = {
     "run_start": "state, strategy: everything is loaded, the first step comes next",
     "run_end": "state",
     "step_start": "step: the number of completed steps, as in all events up to optimizer_end",
-    "batch": "step, micro_batch, inputs, targets: (B, T) int64 on the CPU, before they are hashed and used",
+    "batch": "step, micro_batch, inputs, targets: (B, T) int64 on the CPU, before they are used",
     "forward_end": "step, micro_batch",
     "backward_end": "step, micro_batch: the gradients of this micro-batch are in `grad`, or on their way",
     "partial_sums": "this rank has added a micro-batch's gradients to its partial sums",
