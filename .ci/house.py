@@ -52,7 +52,7 @@ MAX_FILES = 104 + MARGIN["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_510 + MARGIN["statements"], nodes=85_876 + MARGIN["nodes"]),
+    PROGRAM: Size(statements=11_510 + MARGIN["statements"], nodes=85_880 + MARGIN["nodes"]),
     ("tests",): Size(statements=12_360),
     ("benchmarks",): Size(lines=5_240),
 }

@@ -189,12 +189,16 @@ def export(run: str, out: str, best: bool = False) -> str:
         ) as partial:
             snapshot = open_snapshot(run, check_model, weights_only=True, best=best)
             architecture = write_files(Path(partial), snapshot, snapshot_tokenizer(snapshot))
+            has_tokenizer = (Path(partial) / "tokenizer.json").exists()
             move_files(Path(partial), target)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} cannot be written: {describe_obstacle(target, error)}") from None
     line = f"step {snapshot.manifest.step} of {run} written to {out} as {architecture}"
-    none = "the run has none, or one that no tokenizer.json can describe"
-    return line if (target / "tokenizer.json").exists() else f"{line}\nwithout a tokenizer: {none}"
+    return (
+        line
+        if has_tokenizer
+        else (f"{line}\nwithout a tokenizer: the run has none, or one that no tokenizer.json can describe")
+    )
 
 
 def refuse_files(folder: Path) -> None:
