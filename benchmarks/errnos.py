@@ -28,7 +28,7 @@ from mingpt.tools.jobs import ROOT
 
 PASSING = ["EIO", "EAGAIN", "ENOTCONN", "ESTALE", "ETIMEDOUT", "EHOSTDOWN", "EREMOTEIO"]
 ERRNOS = [*PASSING, "ENOSPC", "EDQUOT", "EACCES", "EROFS", "EINVAL"]
-STEPS, AWAY_S, NOTICED_S = 60, 3.0, 45.0
+STEPS, AWAY_S, NOTICED_S = 150, 3.0, 45.0
 SETTINGS = SMALL | {
     "trainer.max_steps": STEPS, "trainer.eval_every": 60, "snapshot.every": 10, "snapshot.keep_last": 100,
     "snapshot.memory_every": 0, "trainer.timeout_s": 20,
