@@ -262,7 +262,7 @@ HOSTILE: list[tuple[str, str, bytes]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sentence", "content"), HOSTILE)
+@pytest.mark.parametrize(("name", "sentence", "content"), HOSTILE, ids=[case[0] for case in HOSTILE])
 def test_a_bad_text_is_named(name: str, sentence: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     assert sentence.format(tmp_path / name) in refused(tmp_path / name, "--out", tmp_path / "out")
