@@ -15,7 +15,6 @@ so, have no rates and are not kept. Exit code 2 without a GPU, 1 if something di
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 import random
@@ -111,19 +110,17 @@ class Bench:
         small = {"trainer.micro_batch_size": 4} if size == "124M" and self.facts["memory_gb"] < 40 else {}
         return SIZES[size] | ALL | {"data.path": str(data)} | small | (TINY if self.is_tiny else {}) | more
 
-    def start(self, run_dir: Path, settings: Row, workers: int = 1, **env: str) -> Job:
+    def start(self, run_dir: Path, settings: Row, workers: int = 1) -> Job:
         """Start a job whose rank 0 writes device.json to the run folder (see `observe`)."""
         program = common.changed_program(self.folder, CODE)
         words = common.arguments_of(settings | {"run_dir": run_dir})
-        if self.facts["card"] == STAND_IN:
-            env["NO_GRAPHS"] = "1"  # a graph that is replayed there computes nothing
-        self.jobs.append(Job([*torchrun(workers, 3), program, *words], run_dir, cwd=ROOT, **env))
+        self.jobs.append(Job([*torchrun(workers, 3), program, *words], run_dir, cwd=ROOT))
         return self.jobs[-1]
 
-    def train(self, size: str, more: Row = NONE, **env: str) -> Path:
+    def train(self, size: str, more: Row = NONE) -> Path:
         """Train to the end; return the run folder. Raises RuntimeError, TimeoutError or LeftOut."""
         run_dir = self.folder / f"run{len(self.jobs)}"
-        common.wait_for_success(self.start(run_dir, self.settings(size, more), 1, **env), self.left_s())
+        common.wait_for_success(self.start(run_dir, self.settings(size, more)), self.left_s())
         return run_dir
 
     def once(self, size: str, more: Row) -> Path:
@@ -147,8 +144,8 @@ def figures(run_dir: Path) -> Row:
     return row | json.loads((run_dir / DEVICE).read_text())
 
 
-def speed(bench: Bench, size: str, more: Row, **env: str) -> Row:
-    return figures(bench.train(size, more, **env))
+def speed(bench: Bench, size: str, more: Row) -> Row:
+    return figures(bench.train(size, more))
 
 
 def same_hash(bench: Bench, how: str = "", size: str = "default", workers: int = 1, more: Row = NONE) -> Row:
@@ -276,9 +273,8 @@ PARTS: dict[str, tuple[int, str, dict[str, Callable[[Bench], Row]]]] = {
         "float16 beside bfloat16": bind(beside, ours=HALF, theirs=BRAIN, metric="val/loss"),
         **{what: bind(beside, ours=more, theirs=more | ON_CPU) for what, more in KINDS.items()},
     }),
-    "speed": (4, "configs/shakespeare_char.yaml: plain, compiled, CUDA graphs; its losses on the CPU", {
-        "plain": bind(speed, size="char", more=PLAIN), "CUDA graphs": bind(speed, size="char", more=COMPILED),
-        "compiled": bind(speed, size="char", more=COMPILED, NO_GRAPHS="1"),
+    "speed": (4, "configs/shakespeare_char.yaml: plain and compiled; its losses on the CPU", {
+        "plain": bind(speed, size="char", more=PLAIN), "compiled": bind(speed, size="char", more=COMPILED),
         "losses beside CPU": bind(beside, size="char", ours=MORE, theirs=MORE | ON_CPU),
     }),
     "recovery": (4, "a signal to the next step: killed, frozen, with a sibling under NCCL", {
@@ -408,8 +404,6 @@ def observe(arguments: list[str]) -> None:
     events.subscribe("step_end", end_step)
     events.subscribe("save_end", end_save)
     events.subscribe("run_end", leave)
-    if os.environ.get("NO_GRAPHS"):
-        importlib.import_module("mingpt.model.compile").MAX_GRAPH_FLOPS = 0.0  # type: ignore[attr-defined]
 
 
 def main() -> int:

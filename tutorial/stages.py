@@ -27,8 +27,8 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T) tokens to (B, T, C) activations on rank 0, those to (B, T, V) logits on rank 1."""
         if self.rank == 0:
-            return self.block(self.wte(x) + self.other.weight, self.positions)
-        return F.linear(self.other(self.block(x, self.positions)), self.wte.weight)
+            return self.block(self.wte(x) + self.other.weight, self.positions())
+        return F.linear(self.other(self.block(x, self.positions())), self.wte.weight)
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -206,8 +206,7 @@ class TrainerConfig:
     )
     compile: Literal["auto"] | bool = Field(
         "auto",
-        "torch.compile the model; auto: if the planned steps then save twice the time of the first "
-        "compilation; if it fails, train without it",
+        "torch.compile each block of the model; auto: in a long run; if it fails, train without it",
         affects_result=True,
     )
     threads: int = Field(

@@ -1,21 +1,15 @@
-"""Decide whether a model is compiled; compile its loss module, and try the compiled module before use.
+"""Decide whether the blocks of a model are compiled, and try the compiler on one block before it is used.
 
-With trainer.compile=auto and trainer.recompute=none, a new run is compiled if compiling should save at least
-twice the time of the first compilation. These times are estimated from the planned FLOPs and the rates in
-COSTS, not measured. So the choice is the same for any number of workers, and on all machines with the same
-type of device. A resumed run with trainer.compile=auto stays compiled, or not compiled, as it was when its
-snapshot was computed.
-
-The compiler is torch.compile. If torch.compile fails, the model is trained without it. On a GPU, the kernels
-of a small model end sooner than Python can launch the next kernels. If the caller allows CUDA graphs, a small
-model's forward and backward passes are also captured as CUDA graphs. The graphs are used if their replays
-give the same bits as the first call.
+The compiler is torch.compile. It compiles each block by itself, under every strategy, because FSDP2 gathers
+weights between the blocks; so a compiled run has the same bits under every strategy. All blocks have the same
+code, which is compiled once. If torch.compile fails, or computes something else than the block itself, the
+model is trained without it.
 """
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,37 +19,17 @@ from torch import Tensor
 from mingpt.base.errors import UserError
 from mingpt.base.files import reason_of
 from mingpt.config import Config
-from mingpt.model.gpt import GPT, Block, LossModule
+from mingpt.model.gpt import GPT, Block
 
-PAID_BACK = 2  # auto compiles if that saves twice its time, because a run may stop early or compile again
-MAX_GRAPH_FLOPS = 4e12  # per micro-batch, about 10 ms of a GPU: a larger micro-batch gains nothing
-REPLAYS = 4  # calls per input: the first runs the kernels, the second captures them, the others replay
+# {kind of device: planned FLOPs from which trainer.compile=auto compiles a new run}. The choice is therefore
+# the same for any number of workers, and on all machines with the same kind of device.
+# cpu: XXX
+# cuda: an estimate, not measured.
+COMPILE_FLOPS = {"cpu": 1.5e14, "cuda": 1e17}
+MAX_DIFFERENCE = 0.1  # of a compiled block's results from the block's own; bfloat16 rounds by less than 0.01
 
-Forward = Callable[[Tensor, Tensor], Tensor]
 Autocast = Callable[[], AbstractContextManager[Any]]
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The speed, the saving and the compile times that `choose_compile` assumes for a kind of device."""
-
-    flops_per_s: float  # assumed for a whole job, whatever its number of workers; without the compiler
-    saved_share: float  # 1 - time of a compiled step / time of a step that is not compiled
-    start_s: float  # time of the first compilation (nothing is cached), except for the blocks
-    block_s: float  # additional time of the first compilation for each block
-
-
-# cpu: measured on a core of an Intel Xeon with AMX, in bfloat16, with torch 2.13. The core reached
-# 0.12 TFLOP/s with the default run and with nanoGPT's CPU size, and 0.3 with 10.65 M parameters. The compiler
-# saved 0.50, 0.39 and 0.25 of a micro-batch's time, and took 22 s for 2 blocks and 25 s for 4. `flops_per_s`
-# is nearly the rate of two such cores at the best of these rates, and `saved_share` is a little less than
-# the smallest of these shares. The program that measured them was compile_cost.py of commit 496a4e0.
-# cuda: estimates, not measured.
-COSTS = {
-    "cpu": Costs(flops_per_s=5e11, saved_share=0.2, start_s=20.0, block_s=2.0),
-    "cuda": Costs(flops_per_s=2e14, saved_share=0.25, start_s=40.0, block_s=2.0),
-}
 
 
 @dataclass(frozen=True)
@@ -92,16 +66,17 @@ def choose_compile(
         return CompileChoice(recorded, "trainer.compile=auto goes on as the snapshot was computed")
     if trainer.recompute != "none":
         return CompileChoice(False, f"trainer.recompute={trainer.recompute} does not go with it")
-    if device_type not in COSTS:
-        return CompileChoice(False, f"trainer.compile=auto has no estimate for {device_type}")
-    costs, block_size = COSTS[device_type], config.data.block_size
-    flops = flops_per_token * block_size * trainer.batch_size * trainer.max_steps
-    saved_s = costs.saved_share * (flops / costs.flops_per_s)
-    compile_s = costs.start_s + costs.block_s * config.model.n_layer
+    if device_type not in COMPILE_FLOPS:
+        return CompileChoice(False, f"trainer.compile=auto has no limit for {device_type}")
+    flops, fewest = planned_flops(config, flops_per_token), COMPILE_FLOPS[device_type]
     return CompileChoice(
-        saved_s >= PAID_BACK * compile_s,
-        f"on a fast machine, compiling would take about {compile_s:,.0f} s and save about {saved_s:,.0f} s",
+        flops >= fewest, f"the run has {flops:.1e} FLOPs, and trainer.compile=auto compiles from {fewest:.1e}"
     )
+
+
+def planned_flops(config: Config, flops_per_token: float) -> float:
+    """Return the FLOPs of all steps of a run."""
+    return flops_per_token * config.data.block_size * config.trainer.batch_size * config.trainer.max_steps
 
 
 def import_compiler() -> None:
@@ -112,126 +87,59 @@ def import_compiler() -> None:
     importlib.import_module("torch._inductor.compile_fx")
 
 
-def compile_model(
-    loss: LossModule, example: Tensor, autocast: Autocast, graphs: bool = False
-) -> tuple[Forward | None, bool]:
-    """Compile the module `loss` for tokens and targets of the shape of `example`, (B, T), and try the result.
-
-    Returns the compiled module (None if compiling fails) and whether it uses CUDA graphs. `graphs` allows
-    CUDA graphs, for a small model on a GPU. With CUDA graphs each call overwrites the loss and the gradients
-    of the previous call. Call the compiled module in the thread that compiled it. A failure is logged. The
-    trial seeds torch with 0 and sets all gradients to None. `autocast()` is the context of a forward pass.
-    """
-    small = loss.model.flops_per_token() * example.numel() < MAX_GRAPH_FLOPS
-    modes = [("default", "torch.compile")]
-    if graphs and example.is_cuda and small:
-        modes.insert(0, ("reduce-overhead", "CUDA graphs"))
-    for mode, name in modes:
-        try:
-            import torch._inductor.config as inductor
-
-            # Deterministic: kernels are not chosen by their timing.
-            inductor.deterministic = torch.are_deterministic_algorithms_enabled()
-            inductor.triton.cudagraph_or_error = mode != "default"
-            forward = torch.compile(loss, dynamic=False, mode=mode)
-            if mode == "default":
-                gradients(forward, loss, example, autocast)
-            elif not is_repeatable(forward, loss, example, autocast):
-                raise ArithmeticError("the same input has other gradients when it comes again")
-            return forward, mode != "default"
-        except Exception as error:  # any stage of the compiler may fail; training does without it
-            log.warning(f"{name} failed ({reason_of(error)}); going on without it")
-    return None, False
-
-
 def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dtype) -> bool:
-    """Compile a new block, like the blocks of `model`, for (B, T, C) activations `x`.
+    """Compile a new block, like the blocks of `model`, for (B, T, C) activations `x`, and try it.
 
-    Returns whether compiling succeeds. A failure is logged. Success fills the compiler's cache. `dtype` is
-    the type of the block's weights; only the shape and device of `x` matter, and `x` may get a gradient.
-    `autocast()` is the context of a forward pass.
+    Returns whether compiling succeeds and the compiled block computes what the block computes. A failure is
+    logged. Success fills the compiler's cache. `dtype` is the type of the block's weights; only the shape and
+    device of `x` matter. Seeds torch with 0. `autocast()` is the context of a forward pass.
     """
     try:
         import torch._inductor.config as inductor
 
+        # Deterministic: kernels are not chosen by their timing.
         inductor.deterministic = torch.are_deterministic_algorithms_enabled()
+        torch.manual_seed(0)
         block = model.make_block(model.config).to(x.device, dtype)
-        x = x.to(dtype).requires_grad_()
-        with autocast():
-            y = torch.compile(block.compute, dynamic=False)(x, model.positions)
-        y.sum().backward()
+        for weight in block.parameters():
+            torch.nn.init.normal_(weight, std=0.02)
+        x = torch.randn_like(x, dtype=dtype, requires_grad=True)
+        plain, compiled = (
+            gradients(compute, block, x, model, autocast)
+            for compute in (block.compute, torch.compile(block.compute, dynamic=False))
+        )
+        check_compiled(compiled, plain, model.config.dropout > 0)
     except Exception as error:  # any stage of the compiler may fail; training does without it
         log.warning(f"torch.compile failed ({reason_of(error)}); going on without it")
         return False
     return True
 
 
-def compile_blocks(model: GPT) -> None:
-    """Make torch.compile compile each block by itself, at its first call.
+def gradients(
+    compute: Callable[..., Tensor], block: Block, x: Tensor, model: GPT, autocast: Autocast
+) -> list[Tensor]:
+    """Return the output of `compute`, a method of `block`, and the gradients of `x` and of the weights."""
+    with autocast():
+        y = compute(x, model.positions())
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *block.parameters()])]
 
-    The whole model cannot be compiled at once, because FSDP2 gathers weights between the blocks.
+
+def check_compiled(compiled: list[Tensor], plain: list[Tensor], has_dropout: bool) -> None:
+    """Raise ArithmeticError if the results of a compiled block are not those of the block itself.
+
+    With dropout, a compiled block drops other elements, so only the sizes of the results can be compared, and
+    roughly.
     """
+    for own, expected in zip(compiled, plain, strict=True):
+        size, difference = expected.float().norm(), (own.float() - expected.float()).norm()
+        if has_dropout:
+            difference = (own.float().norm() - size) * MAX_DIFFERENCE
+        if not difference.abs() <= MAX_DIFFERENCE * size:
+            raise ArithmeticError("a compiled block computes other gradients than the block itself")
+
+
+def compile_blocks(model: GPT) -> None:
+    """Make torch.compile compile each block by itself, at its first call."""
     for block in model.h:
         assert isinstance(block, Block)
         block.compute = torch.compile(block.compute, dynamic=False)  # type: ignore[method-assign]
-
-
-def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:
-    """Return whether later calls of `forward` give the bits of the first call with the same input.
-
-    The loss and the gradients are compared. `forward` is `loss`, compiled. It is called in turn with two
-    random inputs of the shape of `example`. The weights are random during the calls, and then restored. Seeds
-    torch with 0, and sets all gradients to None. `autocast()` is the context of a forward pass.
-    """
-    generator = torch.Generator().manual_seed(0)
-    inputs = [
-        torch.randint(0, loss.model.vocab_size, example.shape, generator=generator).to(example.device)
-        for _ in range(2)
-    ]
-    with random_weights(loss):
-        first = [gradients(forward, loss, tokens, autocast) for tokens in inputs]
-        for _ in range(REPLAYS - 1):
-            for tokens, expected in zip(inputs, first, strict=True):
-                again = gradients(forward, loss, tokens, autocast)
-                if not all(map(torch.equal, again, expected)):
-                    return False
-    return True
-
-
-@contextmanager
-def random_weights(loss: LossModule) -> Iterator[None]:
-    """Make the weights random within a `with` block, and restore them at its end.
-
-    Initial weights that are zero can make gradients zero. Such gradients are equal in all calls, even if the
-    compiled module does not repeat its results.
-    """
-    with torch.no_grad():
-        saved = [(weight, weight.clone()) for weight in loss.parameters()]
-        for weight, _ in saved:
-            weight.normal_(std=0.02)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for weight, before in saved:
-                weight.copy_(before)
-
-
-def gradients(forward: Forward, loss: LossModule, tokens: Tensor, autocast: Autocast) -> list[Tensor]:
-    """Return copies of the loss and of the gradients of all parameters.
-
-    The inputs are `tokens`, (B, T); the targets are the same tokens in another order. First torch is seeded
-    with 0, and at the end the `grad` of all parameters is set to None. `autocast()` is the context of the
-    forward pass.
-    """
-    torch.manual_seed(0)  # so that dropout is the same in each call
-    try:
-        with autocast():
-            # Targets have a tensor of their own: otherwise a compiler would rely on inputs and targets being
-            # the same tensor.
-            value = forward(tokens, tokens.roll(1, 1))
-        value.backward()  # type: ignore[no-untyped-call]
-        grads = [weight.grad.clone() for weight in loss.parameters() if weight.grad is not None]
-        return [value.detach().clone(), *grads]
-    finally:
-        loss.zero_grad(set_to_none=True)

@@ -18,7 +18,7 @@ from torch.utils import checkpoint
 from mingpt.base.errors import UserError
 from mingpt.base.rows import Shape
 from mingpt.config import ModelConfig
-from mingpt.model.operations import KeyValues, Positions, head_logits, head_loss, ops_for
+from mingpt.model.operations import KeyValues, Positions, PositionTables, head_logits, head_loss, ops_for
 
 
 class Linear(nn.Linear):
@@ -101,9 +101,9 @@ class Block(nn.Module):
 
         In training, if the attribute `recompute` is true, the backward pass computes activations again.
         """
-        if cache is not None:  # never compiled: each token would have a different shape
+        if not (self.training and torch.is_grad_enabled()):  # never compiled: there are many shapes
             return type(self).compute(self, x, positions, cache)
-        if not (self.recompute and self.training and torch.is_grad_enabled()):
+        if not self.recompute:
             return self.compute(x, positions)
         y: Tensor = checkpoint.checkpoint(self.compute, x, positions, use_reentrant=False)
         return y
@@ -143,7 +143,7 @@ class GPT(nn.Module):
     def make_modules(self, config: ModelConfig) -> None:
         """Make the modules, in the order of `parameters()`. The bits of a run depend on this order."""
         self.wte = Embedding(self.vocab_size, config.n_embd)
-        self.positions = Positions(self.block_size, config.n_embd // config.n_head)
+        self.positions = PositionTables(self.block_size, config.n_embd // config.n_head)
         self.h = nn.ModuleList(self.make_block(config) for _ in range(config.n_layer))
         self.ln_f = self.norm(config.n_embd)
         self.lm_head = Linear(config.n_embd, self.vocab_size, bias=False)
@@ -252,8 +252,9 @@ class GPT(nn.Module):
         if end > self.block_size:
             raise ValueError(f"{end} tokens do not fit in block_size {self.block_size}")
         x = self.drop(self.embed(tokens, start))  # (B, T, C)
+        positions: Positions = self.positions()
         for number, block in enumerate(self.h):
-            x = block(x, self.positions, caches[number] if caches else None)
+            x = block(x, positions, caches[number] if caches else None)
         x, weight = self.ln_f(x), self.head.weight
         return (head_logits(x, weight), None) if targets is None else head_loss(x, weight, targets)
 
@@ -276,7 +277,7 @@ def parameter_shapes(
 
     With `is_trained`, leave frozen parameters out.
     The first call takes time proportional to n_layer. Raises UserError if a tensor would be too large for
-    torch, and the error of `Positions`.
+    torch, and the error of `PositionTables`.
     """
     try:
         with torch.device("meta"):

@@ -16,7 +16,7 @@ from mingpt.base.rows import Shape
 from mingpt.config import ModelConfig
 from mingpt.model.gpt import ARCHITECTURES, GPT, Embedding
 from mingpt.model.hf import Convertible
-from mingpt.model.operations import Positions
+from mingpt.model.operations import PositionTables
 
 
 class GPT2(GPT, Convertible):
@@ -26,7 +26,7 @@ class GPT2(GPT, Convertible):
     def make_modules(self, config: ModelConfig) -> None:
         self.wte = Embedding(self.vocab_size, config.n_embd)
         self.wpe = Embedding(self.block_size, config.n_embd)
-        self.positions = Positions(self.block_size)
+        self.positions = PositionTables(self.block_size)
         self.h = nn.ModuleList(self.make_block(config) for _ in range(config.n_layer))
         self.ln_f = self.norm(config.n_embd)
 

@@ -16,6 +16,7 @@ ninth. The head and its loss have one version, which computes many logits in chu
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,13 +37,39 @@ ROW_MULTIPLE = 128
 VOCAB_MULTIPLE = 64  # rows of the head are padded to this multiple on a GPU, for its tensor cores
 
 
-class Positions(nn.Module):
+@dataclass(frozen=True)
+class Positions:
     """The causal mask and the tables of rotary positions (Su et al. 2021), which all blocks share.
 
     `mask` is (block_size, block_size), minus infinity above the diagonal, else 0. `cos` and `sin` are
-    (block_size, D / 2), where D, `rotary_size`, is the size of a head, or 0 if positions are learned. Both
-    tables are computed on the CPU and copied, so they have the same bits on every device. Raises UserError
-    if D is odd.
+    (block_size, D / 2), where D is the size of a head, or 0 if positions are learned.
+    """
+
+    mask: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def are_rotary(self) -> bool:
+        return self.cos.numel() > 0
+
+    def rotate(self, x: Tensor, start: int) -> Tensor:
+        """Rotate each pair of features (i, i + D / 2) by the angle of its position.
+
+        `x` has the (B, H, T, D) queries or keys of positions `start`, `start` + 1, ...
+        """
+        end = start + x.size(2)
+        cos, sin = (table[start:end].to(x.dtype) for table in (self.cos, self.sin))  # (T, D / 2)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class PositionTables(nn.Module):
+    """A module that keeps the tables of Positions as buffers; calling it returns the Positions.
+
+    Blocks get the tables as tensors: FSDP2 marks modules, and torch.compile then makes other code. The tables
+    are computed on the CPU and copied, so they have the same bits on every device. Raises UserError if D,
+    `rotary_size`, is odd.
     """
 
     def __init__(self, block_size: int, rotary_size: int = 0) -> None:
@@ -68,15 +95,8 @@ class Positions(nn.Module):
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
-    def rotate(self, x: Tensor, start: int) -> Tensor:
-        """Rotate each pair of features (i, i + D / 2) by the angle of its position.
-
-        `x` has the (B, H, T, D) queries or keys of positions `start`, `start` + 1, ...
-        """
-        end = start + x.size(2)
-        cos, sin = (table[start:end].to(x.dtype) for table in (self.cos, self.sin))  # (T, D / 2)
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    def forward(self) -> Positions:
+        return Positions(self.mask, self.cos, self.sin)
 
 
 class KeyValues:
@@ -140,7 +160,7 @@ class TorchOps:
         start = cache.length if cache else 0
         split = qkv.view(batch, length, 3, heads, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
-        if positions.rotary_size:
+        if positions.are_rotary:
             query, key = (positions.rotate(rms_norm(part), start) for part in (query, key))
         if cache:
             key, value = cache.extend(key, value)
@@ -217,7 +237,7 @@ class CPUOps(TorchOps):
         if cache or length > MAX_MATH_ATTENTION:
             return super().attention(qkv, heads, positions, dropout, cache)
         cos = sin = None
-        if positions.rotary_size:
+        if positions.are_rotary:
             tables = positions.cos, positions.sin
             cos, sin = (table[:length, None, None].to(dtype) for table in tables)  # (T, 1, 1, D / 2)
         with torch.autocast("cpu", enabled=False):

@@ -138,7 +138,7 @@ class DDPReduction(WholeWeights):
         for weight in self.weights.values():
             weight.register_post_accumulate_grad_hook(self.arrived.add)
 
-    def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
+    def prepare(self, forward: Forward) -> None:
         self.forward = forward
         if self.context.launch.is_distributed:
             # The buffers are constants: they need no broadcast before each forward pass.

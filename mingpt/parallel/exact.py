@@ -163,20 +163,15 @@ class ExactReduction(WholeWeights):
         if self.is_last:
             events.emit("reduction_start")
         for bucket in self.gradient_buckets:
-            self.add_gradients(bucket, number, copies=self.grads_are_static)
+            self.add_gradients(bucket, number)
         events.emit("partial_sums")
 
-    def add_gradients(self, bucket: Bucket, number: int, copies: bool = False) -> None:
-        """Move the gradients of micro-batch `number` from `grad` to the bucket's partial sums.
-
-        With `copies`, move copies, because the next backward pass overwrites the gradients' memory.
-        """
+    def add_gradients(self, bucket: Bucket, number: int) -> None:
+        """Move the gradients of micro-batch `number` from `grad` to the bucket's partial sums."""
         gradients = []
         for name in bucket.names:
             gradients.append(gradient_of(self.weights[name]))
             self.weights[name].grad = None
-        if copies:
-            gradients = list(torch._foreach_mul(gradients, 1.0))  # by a kernel or two
         push(bucket.partial_sums, 0, number, gradients, self.setup.micro_batches, add_lists)
 
     def on_grad_ready(self, bucket: Bucket, weight: Tensor) -> None:
@@ -196,7 +191,7 @@ class ExactReduction(WholeWeights):
         The bucket drops its partial sums, so their memory is freed once the exchange no longer needs them.
         """
         if self.my_micro_batches:
-            self.add_gradients(bucket, self.my_micro_batches[-1], copies=self.grads_are_static)
+            self.add_gradients(bucket, self.my_micro_batches[-1])
         pieces = [self.split_by_rank(bucket, gradients) for _, _, gradients in bucket.partial_sums]
         bucket.partial_sums = []
         self.sent.append(self.overlap.run(functools.partial(self.exchange, bucket, pieces), pieces))

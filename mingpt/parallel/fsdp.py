@@ -84,7 +84,7 @@ class FSDPReduction(Strategy):
                 unit, mesh=mesh, reshard_after_forward=self.setup.reshard and not is_root, mp_policy=policy
             )
 
-    def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
+    def prepare(self, forward: Forward) -> None:
         self.forward = forward
         self.loss_weight *= self.world_size  # FSDP2 takes the mean over the ranks
 
@@ -157,7 +157,7 @@ class ExactFSDPReduction(FSDPReduction):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
 
-    def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
+    def prepare(self, forward: Forward) -> None:
         self.forward = forward
 
     def start_step(self, loss_scale: float = 1.0) -> None:

@@ -181,7 +181,6 @@ class Strategy(ABC):
     weights_are_sharded = False  # if so, every forward pass is collective
     updates_are_sharded = False  # whether gradients and the optimizer's state are sharded
     forward: Forward
-    grads_are_static = False
 
     def __init__(self, setup: StrategySetup) -> None:
         self.setup, self.context = setup, setup.context
@@ -212,13 +211,9 @@ class Strategy(ABC):
         held = {"model.": self.weights_are_sharded, "optimizer.": self.updates_are_sharded}
         return RowMap(shapes, self.world_size, tuple(kind for kind in held if held[kind]))
 
-    def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
-        """Set the module to train, which may be compiled. Afterwards, call the module as `strategy.forward`.
-
-        `grads_are_static` says that each backward pass overwrites the gradients of the previous one, as with
-        CUDA graphs.
-        """
-        self.forward, self.grads_are_static = forward, grads_are_static
+    def prepare(self, forward: Forward) -> None:
+        """Set the module to train. Afterwards, call the module as `strategy.forward`."""
+        self.forward = forward
 
     @abstractmethod
     def pieces(self) -> dict[str, Tensor]:

@@ -22,15 +22,7 @@ from mingpt.config import Config
 from mingpt.data import CharDataset, Corpus, ElasticSampler
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment, autocast, enable_determinism
-from mingpt.model import (
-    GPT,
-    LossModule,
-    can_compile_block,
-    choose_compile,
-    compile_blocks,
-    compile_model,
-    import_compiler,
-)
+from mingpt.model import GPT, LossModule, can_compile_block, choose_compile, compile_blocks, import_compiler
 from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
 from mingpt.snapshot.search import copy_rows
@@ -111,16 +103,16 @@ def build_run(config: Config, context: DistributedContext, start: StartPoint) ->
     else:
         init_weights(state, config, context, start)
     environment = context.environment()
+    state.strategy.prepare(LossModule(state.model))
     if start.step >= trainer.max_steps or trainer.eval_only:
-        state.strategy.prepare(LossModule(state.model))
         compiled = start.manifest.software.compiled if start.snapshot else False
         return Run(config, context, start, state, sampler, replace(environment, compiled=compiled), "")
     choice = choose_compile(config, state.model.flops_per_token(), context.device.type, start.was_compiled)
-    compiled = prepare_forward(config, context, state.model, state.strategy, choice.is_compiled)
-    environment = replace(environment, compiled=compiled)
+    is_compiled = choice.is_compiled and compile_on_all_ranks(config, context, state.model)
+    environment = replace(environment, compiled="blocks" if is_compiled else False)
     if start.snapshot:
         compare_environment(start.manifest.software.model_dump(), environment)
-    failed = choice.is_compiled and not compiled
+    failed = choice.is_compiled and not is_compiled
     said = "not compiled: torch.compile failed" if failed else str(choice)
     return Run(config, context, start, state, sampler, environment, said)
 
@@ -224,61 +216,23 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
             copy_rows(parts[f"model.{name}"], first, 0, weight.view(shapes[name]))
 
 
-def prepare_forward(
-    config: Config, context: DistributedContext, model: GPT, strategy: Strategy, compiles: bool
-) -> bool | str:
-    """Give the strategy the module that computes the loss, compiled if `compiles` is true. Collective.
-
-    If the compiler fails on any rank, the module is not compiled on any rank. Returns what is compiled: True
-    for the whole module, "blocks" for each block by itself, False for nothing.
-    """
-    forward: Any = LossModule(model)
-    if compiles and strategy.weights_are_sharded:
-        strategy.prepare(forward)
-        # Compiled blocks have other bits than a model compiled as a whole.
-        return "blocks" if compile_blocks_on_all_ranks(config, context, model) else False
-    compiled, grads_are_static = None, False
-    if compiles:
-        compiled, grads_are_static = compile_on_all_ranks(config, context, forward)
-    strategy.prepare(forward if compiled is None else compiled, grads_are_static)
-    return compiled is not None
-
-
-def compile_on_all_ranks(config: Config, context: DistributedContext, loss: LossModule) -> tuple[Any, bool]:
-    """Compile the loss module; return (the compiled module, whether it uses CUDA graphs). Collective.
-
-    Returns (None, False) if compiling fails on any rank. With CUDA graphs, the loss and the gradients always
-    have the same memory: the next call of the module overwrites them.
-    """
-    shape = config.trainer.micro_batch_size, config.data.block_size
-    example = torch.zeros(shape, dtype=torch.long, device=context.device)
-    autocasts = functools.partial(autocast, context.device, context.dtype)
-    graphs = config.trainer.reduction == "exact"
-    work = functools.partial(compile_model, loss, example, autocasts, graphs=graphs)
-    # The first worker of a node fills the compiler's cache for the others. A different GPU cannot use it.
-    is_first = context.launch.local_rank == 0 or context.device.type == "cuda"
-    early = context.on_all(lambda: work() if is_first else import_compiler())
-    result = context.on_all(lambda: early or work())
-    succeeded = context.all_gather_object(result[0] is not None)
-    return result if all(succeeded) else (None, False)  # all ranks compute with the same kernels
-
-
-def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, model: GPT) -> bool:
+def compile_on_all_ranks(config: Config, context: DistributedContext, model: GPT) -> bool:
     """Compile each block of `model` in place; return whether the blocks are compiled. Collective.
 
-    If the compiler fails on any rank, no block is compiled on any rank. Each rank first tries to compile one
-    block that is not sharded. Otherwise a failure on one rank, during a collective forward pass, would leave
-    the other ranks waiting.
+    Each rank first tries to compile one block that is not sharded. If that fails on any rank, no block is
+    compiled on any rank, because all ranks compute with the same kernels.
     """
     trainer = config.trainer
     x = torch.zeros(
         trainer.micro_batch_size, config.data.block_size, config.model.n_embd, device=context.device
     )
     weights = torch.bfloat16 if trainer.fsdp_param_dtype else torch.float32
-    work = functools.partial(
-        can_compile_block, model, x, functools.partial(autocast, context.device, context.dtype), weights
-    )
-    succeeded = context.gather_on_all(work)
+    autocasts = functools.partial(autocast, context.device, context.dtype)
+    work = functools.partial(can_compile_block, model, x, autocasts, weights)
+    # The first worker of a node fills the compiler's cache for the others. A different GPU cannot use it.
+    is_first = context.launch.local_rank == 0 or context.device.type == "cuda"
+    early = context.on_all(lambda: work() if is_first else import_compiler())
+    succeeded = context.gather_on_all(lambda: early if is_first else work())
     if all(succeeded):
         compile_blocks(model)
     return all(succeeded)

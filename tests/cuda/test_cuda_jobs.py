@@ -282,22 +282,6 @@ def test_evaluation_and_samples_of_a_snapshot_are_those_of_its_run(
     assert job.wait() == 0 and job.out() == on_cpu.stdout.decode() != ""
 
 
-@pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_compiled_steps_are_captured_without_a_forbidden_call(
-    reduction: str, begin: Begin, tmp_path: Path
-) -> None:
-    """Compiled kernels do nothing here, so losses mean nothing."""
-    caches = {
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-    }
-    settings = {"trainer__compile": True, "trainer__reduction": reduction, "trainer__replay_every": 0}
-    job = begin(env=caches | {"STANDIN_NUMERICS": "0"}, gpus=1, **settings)
-    captures = of_kind(finished(job, tmp_path), "CAPTURE")
-    assert "torch.compile failed" not in job.err()
-    assert any(int(record.what) > 0 for record in captures) == (reduction == "exact")
-
-
 def test_a_failure_of_nccl_is_told_in_its_own_words_and_costs_no_restart(
     begin: Begin, tmp_path: Path
 ) -> None:

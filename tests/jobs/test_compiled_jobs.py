@@ -30,12 +30,13 @@ def slow_compiler(folder: Path) -> Path:
 
 @pytest.mark.weekly
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
-def test_a_compiled_model_trains_to_the_same_bits_for_any_number_of_workers(
-    start: Start, finish: Finish, text: Path, tmp_path: Path
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_a_compiled_model_trains_to_the_same_bits_for_all_strategies_and_numbers_of_workers(
+    arch: str, start: Start, finish: Finish, text: Path, tmp_path: Path
 ) -> None:
     """A worker of one job dies while the other compiles; the other notices that before it has compiled."""
     settings: dict[str, Any] = {"data__path": text, "trainer__compile": True, "model__dropout": 0.2}
-    settings |= {"trainer__max_steps": 4, "model__n_layer": 1}
+    settings |= {"trainer__max_steps": 4, "model__arch": arch, "trainer__dtype": "bfloat16"}
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(slow_compiler(tmp_path))}
     two = start(command(launcher=torchrun(2, restarts=1), run_dir=tmp_path / "2", **settings), **env)
     two.wait_until((tmp_path / "called").exists)
@@ -44,14 +45,16 @@ def test_a_compiled_model_trains_to_the_same_bits_for_any_number_of_workers(
     wait_until(lambda: not is_alive(compiling), timeout_s=20)
     (tmp_path / "go").touch()
     assert two.wait(300) == 0 and "torch.compile failed" not in two.err(), two.err()
-    finish(launcher=torchrun(3), run_dir=tmp_path / "3", env=env, **settings)
-    assert final_hash(tmp_path / "2", 4) == final_hash(tmp_path / "3", 4)
-    assert manifest(tmp_path / "2", 4)["software"]["compiled"] is True
+    for number, more in ((3, {"trainer__shard_optimizer": True}), (2, {"trainer__parallel": "fsdp"})):
+        finish(launcher=torchrun(number), run_dir=tmp_path / "other", env=env, **settings, **more)
+        assert final_hash(tmp_path / "2", 4) == final_hash(tmp_path / "other", 4), more
+        assert manifest(tmp_path / "other", 4)["software"]["compiled"] == "blocks"
+        shutil.rmtree(tmp_path / "other")
     settings |= {"trainer__compile": "auto", "trainer__max_steps": 5, "snapshot__resume": "changed"}
-    resumed = finish(run_dir=tmp_path / "3", trainer__workers=1, env=env, **settings)
+    resumed = finish(run_dir=tmp_path / "2", trainer__workers=1, env=env, **settings)
     assert "compiled: trainer.compile=auto goes on as the snapshot was computed" in resumed.err()
     assert "trainer.compile: True -> auto" not in resumed.err()
-    assert manifest(tmp_path / "3", 5)["software"]["compiled"] is True
+    assert manifest(tmp_path / "2", 5)["software"]["compiled"] == "blocks"
 
 
 ONE_RANK_WITHOUT_COMPILER = """

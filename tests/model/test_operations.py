@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mingpt.model.gpt import Dropout
-from mingpt.model.operations import CHUNK, CPU, EPSILON, ROWS, Positions, dropout_threshold
+from mingpt.model.operations import CHUNK, CPU, EPSILON, ROWS, PositionTables, dropout_threshold
 
 
 def gradients(outcome: Tensor, inputs: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def test_attention_is_the_product_of_softmax_and_values(length: int, modern: boo
     torch.manual_seed(1)
     heads, size = 2, 6
     qkv = torch.randn(2, length, 3 * heads * size, dtype=torch.float64, requires_grad=True)
-    positions = Positions(length, size if modern else 0)
+    positions = PositionTables(length, size if modern else 0)()
     mask = torch.full((length, length), float("-inf"), dtype=torch.float64).triu(1)
     query, key, value = qkv.view(2, length, 3, heads, size).permute(2, 0, 3, 1, 4).unbind(0)
     if modern:
@@ -54,7 +54,7 @@ def test_attention_with_dropout_has_the_gradient_of_what_it_computed() -> None:
     """The gradient is compared with finite differences under the same mask."""
     torch.manual_seed(2)
     qkv = torch.randn(1, 4, 12, dtype=torch.float64, requires_grad=True)
-    positions = Positions(4, 0)
+    positions = PositionTables(4)()
 
     def with_same_mask(qkv: Tensor) -> Tensor:
         torch.manual_seed(3)

@@ -10,7 +10,7 @@ from mingpt.parallel.strategy import Forward
 class HookedDDP(ddp.DDPReduction):
     """DistributedDataParallel with ExactHook. In a step, only the last micro-batch is outside `no_sync`."""
 
-    def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
+    def prepare(self, forward: Forward) -> None:
         if not dist.is_initialized():  # there is a single rank
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         model = DistributedDataParallel(forward, bucket_cap_mb=ddp.BUCKET_BYTES / 2**20)  # type: ignore[arg-type]
