@@ -17,7 +17,6 @@ import platform
 import shutil
 import socket
 import statistics
-import textwrap
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -88,10 +87,7 @@ def examine(launch: Launch, config: Config) -> None:
             )
         rows, faults = report(all_gather(store, launch, "exchange", facts))
     if launch.rank == 0:
-        write_lines(
-            textwrap.fill(line, 80, subsequent_indent="         ", break_on_hyphens=False)
-            for line in [*rows, "", *(faults or ["no fault found"])]
-        )
+        write_lines([*rows, "", *(faults or ["no fault found"])])
     with contextlib.suppress(Exception):  # rank 0, which may host the store, may have left
         all_gather(store, launch, "done", {})
     if faults:
@@ -126,7 +122,6 @@ def find_facts(launch: Launch, config: Config) -> Facts:
         "program": devices.find_program(),
         "threads": launch.threads(config.trainer.threads),
         "Python": platform.python_version(),
-        "problem": devices.idle_gpus(config.trainer.device, launch),
     }
     try:
         devices.check_gloo()
@@ -203,7 +198,7 @@ def report(workers: Sequence[Facts]) -> tuple[list[str], list[str]]:
     rates = sorted(there["MB/s"] for there in workers if there.get("MB/s"))
     for rank, there in enumerate(workers):
         lead_s, rate = there["clock"] - usual_s, there.get("MB/s")
-        if there["problem"]:
+        if there.get("problem"):
             faults.append(f"{there['name']}: {there['problem']}")
         if abs(lead_s) > MAX_CLOCK_S:
             faults.append(f"{there['name']}: the clock is {lead_s:+.0f} s off: have NTP set it")

@@ -27,10 +27,9 @@ def test_two_agents_get_one_table_and_a_sentence_if_they_differ(
     jobs = [start(command, OMP_NUM_THREADS=one) for one in ("1", threads)]
     assert [job.wait(60) for job in jobs] == [code, code]
     lines = "".join(job.out() for job in jobs).splitlines()
-    assert all(len(line) <= 80 for line in lines)
     shown = [line[:7] for line in lines if line.startswith(("host", "threads"))]
     assert shown == ["host   ", *["threads"] * (1 + code)]
-    assert said in " ".join(lines) and sum(line.startswith("fault:") for line in lines) == code
+    assert said in "".join(lines) and sum(line.startswith("fault:") for line in lines) == code
     assert all(job.err().count("error: worker") == code for job in jobs)
 
 
@@ -79,5 +78,5 @@ def test_a_blocked_port_and_a_slow_link_are_found_on_three_nodes(tmp_path: Path,
             options.append(f"--rdzv-conf=is_host={int(node.number == 1)}")
             jobs.append(node.start([*torchrun(1, 3, options), *DOCTOR], {"GLOO_SOCKET_IFNAME": "eth0"}))
         assert [job.wait(90) for job in jobs] == [1, 1, 1]
-    text = re.sub(r"\n {9}(?=\S)", " ", "".join(job.out() for job in jobs))
+    text = "".join(job.out() for job in jobs)
     assert re.search(rf"^fault:   {expected}", text, re.MULTILINE), text

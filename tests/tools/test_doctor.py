@@ -30,7 +30,7 @@ def cluster(*changes: dict[str, Any]) -> list[Facts]:
         ),
         ([{"threads": 8}, {}], "threads differs, node1, node3: 1; node2: 8: set OMP_NUM_THREADS"),
         ([{"kernels": "MKL_CBWR=AVX2"}], "kernels differs, node1, node2: none; node3: MKL_CBWR=AVX2: set"),
-        ([{"device": "", "problem": "GPUs for 1 of 2 workers"}], "node3: GPUs for 1 of 2 workers"),
+        ([{"device": "", "problem": "asks for GPU 1"}], "node3: asks for GPU 1"),
         ([{"clock": 5.0}], "node3: the clock is +5 s off: have NTP set it"),
         ([{"MB/s": 9.0}], "node3 receives 9.0 MB/s from node2, less than a quarter of what is usual"),
         ([{"MB/s": 9.0}, {}, {"MB/s": 9.0}], "node1 receives 9.0 MB/s from node3, less than a quarter"),
