@@ -18,7 +18,6 @@ run is missing or cannot be read, or two runs have no step in common.
 """
 
 import math
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +26,8 @@ from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import reason_of, write_atomic
 from mingpt.base.paths import typed_path
-from mingpt.config import flatten, settings, to_dict
-from mingpt.config.cli import build, read_file
+from mingpt.config import flatten, settings
+from mingpt.config.cli import read_file
 from mingpt.report import load_history, read_records
 from mingpt.report.plot import check_replaceable, draw_curves, read_curves, to_png
 from mingpt.snapshot import SnapshotStore
@@ -92,19 +91,20 @@ def read_facts(run: Run) -> dict[str, str]:
     """Return {name: value} of a run's settings, data, tokenizer, software and numbers of workers.
 
     The values are from config.yaml and run.json; the result is empty if either file is missing, or if
-    run.json is damaged or has no `inputs`. If settings were changed during the run, "changes after step 100",
-    say, has their earlier and later values. Raises UserError if config.yaml cannot be used.
+    run.json is damaged or has no `inputs`. "changes" are those of settings during the run. Settings that are
+    not known are left out. Raises UserError if config.yaml cannot be read.
     """
     config, inputs = run.folder / "config.yaml", run.history.get("inputs")
     if not inputs or not config.is_file():
         return {}
-    given = {key: value for key, value in read_file(str(config)).items() if key in settings()}
-    found = flatten(to_dict(build(given))) | flatten(inputs)
-    for change in run.history.get("changes", []):
-        found[f"changes after step {change['step']}"] = "; ".join(change["settings"])
+    found = {key: value for key, value in read_file(str(config)).items() if key in settings()}
+    changes = [
+        f"{'; '.join(change['settings'])} after step {change['step']}"
+        for change in run.history.get("changes", [])
+    ]
     workers = dict.fromkeys(str(entry.get("workers")) for entry in run.history.get("generations", []))
-    found |= {"run_dir": "", "workers": ", then ".join(workers)}
-    return {key: str(value) for key, value in found.items()}
+    found |= {"run_dir": "", "changes": ", ".join(changes), "workers": ", then ".join(workers)}
+    return {key: str(value) for key, value in (found | flatten(inputs)).items()}
 
 
 def affects_result(key: str) -> bool:
@@ -121,11 +121,9 @@ def compare_facts(one: Run, other: Run) -> tuple[list[str], str]:
     if not known or not others:
         return [], "cannot tell: settings are not on record, give run folders"
     # A fact may be missing in a run of an older version, such as software.kernels.
-    differing = [key for key in known | others if known.get(key, "none") != others.get(key, "none")]
+    differing = [key for key in known if key in others and known[key] != others[key]]
     causes = [key for key in differing if affects_result(key)]
-    lines = [
-        f"{'*' if key in causes else ' '} {key}: {known.get(key)} -> {others.get(key)}" for key in differing
-    ]
+    lines = [f"{'*' if key in causes else ' '} {key}: {known[key]} -> {others[key]}" for key in differing]
     if not differing:
         return [], "cannot tell: nothing on record differs"
     return lines, f"on record as different: {', '.join(causes or differing)}"
@@ -235,8 +233,6 @@ def main(arguments: Sequence[str]) -> int:
     lines = [*tabulate(runs), *draw(runs, options.plot)]
     for run, found in zip(runs[1:], comparisons, strict=True):
         lines += ["", f"{runs[0].name} and {run.name}:"]
-        for line in (*found.facts, *found.differences, *found.not_compared):
-            lines += textwrap.wrap(line, 80, subsequent_indent="    ", break_on_hyphens=False)
-        lines.append(found.finding)
+        lines += [*found.facts, *found.differences, *found.not_compared, found.finding]
     write_lines(lines)
     return int(any(found.differences for found in comparisons))
