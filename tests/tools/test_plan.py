@@ -1,17 +1,15 @@
-"""What a plan says of known configurations, beside tensors that are really alive; and its sentences."""
+"""What a plan says of known configurations, beside tensors that are really kept; and its sentences."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.alive import AliveTensors
 
 from mingpt.base.command import run_command
 from mingpt.config import Config
 from mingpt.config.cli import build
 from mingpt.model import GPT, LossModule
-from mingpt.model.operations import gelu_tables
 from mingpt.tools.plan import activations, estimate, main
 
 TINY = ["model.n_layer=1", "model.n_embd=16", "data.block_size=32"]
@@ -49,14 +47,18 @@ def test_activations_are_right_to_a_third(arch: str, element: int, block_size: i
     config = build(flat | {"data.block_size": block_size, "trainer.micro_batch_size": 8})
     trained = LossModule(GPT(config.model, vocab_size=2, block_size=block_size))
     tokens = torch.zeros(2, config.trainer.micro_batch_size, block_size, dtype=torch.long)
-    gelu_tables()  # computed once in a process
-    alive = AliveTensors()
-    with alive, torch.autocast("cpu", dtype=torch.bfloat16, enabled=element == 2):
-        for tensor in (*trained.parameters(), *trained.buffers()):
-            alive.add(tensor)
-        before, loss = alive.now_bytes, trained(*tokens)
-    planned = activations(config, element)
-    assert loss.requires_grad and planned == pytest.approx(alive.now_bytes - before, rel=1 / 3)
+    weights = {weight.data_ptr() for weight in trained.parameters()}
+    kept = dict[int, int]()  # {address: bytes} of what is kept for the backward pass
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=element == 2):
+        loss = trained(*tokens)
+    measured = sum(size for address, size in kept.items() if address not in weights)
+    assert loss.requires_grad and activations(config, element) == pytest.approx(measured, rel=1 / 3)
 
 
 def test_a_plan_is_one_screen_and_ends_with_the_first_strategy_that_fits(
