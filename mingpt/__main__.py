@@ -16,7 +16,7 @@ from mingpt.base.command import CommandParser, run_command
 COMMANDS = {
     "verify": ("tools.verify", "prove on this machine that kills and other numbers of workers change no bit"),
     "compare": ("tools.compare", "say which run is best, and where and in what runs differ"),
-    "doctor": ("tools.doctor", "say why a cluster does not start, or which of its links are slow"),
+    "doctor": ("tools.doctor", "say why a cluster does not start, or which of its nodes is slow"),
     "plan": ("tools.plan", "say what a run needs, before it is started, and what fits"),
     "prepare": ("tools.prepare", "encode text into token shards"),
     "snapshots": ("snapshot.lookup", "list the snapshots of a run: step, validation loss, size, state"),

@@ -255,23 +255,6 @@ def ops_for(x: Tensor) -> TorchOps:
     return COMPILED_CPU if torch.compiler.is_compiling() else CPU
 
 
-def attention_bytes(heads: int, length: int, dropout: float, element: int, on_cpu: bool) -> float:
-    """Return the bytes per token that attention keeps for the backward pass, besides its input and output.
-
-    On a CPU attention keeps the softmax over earlier positions and, with dropout, a mask of the same size,
-    both with `element` bytes per number. FlashAttention, on a GPU or for more than MAX_MATH_ATTENTION tokens,
-    keeps neither.
-    """
-    if not on_cpu or length > MAX_MATH_ATTENTION:
-        return 0.0
-    return (1 if dropout else 0.5) * element * heads * length
-
-
-def logits_bytes(rows: int, vocab_size: int) -> int:
-    """Return the bytes that the logits of `rows` tokens, and their gradients, take in memory at one time."""
-    return 12 * min(rows * vocab_size, MAX_LOGITS)
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:

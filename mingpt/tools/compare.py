@@ -9,7 +9,7 @@ file. Then the command compares each run with the first run, and prints for each
 - the settings, data and versions that differ, with * if they can change the result (with
   trainer.reduction=exact)
 - for each metric that differs, the first values that differ
-- how many tensors differ between the two runs' snapshots of the newest step at which both have a snapshot
+- which files differ between the two runs' snapshots of the newest step at which both have a snapshot
 - what is not compared
 - the finding: "the same bits", or what is on record as different
 
@@ -18,28 +18,24 @@ run is missing or cannot be read, or two runs have no step in common.
 """
 
 import math
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import reason_of, write_atomic
 from mingpt.base.paths import typed_path
-from mingpt.config import flatten, settings, to_dict
-from mingpt.config.cli import build, read_file
+from mingpt.config import flatten, settings
+from mingpt.config.cli import read_file
 from mingpt.report import load_history, read_records
 from mingpt.report.plot import check_replaceable, draw_curves, read_curves, to_png
-from mingpt.snapshot import Snapshot, SnapshotStore
+from mingpt.snapshot import SnapshotStore
 from mingpt.snapshot.lookup import possible_places
 
 TIMINGS = ("_s", "mfu")  # endings of the names of metrics that measure time, which are not compared
 HEADER = "  steps  val/loss  lowest  bits/byte  lowest  seconds         tokens  run"
 ROW = "{:7}{:10.3f}{:8.3f}{:11.3f}{:8.3f}{:9.0f}{:15,}  "
-Facts = Mapping[str, str]  # {name: value} of a run's settings, data, software and so on; {} if unknown
 
 
 class Run(NamedTuple):
@@ -95,69 +91,55 @@ def read_facts(run: Run) -> dict[str, str]:
     """Return {name: value} of a run's settings, data, tokenizer, software and numbers of workers.
 
     The values are from config.yaml and run.json; the result is empty if either file is missing, or if
-    run.json is damaged or has no `inputs`. If run.json records changes of a setting, the setting has its
-    first value. Each change has a name of its own, such as "optimizer.learning_rate after step 100". Raises
-    UserError if config.yaml cannot be used.
+    run.json is damaged or has no `inputs`. "changes" are those of settings during the run. Settings that are
+    not known are left out. Raises UserError if config.yaml cannot be read.
     """
     config, inputs = run.folder / "config.yaml", run.history.get("inputs")
     if not inputs or not config.is_file():
         return {}
-    known = {key: value for key, value in read_file(str(config)).items() if key in settings()}
-    found = flatten(to_dict(build(known))) | flatten(inputs)
-    for change in reversed(run.history.get("changes", [])):
-        for text in change["settings"]:
-            key, values = text.split(": ", 1)
-            new = found.get(key, values.rpartition(" -> ")[2])  # a value may be a path with an arrow
-            old = values.removesuffix(f" -> {new}")
-            found |= {key: old, f"{key} after step {change['step']}": new}
+    found = {key: value for key, value in read_file(str(config)).items() if key in settings()}
+    changes = [
+        f"{'; '.join(change['settings'])} after step {change['step']}"
+        for change in run.history.get("changes", [])
+    ]
     workers = dict.fromkeys(str(entry.get("workers")) for entry in run.history.get("generations", []))
-    found |= {"run_dir": "", "workers": ", then ".join(workers)}
-    return {key: str(value) for key, value in found.items()}
+    found |= {"run_dir": "", "changes": ", ".join(changes), "workers": ", then ".join(workers)}
+    return {key: str(value) for key, value in (found | flatten(inputs)).items()}
 
 
 def affects_result(key: str) -> bool:
-    """Return whether the fact named `key` (see Facts) can change the result, or the losses on record.
+    """Return whether the fact named `key` can change the result, with trainer.reduction=exact."""
+    return settings()[key].affects_result if key in settings() else key != "workers"
 
-    The answer is for trainer.reduction=exact.
+
+def compare_facts(one: Run, other: Run) -> tuple[list[str], str]:
+    """Return (a line for each fact that differs, what is on record as different).
+
+    Facts that cannot change the result are only on record as different if there are no others.
     """
-    if key in settings():
-        return settings()[key].affects_result or key == "trainer.eval_windows"
-    return key != "workers"
+    known, others = read_facts(one), read_facts(other)
+    if not known or not others:
+        return [], "cannot tell: settings are not on record, give run folders"
+    # A fact may be missing in a run of an older version, such as software.kernels.
+    differing = [key for key in known if key in others and known[key] != others[key]]
+    causes = [key for key in differing if affects_result(key)]
+    lines = [f"{'*' if key in causes else ' '} {key}: {known[key]} -> {others[key]}" for key in differing]
+    if not differing:
+        return [], "cannot tell: nothing on record differs"
+    return lines, f"on record as different: {', '.join(causes or differing)}"
 
 
-def explain(differing: Sequence[str], are_known: bool) -> str:
-    """Return a finding on two runs that differ: what is on record as different, or that this is not known.
+def read_hashes(run: Run, step: int) -> dict[str, str]:
+    """Return {name: SHA-256} of the files of a run's snapshot of `step`. Equal tensors make equal files.
 
-    `differing` has the names of the facts that differ; those that cannot change the result are named only if
-    there are no others. `are_known` says whether the Facts of both runs are on record.
-    """
-    if not are_known:
-        return "cannot tell: settings are not on record, give run folders"
-    causes = [key for key in differing if affects_result(key)] or differing
-    if not causes:
-        return "cannot tell: nothing on record differs"
-    return f"on record as different: {', '.join(causes)}"
-
-
-def compare_tensors(runs: Sequence[Run], step: int) -> Iterator[str]:
-    """Yield the name and the difference of each tensor that differs in the two runs' snapshots of `step`.
-
-    Raises CorruptSnapshot, whose message names the run, if a snapshot is damaged. For further errors see
+    Raises CorruptSnapshot, whose message names the run, if the snapshot is damaged. For further errors see
     `SnapshotStore.read`.
     """
-    opened = list[Snapshot]()
-    for run in runs:
-        try:
-            opened.append(run.stores[step].read(step))
-        except CorruptSnapshot as error:
-            raise CorruptSnapshot(f"the snapshot of step {step} of {run.name} is damaged: {error}") from None
-    one, other = opened
-    for name in one.file_of | other.file_of:
-        ours, theirs = (run.read(name) if name in run.file_of else None for run in opened)
-        if ours is None or theirs is None or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            yield f"{name}, in one run only or of another shape or type"
-        elif not torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
-            yield f"{name}, by {float((ours.double() - theirs.double()).abs().max()):.3g} at most"
+    try:
+        manifest = run.stores[step].read(step).manifest
+    except CorruptSnapshot as error:
+        raise CorruptSnapshot(f"the snapshot of step {step} of {run.name} is damaged: {error}") from None
+    return {record.name: record.sha256 for record in manifest.files}
 
 
 def compare(one: Run, other: Run) -> Comparison:
@@ -167,56 +149,38 @@ def compare(one: Run, other: Run) -> Comparison:
     the same step, or if a config.yaml cannot be used. Raises UnreadableSnapshot if a snapshot cannot be
     read.
     """
-    runs = (one, other)
-    ours, theirs = map(read_values, runs)
+    ours, theirs = read_values(one), read_values(other)
     pairs = {key: (ours[key], theirs[key]) for key in sorted(ours.keys() & theirs.keys())}
     saved = max(one.stores.keys() & other.stores.keys(), default=None)
     if saved is None and not pairs:
         raise UserError(f"{one.name} and {other.name} have no record and no snapshot of the same step")
-    # Later steps are put in first, so that the earliest step of each metric replaces them.
-    first = {name: (step, (a, b)) for (step, name), (a, b) in reversed(pairs.items()) if a != b}
-    differences = [
-        f"{name} differs from step {step} on: {a:.8g} and {b:.8g}, "
-        f"by {abs(a - b) / max(abs(a), abs(b)):.0e} of it"
-        for name, (step, (a, b)) in sorted(first.items(), key=lambda item: item[1])
-    ]
-    compared, not_compared = f"{len(pairs)} values", list[str]()
-    only = sorted(ours.keys() ^ theirs.keys())
-    if only:
-        not_compared.append(
-            f"not compared: {len(only)} values of steps {only[0][0]} to {only[-1][0]}, in one run only"
-        )
+    first, best = dict[str, str](), ""
+    for (step, name), (a, b) in pairs.items():
+        if a != b:
+            first.setdefault(name, f"{name} differs from step {step} on: {a:.8g} and {b:.8g}")
+        if name == "val/loss":
+            lower = one.name if a < b else other.name
+            said = f"val/loss at step {step}, the last of both runs: {a:.4f} and {b:.4f}, lower in {lower}"
+            best = "" if a == b else said
+    facts, finding = compare_facts(one, other)
+    differences, not_compared = list(first.values()), list[str]()
+    same, alone = f"the same bits: {len(pairs)} values", len(ours.keys() ^ theirs.keys())
+    if alone:
+        not_compared.append(f"not compared: {alone} values, in one run only")
     if saved is None:
         not_compared.append("not compared: tensors, as no step has a snapshot of both runs")
     else:
-        compared += f", tensors of step {saved}"
+        same += f", tensors of step {saved}"
         try:
-            tensors = list(compare_tensors(runs, saved))
-            if tensors:
-                differences.append(f"tensors that differ at step {saved}: {len(tensors)}, first {tensors[0]}")
+            hashes, others = read_hashes(one, saved), read_hashes(other, saved)
+            differences += [
+                f"{name} differs" for name in hashes | others if hashes.get(name) != others.get(name)
+            ]
         except CorruptSnapshot as error:
-            return Comparison([], [*differences, str(error)], not_compared, finding=str(error))
+            differences.append(str(error))
         except UserError as error:  # a snapshot has a different schema
             not_compared.append(f"not compared: tensors of step {saved} ({error})")
-    facts = [read_facts(run) for run in runs]
-    known, others = facts if all(facts) else ({}, {})
-    # A fact may be missing in a run of an older version, such as software.kernels.
-    differing = [key for key in known | others if known.get(key, "none") != others.get(key, "none")]
-    evaluations = [(step, a, b) for (step, name), (a, b) in pairs.items() if name == "val/loss"]
-    lines = [
-        f"val/loss at step {step}, the last of both runs: {a:.4f} and {b:.4f}, "
-        f"lower in {one.name if a < b else other.name}"
-        for step, a, b in evaluations[-1:]
-        if a != b
-    ]
-    lines += [
-        f"{'*' if affects_result(key) else ' '} {key}: {known.get(key)} -> {others.get(key)}"
-        for key in differing
-    ]
-    finding = f"the same bits: {compared}"
-    if differences:
-        finding = explain(differing, all(facts))
-    return Comparison(lines, differences, not_compared, finding)
+    return Comparison([best, *facts], differences, not_compared, finding if differences else same)
 
 
 def tabulate(runs: Sequence[Run]) -> Iterator[str]:
@@ -269,8 +233,6 @@ def main(arguments: Sequence[str]) -> int:
     lines = [*tabulate(runs), *draw(runs, options.plot)]
     for run, found in zip(runs[1:], comparisons, strict=True):
         lines += ["", f"{runs[0].name} and {run.name}:"]
-        for line in (*found.facts, *found.differences, *found.not_compared):
-            lines += textwrap.wrap(line, 80, subsequent_indent="    ", break_on_hyphens=False)
-        lines.append(found.finding)
+        lines += [*found.facts, *found.differences, *found.not_compared, found.finding]
     write_lines(lines)
     return int(any(found.differences for found in comparisons))

@@ -1,9 +1,9 @@
-"""Find out why a cluster does not start, or which of its links are slow.
+"""Find out why a cluster does not start, or which of its nodes is slow.
 
     torchrun ... -m mingpt doctor [CONFIG.yaml] [section.key=value ...]
 
 Start the doctor with the flags and settings of the run. It prints what each node has, and one sentence per
-fault. If all workers answer, it also prints the rate at which each node receives data from each other node.
+fault. If there is no fault, the workers connect as in training, and each node receives data from another.
 Exit code 0: no fault; 1: faults (torchrun does not restart the workers), or a worker did not arrive; 2: a
 mistake on the command line (torchrun itself exits with 1).
 train.py itself checks, when it starts, whether the workers' settings differ, and whether token shards and
@@ -14,40 +14,40 @@ import contextlib
 import json
 import os
 import platform
-import re
 import shutil
 import socket
-import socketserver
-import textwrap
+import statistics
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import NonRetryableError, PeersMissing, UserError
-from mingpt.base.system import ipv4_addresses, run_within, start
+from mingpt.base.system import run_within
 from mingpt.config import Config
 from mingpt.config.cli import parse
 from mingpt.distributed import Launch, ProcessExit
+from mingpt.distributed.ends import list_workers
 from mingpt.distributed.exit import first_line
+from mingpt.distributed.group import wait_for
 from mingpt.distributed.rendezvous import Rendezvous
 
-Facts = dict[str, Any]  # {name: value}: what `find_facts` found on one worker; it can be written as JSON
+Facts = dict[str, Any]  # {name: value}: what was found on one worker; it can be written as JSON
 MEET_S, FACTS_S, ANSWER_S = 20.0, 15.0, 60.0  # limits of the rendezvous, of finding facts, of an answer
-CONNECT_S, GROUP_S = 2.0, 8.0  # limits of a connection and of a collective
-LINK_S = 0.4  # for how long a link is measured
-CHUNK = bytes(1 << 20)
-SLOW = 0.25  # share of the usual rate below which a link is slow
+GROUP_S = 8.0  # limit of a collective
+MESSAGES, MESSAGE_BYTES = 3, 8 << 20
+SLOW = 0.25  # share of the usual rate below which a node is slow
 MAX_CLOCK_S = 1.0
-# {name of a fact: what to do on a node where its value differs from that of most nodes; "": it may differ}
+# {name of a fact: what to do if the nodes differ in it; "": they may differ}
 ADVICE = {
     "host": "",
     "device": "look at CUDA_VISIBLE_DEVICES and the driver, take equal nodes, or set trainer.device=cpu",
-    "program": "install the same code and torch there, because other code may compute other bits",
-    "threads": "set OMP_NUM_THREADS there, because the bits of a result depend on it",
+    "program": "install the same code and torch, because other code may compute other bits",
+    "threads": "set OMP_NUM_THREADS, because the bits of a result depend on it",
+    "kernels": "set the same variables, because the bits of a result depend on them",
     "Python": "",
+    "MB/s": "",
 }
 
 
@@ -65,256 +65,146 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def examine(launch: Launch, config: Config) -> None:
-    """Examine all workers; the lowest rank that answers prints a report. Collective.
+    """Examine all workers; rank 0 prints a report. Collective.
 
-    Raises NonRetryableError if there are faults.
+    Raises NonRetryableError if there are faults, and PeersMissing if a worker is missing or does not answer.
     """
     from torch.distributed import HashStore
 
     store = Rendezvous(launch, MEET_S).process_group_store if launch.is_distributed else HashStore()
     clock = time.time()  # all workers have met just now
     facts = run_within(FACTS_S, lambda: find_facts(launch, config)) | {"clock": clock}
-    workers = all_gather(store, launch, "facts", facts)
-    if None not in workers:
-        links_s = sum(LINK_S + CONNECT_S * len(there["addresses"]) for there in workers if there["port"])
-        facts["links"] = receive_from_all(launch.rank, workers)
-        workers = all_gather(store, launch, "links", facts, ANSWER_S + links_s)
-    rows, faults = find_faults(workers)
+    rows, faults = report(all_gather(store, launch, "facts", facts))
     if not faults:
-        facts["problem"] = try_backend(store, launch, config)
-        rows, faults = find_faults(all_gather(store, launch, "backend", facts))
-    if launch.rank == next(rank for rank, there in enumerate(workers) if there is not None):
-        write_lines(
-            textwrap.fill(line, 80, subsequent_indent="         ", break_on_hyphens=False)
-            for line in [*rows, "", *(faults or ["no fault found"])]
-        )
+        try:
+            facts["MB/s"] = run_within(3 * GROUP_S, lambda: exchange(store, launch, config))
+        except Exception as error:  # a backend raises exceptions of many kinds, and any is an answer
+            said = first_line(error).rpartition("] ")[2]  # without the place in gloo's source
+            facts["problem"] = (
+                f"the workers cannot compute together ({said}): let TCP ports 32768-60999 in, "
+                "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects the nodes, or "
+                "set trainer.device=cpu"
+            )
+        rows, faults = report(all_gather(store, launch, "exchange", facts))
+    if launch.rank == 0:
+        write_lines([*rows, "", *(faults or ["no fault found"])])
     with contextlib.suppress(Exception):  # rank 0, which may host the store, may have left
-        all_gather(store, launch, "done", True)
+        all_gather(store, launch, "done", {})
     if faults:
         raise NonRetryableError(f"faults found: {len(faults)}")
 
 
-def all_gather(store: Any, launch: Launch, name: str, value: Any, limit_s: float = ANSWER_S) -> list[Any]:
-    """Return the values of all ranks, in the order of the ranks. Collective.
+def all_gather(store: Any, launch: Launch, name: str, facts: Facts) -> list[Facts]:
+    """Return the facts of all ranks, in the order of the ranks. Collective.
 
-    The value is None for a rank that does not answer within `limit_s` seconds. Values travel as JSON through
-    `store`, torch's TCPStore or HashStore. Each `name` may be used only once.
+    Facts travel as JSON through `store`, torch's TCPStore or HashStore. Each `name` may be used only once.
+    Raises PeersMissing if a rank does not answer within ANSWER_S seconds.
     """
-    store.set(f"{name}/{launch.rank}", json.dumps(value))
-    values, deadline = [], time.monotonic() + limit_s
-    for rank in range(launch.world_size):
-        key, left_s = f"{name}/{rank}", max(0.1, deadline - time.monotonic())
-        try:
-            store.wait([key], timedelta(seconds=left_s))
-            values.append(json.loads(store.get(key)))
-        except RuntimeError:  # of torch.distributed
-            values.append(None)
-    return values
+    keys = [f"{name}/{rank}" for rank in range(launch.world_size)]
+    store.set(keys[launch.rank], json.dumps(facts))
+    try:
+        store.wait(keys, timedelta(seconds=ANSWER_S))
+    except RuntimeError:  # of torch.distributed
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        said = f"{list_workers(missing)} did not answer within {ANSWER_S:g} s: look at the output there"
+        raise PeersMissing(said, missing) from None
+    return [json.loads(store.get(key)) for key in keys]
 
 
 def find_facts(launch: Launch, config: Config) -> Facts:
-    """Return this worker's facts; start a ZeroServer, from which other nodes receive data to measure links.
-
-    The fact `port` is the server's port on the first worker of each node, and 0 on the other workers.
-    """
+    """Return this worker's facts: those in ADVICE but the rate, its host's name, and a problem, if any."""
     from mingpt.distributed import device as devices
 
-    problem, device, cpu = devices.idle_gpus(config.trainer.device, launch) or "", "", ""
-    with contextlib.suppress(OSError):  # not on Linux
-        cpu = "".join(re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[:1])
-    try:
-        devices.check_gloo()
-        found = devices.find_device(config.trainer.device, launch)
-        facts = devices.gpu_facts(found) or {devices.device_name(found): cpu}
-        device = ", ".join(f"{name} {value}" for name, value in facts.items())
-    except UserError as error:
-        problem = str(error)
-    addresses = find_addresses()
-    disk, memory = free_gb(config.run_dir), free_gb(config.snapshot.memory_path)
-    server = ZeroServer(("", 0), socketserver.BaseRequestHandler)
-    start(server.serve_forever)
-    return {
+    facts = {
         "name": platform.node(),
-        "host": f"{' '.join(next(iter(addresses.items())))}; workers: {launch.local_world_size}, from "
-        f"{launch.rank - launch.local_rank} on; free: {disk} GB for run_dir, {memory} GB "
-        "for snapshots in memory",
-        "device": device,
+        "host": f"{find_address()}; free: {free_gb(config.run_dir)} GB for run_dir, "
+        f"{free_gb(config.snapshot.memory_path)} GB for snapshots in memory",
         "program": devices.find_program(),
         "threads": launch.threads(config.trainer.threads),
         "Python": platform.python_version(),
-        "problem": problem,
-        "addresses": addresses,
-        "port": 0 if launch.local_rank else server.server_address[1],
     }
+    try:
+        devices.check_gloo()
+        device = devices.find_device(config.trainer.device, launch)
+    except UserError as error:
+        return facts | {"problem": str(error)}
+    gpu = ", ".join(f"{name} {value}" for name, value in devices.gpu_facts(device).items())
+    name, kernels = devices.device_name(device), devices.kernel_variables(device)
+    return facts | {"device": gpu or name, "kernels": kernels}
 
 
-def find_addresses() -> dict[str, str]:
-    """Return {interface: address} of this host; gloo will probably listen at the first address.
-
-    gloo listens on the interface that GLOO_SOCKET_IFNAME names. If this variable is not set, the first key is
-    "host name". An address that is not found is replaced by that of the host's name, or else by 127.0.0.1.
-    """
-    used, own, found = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], "127.0.0.1", {}
-    with contextlib.suppress(OSError):  # not on Linux, or the name does not resolve
-        found = {name: str(address.ip) for name, address in ipv4_addresses()}
-        own = str(socket.getaddrinfo(platform.node(), None)[0][4][0])
-    return {used or "host name": found.get(used, own)} | found
+def find_address() -> str:
+    """Return where gloo listens on this host: at GLOO_SOCKET_IFNAME, or at the address of the host's name."""
+    address = "127.0.0.1"
+    with contextlib.suppress(OSError):  # the name does not resolve
+        address = str(socket.getaddrinfo(platform.node(), None)[0][4][0])
+    return os.environ.get("GLOO_SOCKET_IFNAME") or address
 
 
-def free_gb(place: str) -> float:
+def free_gb(place: str) -> int:
     """Return the free GB of the disk on which `place` is, or will be."""
     while not os.path.exists(place):
         place = os.path.dirname(place) or "."
-    return round(shutil.disk_usage(place).free / 1e9, 1)
+    return round(shutil.disk_usage(place).free / 1e9)
 
 
-class ZeroServer(socketserver.ThreadingTCPServer):
-    """Sends zeros to each client until the connection is closed."""
+def exchange(store: Any, launch: Launch, config: Config) -> float:
+    """Connect all workers as training does; return the MB/s that the first worker of a node receives.
 
-    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                request.sendall(CHUNK)
-
-
-def receive_from_all(rank: int, workers: list[Facts]) -> list[tuple[int, str, float]]:
-    """Measure the link from each other node; return (rank of the sender, problem, MB/s) for each link.
-
-    `workers` has the facts of each worker. Only the first worker of a node measures; other workers return [].
-    `problem` is as in `receive_from`. Each node begins with a different sender, so that the nodes do not all
-    receive from the same sender.
+    Each rank receives messages from the rank before it, by gloo; the fastest message counts. Returns 0.0 on
+    the other workers of a node, and if there is one worker. Collective.
     """
-    nodes = [number for number, there in enumerate(workers) if there["port"]]
-    if rank not in nodes:
-        return []
-    own, links = nodes.index(rank), []
-    addresses = set(workers[rank]["addresses"].values())
-    for sender in nodes[own + 1 :] + nodes[:own]:
-        links.append((sender, *receive_from(workers[sender], addresses)))
-    return links
-
-
-def receive_from(there: Facts, own: Collection[str] = ()) -> tuple[str, float]:
-    """Measure the link from another node, whose facts are `there`; return (problem, MB/s).
-
-    First the address at which gloo listens on that node is tried. If this address fails, the node's other
-    addresses are tried until one answers, except addresses in `own`, the addresses of this node. The problem
-    says what failed and what to do; "" if nothing failed.
-    """
-    problem, first = "", next(iter(there["addresses"].values()))
-    for interface, address in there["addresses"].items():
-        if problem and (address in own or address == first):
-            continue
-        try:
-            mb_s = receive_mb_s(address, there["port"])
-        except OSError as error:
-            problem = problem or f"{address} ({interface}): {error.strerror or 'no answer'}"
-        else:
-            return (
-                problem
-                and f"{problem}; {address} can be reached: set GLOO_SOCKET_IFNAME={interface} (and "
-                "NCCL_SOCKET_IFNAME) there"
-            ), mb_s
-    return f"{problem}; let TCP ports 32768-60999 in through the firewall there, or look at the MTU", 0.0
-
-
-def receive_mb_s(address: str, port: int) -> float:
-    """Return the MB/s that arrive from the ZeroServer at `address`.
-
-    Raises OSError if the connection fails, or if no data arrive for CONNECT_S seconds. Returns 0.0 if the
-    server closes the connection without sending anything.
-    """
-    buffer, received = bytearray(CHUNK), 0
-    with socket.create_connection((address, port), CONNECT_S) as connection:
-        began = time.monotonic()
-        while time.monotonic() < began + LINK_S:
-            received += connection.recv_into(buffer)
-        return received / 1e6 / (time.monotonic() - began)
-
-
-def try_backend(store: Any, launch: Launch, config: Config) -> str:
-    """Connect all workers with NCCL, or with gloo on CPUs, as training does. Collective.
-
-    Returns a text that says why the connection failed and what to do; "" if it did not fail.
-    """
+    import torch
     from torch import distributed
 
     from mingpt.distributed.device import find_device
 
-    def compute() -> None:
-        device = find_device(config.trainer.device, launch)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        distributed.init_process_group(
-            backend, None, timedelta(seconds=GROUP_S), launch.world_size, launch.rank, store
-        )
-        distributed.all_gather_object([None] * launch.world_size, "on the current device")
+    rank, workers = launch.rank, launch.world_size
+    device = find_device(config.trainer.device, launch)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    distributed.init_process_group(backend, None, timedelta(seconds=GROUP_S), workers, rank, store)
+    ones = torch.ones(1, device=device)
+    distributed.all_reduce(ones)
+    ones.item()  # waits for a GPU
+    if workers == 1:
+        return 0.0
+    sent, received = torch.zeros(2, MESSAGE_BYTES, dtype=torch.uint8)
+    took_s = []
+    for _ in range(MESSAGES):
+        began = time.monotonic()
+        sending = distributed.isend(sent, (rank + 1) % workers)
+        distributed.recv(received, (rank - 1) % workers)
+        took_s.append(time.monotonic() - began)
+        wait_for(sending)
+    return 0.0 if launch.local_rank else round(MESSAGE_BYTES / 1e6 / min(took_s), 1)
 
-    try:
-        run_within(2 * GROUP_S, compute)
-    except Exception as error:  # a backend raises exceptions of many kinds, and any is an answer
-        return (
-            f"the workers cannot compute together ({first_line(error)}): remove the cause, set "
-            "NCCL_SOCKET_IFNAME as GLOO_SOCKET_IFNAME, or set trainer.device=cpu"
-        )
-    return ""
 
+def report(workers: Sequence[Facts]) -> tuple[list[str], list[str]]:
+    """Return (a line for each value of each fact in ADVICE, a sentence for each fault), naming the nodes.
 
-def find_faults(answers: Sequence[Facts | None]) -> tuple[list[str], list[str]]:
-    """Return (lines about the facts and links, sentences that name each fault, its nodes and what to do).
-
-    `answers` has the facts of each worker, in the order of the ranks; None for a worker that did not answer.
-    For a fact on which ADVICE has advice, the right value is the value that most nodes have. If two values
-    are on equally many nodes, the value of the lower rank is right. A different value is a fault. Empty
-    values are ignored.
+    `workers` has the facts of each worker, in the order of the ranks. Facts that are empty are left out.
     """
-    workers = [there for there in answers if there is not None]
-    rows, first = [], workers[0]
-    found = [
-        (f"worker {rank}", f" did not answer within {ANSWER_S:g} s: look at its own output")
-        for rank, there in enumerate(answers)
-        if there is None
-    ]
+    rows, faults = [], []
     for fact, advice in ADVICE.items():
-        values = group((there["name"], there[fact]) for there in workers if fact != "host" or there["port"])
-        rows += [f"{fact:9}{', '.join(nodes)}: {value or '-'}" for value, nodes in values.items()]
-        usual, *others = sorted(values, key=lambda value: (not value, -len(values[value]))) or [""]
-        for value in others:
-            if advice and value:
-                found += [
-                    (name, f": {fact} is {value}, on the others {usual}: {advice}") for name in values[value]
-                ]
-    links = [(there["name"], *link) for there in workers for link in there.get("links", ())]
-    rates = sorted([0.0, *(mb_s for *_, mb_s in links)])
-    usual_mb_s = rates[3 * len(rates) // 4]
-    for name, sender, problem, mb_s in links:
-        other = workers[sender]["name"]
-        rows.append(f"MB/s     {name} receives {mb_s:,.1f} from {other}")
-        if problem:
-            found.append((name, f" cannot connect to {other} at {problem}"))
-        elif mb_s <= SLOW * usual_mb_s:
-            found.append(
-                (
-                    name,
-                    f" receives {mb_s:,.1f} MB/s from {other}, and {usual_mb_s:,.1f} are usual: look at the "
-                    "network cards, the cables and the MTU of both",
-                )
-            )
-    for there in workers:
-        lead_s = there["clock"] - first["clock"]
-        if there["problem"]:
-            found.append((there["name"], f": {there['problem']}"))
+        nodes: dict[Any, list[str]] = {}  # by the value of the fact
+        for there in workers:
+            if there.get(fact):
+                nodes.setdefault(there[fact], []).append(there["name"])
+        values = [f"{', '.join(dict.fromkeys(names))}: {value}" for value, names in nodes.items()]
+        rows += [f"{fact:9}{value}" for value in values]
+        if advice and len(values) > 1:
+            faults.append(f"{fact} differs, {'; '.join(values)}: {advice}")
+    usual_s = statistics.median_low(there["clock"] for there in workers)
+    rates = sorted(there["MB/s"] for there in workers if there.get("MB/s"))
+    for rank, there in enumerate(workers):
+        lead_s, rate = there["clock"] - usual_s, there.get("MB/s")
+        if there.get("problem"):
+            faults.append(f"{there['name']}: {there['problem']}")
         if abs(lead_s) > MAX_CLOCK_S:
-            found.append(
-                (there["name"], f": the clock is {lead_s:+.1f} s off {first['name']}'s: have NTP set it")
+            faults.append(f"{there['name']}: the clock is {lead_s:+.0f} s off: have NTP set it")
+        if rate and rate <= SLOW * rates[3 * len(rates) // 4]:
+            faults.append(
+                f"{there['name']} receives {rate:,} MB/s from {workers[rank - 1]['name']}, less than a "
+                "quarter of what is usual: look at the network cards, the cables and the MTU of both"
             )
-    return rows, [f"fault:   {' and '.join(nodes)}{text}" for text, nodes in group(found).items()]
-
-
-def group(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Group pairs (node, value) by value; return {value: the nodes that have this value, without repeats}."""
-    found: dict[str, list[str]] = {}
-    for node, value in dict.fromkeys(pairs):
-        found.setdefault(value, []).append(node)
-    return found
+    return rows, [f"fault:   {fault}" for fault in dict.fromkeys(faults)]

@@ -104,16 +104,8 @@ class FaultInjector:
             self.kill_if_due("save")
 
 
-def run_worker(folder: Path, argv: list[str]) -> None:
-    """Train as a worker of train.py does, with the kills in `folder`/kills.json, and exit this process.
-
-    `argv` has the settings, each as section.key=value.
-    """
-    FaultInjector(folder)
-    # The empty configuration file stands for the default one, which the user may have changed.
-    sys.argv[1:] = [os.devnull, *argv]
-    main()
-
-
 if __name__ == "__main__":
-    run_worker(Path(sys.argv[1]), sys.argv[2:])
+    FaultInjector(Path(sys.argv[1]))
+    # The empty configuration file stands for the default one, which the user may have changed.
+    sys.argv[1] = os.devnull
+    main()

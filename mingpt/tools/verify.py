@@ -73,9 +73,8 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
 
     `folder` must not exist. `settings` has the run's settings. After a kill that changes neither the number
     of workers nor the strategy, torchrun restarts the workers. After any other kill torchrun ends, and this
-    function starts torchrun again. Kills are announced on stderr before each start of torchrun. A kill that
-    hits no worker leaves no `marker` file. Raises RuntimeError, with the end of torchrun's stderr, if
-    torchrun fails for a reason other than a kill.
+    function starts torchrun again. A kill that hits no worker leaves no `marker` file. Raises RuntimeError,
+    with the end of torchrun's stderr, if torchrun fails for a reason other than a kill.
     """
     folder.mkdir(parents=True)
     (folder / "kills.json").write_text(json.dumps(kills))
@@ -85,9 +84,6 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
         same = (workers, strategy)
         while last < len(kills) and (kills[last].next_workers, kills[last].next_strategy) == same:
             last += 1
-        for kill in kills[done : last + 1]:
-            then = f"{plural(kill.next_workers, 'worker')}, {kill.next_strategy}"
-            sys.stderr.write(f"a kill in {kill.phase}, from step {kill.step} on, then {then}\n")
         own = STRATEGIES[strategy] | {"run_dir": folder / "run"}
         given = [f"{key}={value}" for key, value in (settings | own).items()]
         program = ["-m", "mingpt.tools.fault_injection", str(folder), *given]
@@ -139,10 +135,9 @@ def find_wrong_tokens(folder: Path, config: Config) -> list[str]:
     sampler = make_sampler(config, dataset, 1, 0, takes_turns=False)
     starts = sampler.window_starts(0, STEPS * trainer.batch_size)
     problems = []
-    for first in range(0, len(starts), len(sampler)):
-        epoch = starts[first : first + len(sampler)].tolist()
-        if len(set(epoch)) < len(epoch):
-            problems.append("a window comes twice in an epoch")
+    epochs = [starts[first : first + len(sampler)].tolist() for first in range(0, len(starts), len(sampler))]
+    if any(len(set(epoch)) < len(epoch) for epoch in epochs):
+        problems.append("a window comes twice in an epoch")
     micro_batches = trainer.batch_size // trainer.micro_batch_size
     expected = set()
     for number, windows in enumerate(starts.reshape(-1, trainer.micro_batch_size).tolist()):
@@ -199,6 +194,9 @@ def main(arguments: Sequence[str]) -> int:
         settings = train_undisturbed(work, options.settings)
         write_lines([f"undisturbed: 1 worker, {STEPS} steps, {time.monotonic() - began:.0f} s"])
         kills = make_schedule(options.seed, options.kills, counts)
+        for kill in kills:
+            then = f"{plural(kill.next_workers, 'worker')}, {kill.next_strategy}"
+            sys.stderr.write(f"a kill in {kill.phase}, from step {kill.step} on, then {then}\n")
         problems, digest = find_problems(options.seed, kills, counts[0], work, settings)
         undisturbed = last_manifest(work / "undisturbed").sha256
         write_lines([f"  disturbed    {digest}", f"  undisturbed  {undisturbed}"])

