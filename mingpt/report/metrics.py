@@ -140,11 +140,8 @@ class Sink:
     def log(self, step: int, values: Values) -> None:
         """Take `values`, {name of the metric: its value after `step`}."""
 
-    def log_text(self, step: int, name: str, text: str) -> None:
-        """Take a text after `step`; `name` is "sample" for the text that an evaluation generates."""
-
     def on_step(self, step: int) -> None:
-        """Note that `step` is complete. Called after each step, but not for sinks in an `InThread`."""
+        """Note that `step` is complete. Called after each step."""
 
     def close(self) -> None:
         """Write what is left. `RunLogger.ended` and `RunLogger.failed` call this method."""

@@ -3,9 +3,9 @@
 The seconds per step are measured between two records, without evaluations and waits for snapshots.
 """
 
-import functools
 import logging
 import math
+import pkgutil
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +23,6 @@ from mingpt.report.history import RunHistory, load_history, plural
 from mingpt.report.log import ConsoleSink
 from mingpt.report.metrics import RunStart, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
-from mingpt.report.tracker import InThread, TensorBoard, Tracker
 from mingpt.report.writing import JsonlSink, ReportFile
 
 T = TypeVar("T")
@@ -31,6 +30,12 @@ SINKS: list[Callable[[RunStart], Sink]] = [  # the sinks in addition to metrics.
     ConsoleSink,
     LossPlot,
 ]
+# The sinks that settings ask for, as "module:function"; the module is imported when it is asked for.
+TRACKERS = {
+    "tensorboard": "mingpt.extras.trackers:tensorboard",
+    "wandb": "mingpt.extras.trackers:tracker",
+    "trackio": "mingpt.extras.trackers:tracker",
+}
 log = logging.getLogger(__name__)
 
 
@@ -95,11 +100,9 @@ class RunLogger:
         run = replace(start, from_steps=[entry["from_step"] for entry in self.history.generations])
         self.records = JsonlSink(run)
         self.sinks = [self.records, *(make_sink(run) for make_sink in SINKS)]
-        if start.is_main and config.report.tensorboard:
-            self.sinks.append(InThread(run, "report.tensorboard", TensorBoard))
-        if start.is_main and config.report.tracker:
-            tracker = functools.partial(Tracker, package=config.report.tracker)
-            self.sinks.append(InThread(run, f"report.tracker={config.report.tracker}", tracker))
+        asked = ["tensorboard" if config.report.tensorboard else None, config.report.tracker]
+        for name in filter(None, asked if start.is_main else []):
+            self.sinks.append(pkgutil.resolve_name(TRACKERS[name])(run))
         self.last = self.records.last  # the last record of each kind, for the manifest
         recorded = self.last.get("train", {"step": 0})["step"]
         if recorded < start.logged_step:
@@ -196,8 +199,6 @@ class RunLogger:
     def log_evaluation(self, step: int, values: Values, sample: str) -> None:
         self.log_values(step, values)
         if sample:
-            for sink in self.sinks:
-                sink.log_text(step, "sample", sample)
             log.info("\n".join("    " + line for line in sample.splitlines()))
 
     def flush(self) -> None:

@@ -83,7 +83,6 @@ def test_every_sink_is_told_everything(tmp_path: Path, monkeypatch: pytest.Monke
         call.on_step(12),
         call.log(12, training_values(STATS)),
         call.log(12, {"val/loss": 1.25}),
-        call.log_text(12, "sample", "To be"),
         call.close(),
     ]
     run = make_sink.call_args.args[0]
