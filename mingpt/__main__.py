@@ -20,7 +20,7 @@ COMMANDS = {
     "plan": ("tools.plan", "say what a run needs, before it is started, and what fits"),
     "prepare": ("tools.prepare", "encode text into token shards"),
     "snapshots": ("snapshot.lookup", "list the snapshots of a run: step, validation loss, size, state"),
-    "timeline": ("report.plot", "draw what the time of a run went to"),
+    "timeline": ("tools.timeline", "draw what the time of a run went to"),
     "sample": ("tools.sample", "generate text with a trained model; sample.py is the same program"),
     "export": ("tools.export", "write a run as a folder in Hugging Face's format"),
 }

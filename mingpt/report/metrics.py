@@ -112,8 +112,6 @@ class RunStart:
     job: str = ""  # the job's random token, the same in all its generations
     is_main: bool = True  # true on rank 0; other ranks that report have a run folder on their node's disk
     logged_step: int = 0  # the newest step, not past `step`, that must have a record of metrics; 0 for none
-    # The steps at which the run's generations began; empty until RunLogger fills it in for the sinks.
-    from_steps: list[int] = field(default_factory=list)
     # Once the claim was removed, or is that of another job or a later generation, `check_claim` raises
     # ClaimLost, and `may_write` returns False.
     check_claim: Callable[[], None] = lambda: None

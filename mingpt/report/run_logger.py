@@ -9,7 +9,7 @@ import pkgutil
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -97,12 +97,11 @@ class RunLogger:
         self.previous_end = self.history.start_generation(start)
         # After run.json, which shows at the next start that a run has written config.yaml.
         self.config_file.replace(to_yaml(config))
-        run = replace(start, from_steps=[entry["from_step"] for entry in self.history.generations])
-        self.records = JsonlSink(run)
-        self.sinks = [self.records, *(make_sink(run) for make_sink in SINKS)]
+        self.records = JsonlSink(start)
+        self.sinks = [self.records, *(make_sink(start) for make_sink in SINKS)]
         asked = ["tensorboard" if config.report.tensorboard else None, config.report.tracker]
         for name in filter(None, asked if start.is_main else []):
-            self.sinks.append(pkgutil.resolve_name(TRACKERS[name])(run))
+            self.sinks.append(pkgutil.resolve_name(TRACKERS[name])(start))
         self.last = self.records.last  # the last record of each kind, for the manifest
         recorded = self.last.get("train", {"step": 0})["step"]
         if recorded < start.logged_step:
@@ -240,10 +239,7 @@ class RunLogger:
         if peak:
             what = f"tensors, of the GPU's {self.gpu['memory']}" if self.gpu else "memory"
             log.info(f"worker 0 used at most {peak / 1e6:,.0f} MB of {what}")
-        log.info(
-            f"the snapshot is in {snapshots}; metrics.jsonl, loss.png and timeline.png are in "
-            f"{self.start.run_dir}"
-        )
+        log.info(f"the snapshot is in {snapshots}; metrics.jsonl and loss.png are in {self.start.run_dir}")
         lowest, held = self.records.lowest, "the snapshot of that step was not kept"
         folder, program = project_folder(), ["-m", "mingpt", "sample"]
         if folder and (folder / "sample.py").exists():

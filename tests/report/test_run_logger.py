@@ -86,7 +86,7 @@ def test_every_sink_is_told_everything(tmp_path: Path, monkeypatch: pytest.Monke
         call.close(),
     ]
     run = make_sink.call_args.args[0]
-    assert (run.run_dir, run.from_steps, status(tmp_path)) == (tmp_path, [0], "finished")
+    assert (run.run_dir, status(tmp_path)) == (tmp_path, "finished")
     # Besides the settings, the bits depend on these.
     inputs = json.loads((tmp_path / "run.json").read_text())["inputs"]
     assert inputs["data"] == hashlib.sha256(TEXT).hexdigest() and len(inputs["tokenizer"]) == 64
