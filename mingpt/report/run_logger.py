@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from mingpt.base.system import usable_cores
-from mingpt.config import project_folder, to_yaml
+from mingpt.config import to_yaml
 from mingpt.data import CharDataset
 from mingpt.distributed.device import Environment, gpu_facts
 from mingpt.report.history import RunHistory, load_history, plural
@@ -240,17 +240,11 @@ class RunLogger:
             what = f"tensors, of the GPU's {self.gpu['memory']}" if self.gpu else "memory"
             log.info(f"worker 0 used at most {peak / 1e6:,.0f} MB of {what}")
         log.info(f"the snapshot is in {snapshots}; metrics.jsonl and loss.png are in {self.start.run_dir}")
-        lowest, held = self.records.lowest, "the snapshot of that step was not kept"
-        folder, program = project_folder(), ["-m", "mingpt", "sample"]
-        if folder and (folder / "sample.py").exists():
-            program = ["sample.py" if Path.cwd() == folder else str(folder / "sample.py")]
-        command = ["python", *program, str(self.start.run_dir)]
-        if best[0] <= lowest[0] < math.inf:
-            lowest, held, command = best, "the snapshot of that step is kept", [*command, "--best"]
-        elif not self.start.config.snapshot.keep_best:
-            held += " (snapshot.keep_best=true would keep it)"
-        if lowest[0] < math.inf:
-            log.info(f"lowest validation loss {lowest[0]:.4f} at step {lowest[1]}; {held}")
+        command = ["python", "-m", "mingpt", "sample", str(self.start.run_dir)]
+        loss, best_step = best
+        if loss < math.inf:
+            log.info(f"lowest validation loss of a snapshot that is kept: {loss:.4f} at step {best_step}")
+            command.append("--best")
         log.info(f"next: {shlex.join(command)}")
 
     def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
