@@ -19,7 +19,7 @@ COMMANDS = {
     "doctor": ("tools.doctor", "say why a cluster does not start, or which of its links are slow"),
     "plan": ("tools.plan", "say what a run needs, before it is started, and what fits"),
     "prepare": ("tools.prepare", "encode text into token shards"),
-    "snapshots": ("snapshot.lookup", "list the snapshots of a run: step, validation loss, size, state"),
+    "snapshots": ("tools.snapshots", "list the snapshots of a run: step, validation loss, size, state"),
     "timeline": ("tools.timeline", "draw what the time of a run went to"),
     "sample": ("tools.sample", "generate text with a trained model; sample.py is the same program"),
     "export": ("tools.export", "write a run as a folder in Hugging Face's format"),
