@@ -235,10 +235,9 @@ class RunLogger:
         can_go_on = stopped_by and self.start.config.snapshot.resume != "never"
         goes_on = "; the same command goes on" if can_go_on else ""
         log.info(f"{how} at step {step}: {self.history.summary()}{goes_on}")
-        peak = torch.cuda.max_memory_allocated() if self.gpu else peak_memory()
-        if peak:
-            what = f"tensors, of the GPU's {self.gpu['memory']}" if self.gpu else "memory"
-            log.info(f"worker 0 used at most {peak / 1e6:,.0f} MB of {what}")
+        if self.gpu:
+            peak_mb, memory = torch.cuda.max_memory_allocated() / 1e6, self.gpu["memory"]
+            log.info(f"worker 0 used at most {peak_mb:,.0f} MB of tensors, of the GPU's {memory}")
         log.info(f"the snapshot is in {snapshots}; metrics.jsonl and loss.png are in {self.start.run_dir}")
         command = ["python", "-m", "mingpt", "sample", str(self.start.run_dir)]
         loss, best_step = best
@@ -255,13 +254,6 @@ class RunLogger:
         self.history.end(status, step, how, phases)
         for sink in self.sinks:
             sink.close()
-
-
-def peak_memory() -> int:
-    """Return this process's peak memory in bytes, with shared memory; 0 if the kernel does not tell it."""
-    status = Path("/proc/self/status")
-    words = status.read_text().partition("VmHWM:")[2].split() if status.exists() else []
-    return 1024 * int(words[0]) if words else 0
 
 
 def is_reported(run_dir: Path) -> bool:
