@@ -64,18 +64,6 @@ def test_a_worker_that_keeps_a_run_folder_writes_all_lines_there(
     assert written(tmp_path) == ["the plan", "no snapshots in memory"]
 
 
-def test_the_file_is_left_alone_once_it_belongs_to_another_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answers = [True, False]
-    open_log(0, tmp_path)  # replaced by the next call, else each line would be there twice
-    open_log(0, tmp_path, lambda: answers.pop(0))
-    log.info("first")
-    log.warning("second")
-    assert written(tmp_path) == ["first"]
-    assert capsys.readouterr().err == "first\nsecond\n"
-
-
 @pytest.mark.parametrize(("first", "left"), [(0, ("00:13", "00:25")), (10, ("00:08", "00:15"))])
 def test_without_a_terminal_each_record_is_a_line_with_the_time_left_once_that_is_measured(
     first: int,
