@@ -138,8 +138,5 @@ class Sink:
     def log(self, step: int, values: Values) -> None:
         """Take `values`, {name of the metric: its value after `step`}."""
 
-    def on_step(self, step: int) -> None:
-        """Note that `step` is complete. Called after each step."""
-
     def close(self) -> None:
         """Write what is left. `RunLogger.ended` and `RunLogger.failed` call this method."""

@@ -169,10 +169,6 @@ class RunLogger:
         for change in self.start.changes:
             log.info(f"changed on purpose: {change}")
 
-    def on_step(self, step: int) -> None:
-        for sink in self.sinks:
-            sink.on_step(step)
-
     def log_values(self, step: int, values: Values) -> None:
         """Give the values of metrics after `step` to all sinks.
 

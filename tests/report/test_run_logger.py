@@ -74,13 +74,11 @@ def test_every_sink_is_told_everything(tmp_path: Path, monkeypatch: pytest.Monke
     make_sink = Mock(return_value=sink)
     monkeypatch.setattr("mingpt.report.run_logger.SINKS", [make_sink])
     logger = make_logger(tmp_path)
-    logger.on_step(12)
     logger.log_training(STATS)
     logger.log_evaluation(12, {"val/loss": 1.25}, "To be")
     assert status(tmp_path) == "running"
     logger.ended(12, None, "snapshots")
     assert sink.mock_calls == [
-        call.on_step(12),
         call.log(12, training_values(STATS)),
         call.log(12, {"val/loss": 1.25}),
         call.close(),
