@@ -5,7 +5,6 @@ python -m mingpt COMMAND [arguments]         # runs a command; COMMAND --help ex
 torchrun ... -m mingpt doctor [settings]     # every worker runs the doctor, a check-up of the cluster
 """
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -40,8 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("command", metavar="COMMAND", help="followed by --help: its options")
     command = parser.parse_args(arguments[:1] or ["--help"]).command
     if command not in COMMANDS:
-        (near,) = difflib.get_close_matches(command, COMMANDS, 1, cutoff=0)
-        parser.error(f"unknown command '{command}', the nearest is '{near}'")
+        parser.error(f"unknown command '{command}', the commands are {', '.join(COMMANDS)}")
     module = importlib.import_module(f"mingpt.{COMMANDS[command][0]}")
     exit_code: int = module.main(arguments[1:])
     return exit_code
