@@ -18,9 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mingpt"
-# From the top down: a package of mingpt/ imports only packages of lower layers.
+# From the top down: a package of mingpt/ imports only packages of lower layers. So nothing imports the top
+# layer: `__main__.py` and the tables of the core name its modules as strings.
 LAYERS = [
-    ["tools"],
+    ["tools", "extras"],
     ["launch"],
     ["training"],
     ["snapshot", "report"],
@@ -48,11 +49,14 @@ class Size:
 
 # What a fork may add to the program; all additions of docs/extending.md fit in it. A fork raises it.
 MARGIN = {"statements": 105, "nodes": 680, "files": 6}
-MAX_FILES = 104 + MARGIN["files"]
-# What is counted together, and its budget.
+MAX_FILES = 108 + MARGIN["files"]
+# What is counted together, and its budget. The core is what a run needs, without the folders of NOT_CORE.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
+CORE = ("mingpt", "train.py")
+NOT_CORE = ("mingpt/tools", "mingpt/extras", "mingpt/launch/elastic")
 BUDGETS: dict[tuple[str, ...], Size] = {
     PROGRAM: Size(statements=11_510 + MARGIN["statements"], nodes=85_880 + MARGIN["nodes"]),
+    CORE: Size(statements=9_485 + MARGIN["statements"], nodes=70_070 + MARGIN["nodes"]),
     ("tests",): Size(statements=12_360),
     ("benchmarks",): Size(lines=5_240),
 }
@@ -61,6 +65,10 @@ BUDGETS: dict[tuple[str, ...], Size] = {
 def python_files(*places: str) -> list[Path]:
     found = [path for place in places for path in ((ROOT / place).rglob("*.py"), [ROOT / place])]
     return sorted({path for paths in found for path in paths if path.suffix == ".py" and path.is_file()})
+
+
+def core_files() -> list[Path]:
+    return sorted({*python_files(*CORE)} - {*python_files(*NOT_CORE)})
 
 
 def module_of(path: Path) -> str:
@@ -174,14 +182,10 @@ def main() -> int:
     files = python_files("mingpt")
     modules = {module_of(path): path for path in files}
     graph = {module: imports_of(path, modules) for module, path in modules.items()}
-    arrows = {
-        (package_of(module), package_of(other))
-        for module in graph
-        for other in graph[module]
-        if package_of(module)
-    }
+    arrows = {(package_of(module), package_of(other)) for module in graph for other in graph[module]}
     arrows = {(here, there) for here, there in arrows if here != there}
     height = {package: -number for number, layer in enumerate(LAYERS) for package in layer}
+    height[""] = 0  # the loose files are as high as the top layer, and do not import it either
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     loose = {path.name for path in PACKAGE.glob("*.py")} - LOOSE
     upward = sorted(f"{here} -> {there}" for here, there in arrows if height[here] <= height[there])
@@ -196,13 +200,16 @@ def main() -> int:
     ]
     excess: list[str] = []
     for places, budget in BUDGETS.items():
-        name, size = ", ".join(places), size_of(python_files(*places))
+        name, files_counted = ", ".join(places), python_files(*places)
+        if places == CORE:
+            name, files_counted = "the core", core_files()
+        size = size_of(files_counted)
         lines.append(f"{name}: {size.statements:,} statements, {size.nodes:,} nodes, {size.lines:,} lines")
         excess += over_budget(name, size, budget)
     share = share_of_words(python_files(*PROGRAM))
     lines.append(f"comments and docstrings: {share:.0%} of the program's lines")
     broken = [f"a file outside the packages: {name}" for name in sorted(loose)]
-    broken += [f"not a package of LAYERS: {package}" for package in sorted(packages ^ height.keys())]
+    broken += [f"not a package of LAYERS: {package}" for package in sorted({*packages, ""} ^ height.keys())]
     broken += [f"an import that does not point down: {arrow}" for arrow in upward]
     broken += [f"a circle: {' -> '.join(circle)}"] if circle else []
     broken += [f"more than {MAX_FILES} files"] if len(files) > MAX_FILES else []

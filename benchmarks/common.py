@@ -20,7 +20,7 @@ from typing import Any
 # `python benchmarks/x.py` finds only its own folder.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.jobs import Job, free_port, read_metric, tensor_hash
+from support.jobs import Job, read_metric, tensor_hash
 
 from mingpt.tools.jobs import ROOT, clean_environment, torchrun
 
@@ -109,14 +109,6 @@ def start_plain(
     own = {"run_dir": run_dir, "trainer.workers": workers, "trainer.max_restarts": restarts}
     command = [*prefix, sys.executable, "train.py", *arguments_of({**settings, **own})]
     return Job(command, output or run_dir)
-
-
-def start_agents(run_dir: Path, settings: Settings, agents: int, workers: int, restarts: int) -> list[Job]:
-    """Start train.py under several torchrun agents, as on several nodes, with `workers` workers each."""
-    rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}", "--rdzv_id=job"]
-    command = torchrun(workers, restarts, [f"--nnodes={agents}", *rendezvous])
-    given = [f"run_dir={run_dir}", *arguments_of(settings)]
-    return [Job([*command, "train.py", *given], Path(f"{run_dir}.{agent}")) for agent in range(agents)]
 
 
 def changed_program(folder: Path, code: str) -> str:
@@ -238,22 +230,6 @@ def seconds_to_import_torch() -> float:
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True, env=clean_environment())
     return time.monotonic() - began
-
-
-def product_rate(device: str, threads: int, dtype: str = "bfloat16") -> float:
-    """Return FLOP/s of a large matrix product in this dtype, on this machine: the best of five."""
-    import torch
-
-    torch.set_num_threads(threads)
-    size = 8192 if device.startswith("cuda") else 2048
-    left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        product = left @ right
-        float(product[0, 0])  # waits for the result
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
 
 
 def process_mb(pid: int, field: str) -> float:

@@ -2,7 +2,7 @@
 
     python benchmarks/default_run.py OUT          # a minute on two cores
 
-Copies log.txt, run.json, metrics.jsonl, loss.png and timeline.png to the folder OUT and prints a row as JSON.
+Copies log.txt, run.json, metrics.jsonl and loss.png to the folder OUT and prints a row as JSON.
 Exit code 1 unless the run finishes in two generations.
 """
 
@@ -17,7 +17,7 @@ from common import argument_parser, row, start_plain, work_folder
 from support.jobs import last_step, read_history
 
 KILL_AT_STEP = 170
-KEPT = ("log.txt", "run.json", "metrics.jsonl", "loss.png", "timeline.png")
+KEPT = ("log.txt", "run.json", "metrics.jsonl", "loss.png")
 
 
 def main() -> int:

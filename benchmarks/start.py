@@ -5,26 +5,38 @@
     python benchmarks/start.py --against CHECKOUT       # also the start of another commit of this project
     python benchmarks/start.py --kills 30               # from SIGKILL of a random worker: 5 minutes
     python benchmarks/start.py --kills 1 --steps 30     # half a minute
+    python benchmarks/start.py --path                   # the functions and collectives of a start: a minute
 
 Uses the default run, on two cores; starts are without its first evaluation. Prints a row per round or kill,
 as JSON, then medians of paired ratios. With --against, the first ratio is our time divided by the other
 checkout's. The last ratio is our time divided by the time to import torch. Exit code 1 unless the last ratio
 is at most 2.5 for a start, 1.25 after a kill. Runs with kills must end with the bits of an undisturbed run.
+
+With --path, rank 0 of two notes each function of mingpt/ that any thread enters until the first forward pass
+ends. `functions`, `files` and `lines` count these functions, their files and their lines, each once.
+`collectives` is the number of rank 0's calls of torch.distributed that exchange something by then.
 """
 
 import argparse
+import ast
 import functools
+import json
+import os
 import random
 import signal
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import common
 from support.jobs import Job, last_step, read_history
 
+from mingpt.base import events
 from mingpt.tools.jobs import ROOT, torchrun
 
 SETTINGS = {
@@ -35,6 +47,11 @@ SETTINGS = {
 LAUNCHES = {"one": ([sys.executable], 1), "plain": ([sys.executable], 2), "torchrun": (torchrun(2), 2)}
 KILLS_PER_RUN, IMPORTS = 8, 5
 MAX_START, MAX_RECOVERY = 2.5, 1.25
+PACKAGE = str(ROOT / "mingpt") + os.sep
+COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single",
+    "barrier", "broadcast", "gather", "reduce", "reduce_scatter_tensor", "scatter",
+)  # fmt: skip
 
 
 def seconds_to_first_step(folder: Path, launch: str, checkout: Path) -> float:
@@ -125,10 +142,74 @@ def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
     return code if last["ratio"] <= MAX_RECOVERY else 1
 
 
+def trace(output: Path) -> None:
+    """On rank 0, note functions of mingpt/ and collectives until a forward pass ends; write them as JSON."""
+    if os.environ["RANK"] != "0":
+        return
+    import torch.distributed
+
+    entered, called = set[tuple[str, int]](), list[str]()
+
+    def note_call(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            entered.add((code.co_filename, code.co_firstlineno))
+
+    def write(step: int, micro_batch: int) -> None:
+        sys.setprofile(None)
+        if not output.exists():
+            output.write_text(json.dumps({"entered": sorted(entered), "collectives": len(called)}))
+
+    def counted(name: str, collective: Any) -> Any:
+        @functools.wraps(collective)
+        def call(*args: Any, **options: Any) -> Any:
+            called.append(name)
+            return collective(*args, **options)
+
+        return call
+
+    for name in COLLECTIVES:
+        if hasattr(torch.distributed, name):
+            wrapped = counted(name, getattr(torch.distributed, name))
+            for module in (torch.distributed, torch.distributed.distributed_c10d):
+                setattr(module, name, wrapped)
+    events.subscribe("forward_end", write)
+    threading.setprofile(note_call)
+    sys.setprofile(note_call)
+
+
+def count_path(folder: Path) -> int:
+    """Trace a fresh start and a resumed one of two workers, and print their rows."""
+    settings = {"trainer.compile": False, "snapshot.every": 2, "snapshot.resume": "changed"}
+    for start, max_steps in (("fresh", 4), ("resumed", 6)):
+        code = f"import pathlib, start; start.trace(pathlib.Path({str(folder / start)!r}))"
+        program = common.changed_program(folder, code)
+        common.train(folder / "run", settings | SETTINGS, f"trainer.max_steps={max_steps}", program=program)
+        found = json.loads((folder / start).read_text())
+        lines = [count_lines(Path(path), first) for path, first in found["entered"]]
+        files = len({path for (path, _), count in zip(found["entered"], lines, strict=True) if count})
+        common.row(
+            start=start, lines=sum(lines), functions=sum(map(bool, lines)), files=files,
+            collectives=found["collectives"],
+        )  # fmt: skip
+    return 0
+
+
+def count_lines(path: Path, first: int) -> int:
+    """Return the lines of the function that begins at line `first`; 0 if none does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.end_lineno:
+            begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if begin == first:
+                return node.end_lineno + 1 - begin
+    return 0
+
+
 def main() -> int:
     parser = common.argument_parser(__doc__)
     parser.add_argument("--against", type=Path, metavar="CHECKOUT")
     parser.add_argument("--launch", choices=LAUNCHES, help="one for starts, torchrun for kills by default")
+    parser.add_argument("--path", action="store_true", help="count functions and collectives of a start")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--steps", type=int, default=340, help="of a run with kills")
@@ -136,6 +217,8 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.launch = arguments.launch or ("torchrun" if arguments.kills else "one")
     with common.work_folder() as folder:
+        if arguments.path:
+            return count_path(folder)
         if arguments.kills:
             return measure_recoveries(folder, arguments)
         return measure_starts(folder, arguments)

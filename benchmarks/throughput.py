@@ -132,7 +132,7 @@ def measure(settings: common.Settings, workers: int, more: Sequence[str]) -> dic
 def measure_size(size: str, device: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure one size; return its row."""
     runs = [measure(SIZES[size], arguments.workers, arguments.settings) for _ in range(arguments.rounds)]
-    rate = common.product_rate(device, arguments.workers, runs[0]["dtype"])
+    rate = product_rate(device, arguments.workers, runs[0]["dtype"])
     medians = [statistics.median(run["steps"]) for run in runs]
     step_s = statistics.median(medians)
     mean_s = statistics.fmean(statistics.fmean(run["steps"]) for run in runs)
@@ -146,6 +146,22 @@ def measure_size(size: str, device: str, arguments: argparse.Namespace) -> dict[
         "shares": {part: round(seconds / mean_s, 4) for part, seconds in parts.items()},
         "torch": runs[0]["torch"], "device": runs[0]["device"], "dtype": runs[0]["dtype"],
     }  # fmt: skip
+
+
+def product_rate(device: str, threads: int, dtype: str) -> float:
+    """Return FLOP/s of a large matrix product in this dtype, on this machine: the best of five."""
+    import torch
+
+    torch.set_num_threads(threads)
+    size = 8192 if device.startswith("cuda") else 2048
+    left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        product = left @ right
+        float(product[0, 0])  # waits for the result
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
 
 
 def main() -> int:

@@ -5,7 +5,6 @@ python -m mingpt COMMAND [arguments]         # runs a command; COMMAND --help ex
 torchrun ... -m mingpt doctor [settings]     # every worker runs the doctor, a check-up of the cluster
 """
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -19,8 +18,8 @@ COMMANDS = {
     "doctor": ("tools.doctor", "say why a cluster does not start, or which of its nodes is slow"),
     "plan": ("tools.plan", "say what a run needs, before it is started, and what fits"),
     "prepare": ("tools.prepare", "encode text into token shards"),
-    "snapshots": ("snapshot.lookup", "list the snapshots of a run: step, validation loss, size, state"),
-    "timeline": ("report.plot", "draw what the time of a run went to"),
+    "snapshots": ("tools.snapshots", "list the snapshots of a run: step, validation loss, size, state"),
+    "timeline": ("tools.timeline", "draw what the time of a run went to"),
     "sample": ("tools.sample", "generate text with a trained model; sample.py is the same program"),
     "export": ("tools.export", "write a run as a folder in Hugging Face's format"),
 }
@@ -40,8 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("command", metavar="COMMAND", help="followed by --help: its options")
     command = parser.parse_args(arguments[:1] or ["--help"]).command
     if command not in COMMANDS:
-        (near,) = difflib.get_close_matches(command, COMMANDS, 1, cutoff=0)
-        parser.error(f"unknown command '{command}', the nearest is '{near}'")
+        parser.error(f"unknown command '{command}', the commands are {', '.join(COMMANDS)}")
     module = importlib.import_module(f"mingpt.{COMMANDS[command][0]}")
     exit_code: int = module.main(arguments[1:])
     return exit_code

@@ -57,20 +57,6 @@ def test_wherever_a_save_is_cut_short_a_valid_snapshot_is_there() -> None:
 
 
 @pytest.mark.weekly
-def test_hostile_snapshots_end_in_a_sentence_and_take_no_memory() -> None:
-    """Some of the kinds, one of them read by three programs; there is an older snapshot."""
-    kinds = {
-        "train": ["a zip of torch.save", "huge shape", "model: NaN"],
-        "sample": ["a zip of torch.save", "huge shape", "manifest: 4 MB of small"],
-        "init": ["a zip of torch.save", "n_layer is", "n_embd is"],
-    }
-    for program, some in kinds.items():
-        words = ["--programs", program, "--older", "yes", "--kinds", *some]
-        row = last_row("benchmarks/hostile.py", "--slack_mb", "16", *words)
-        assert row["ok"] == row["trials"] and row["kinds"] >= len(some)
-
-
-@pytest.mark.weekly
 def test_the_bytes_and_collectives_of_a_step_are_those_that_plan_asks_for() -> None:
     """With two rounds, workers and blocks, fsdp gathers each block twice a round, and the root once."""
     strategies = ["ddp exact", "fsdp exact", "fsdp fast"]

@@ -28,9 +28,8 @@ def test_without_a_command_it_lists_all_with_a_line_each(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["verfy"], "unknown command 'verfy', the nearest is 'verify'; see python -m mingpt --help"),
-        (["nosuch"], "unknown command 'nosuch', the nearest is "),
-        ([""], "unknown command '', the nearest is "),
+        (["verfy"], "unknown command 'verfy', the commands are verify, compare, doctor, plan, "),
+        ([""], "unknown command '', the commands are "),
         (["verify", "--kill", "1"], "unrecognized arguments: --kill; see python -m mingpt verify --help"),
         (["verify", "model.n_layers=1"], "unknown setting 'model.n_layers'; did you mean 'model.n_layer'?"),
         (["prepare", "text", "--out=out", "--tok"], "unrecognized arguments: --tok"),

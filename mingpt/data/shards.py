@@ -307,10 +307,6 @@ class TokenShards:
         token = position + self._first - self._borders[number]
         return f"token {token:,} of {self._files[number].path}"
 
-    def file_count(self) -> int:
-        """Return the number of files that hold some of this array's tokens."""
-        return len(self._files_of(self._first, self._stop))
-
     def _files_of(self, first: int, stop: int) -> range:
         return range(self._file_at(first), self._file_at(stop - 1) + 1)
 

@@ -1,4 +1,4 @@
-"""The reports on a run that a person reads: log.txt, metrics.jsonl, loss.png, timeline.png, run.json.
+"""The reports on a run that a person reads: log.txt, metrics.jsonl, loss.png, run.json.
 
 Rank 0 reports. If nodes share no disk, one worker of each node also reports to the node's own run folder.
 

@@ -112,8 +112,6 @@ class RunStart:
     job: str = ""  # the job's random token, the same in all its generations
     is_main: bool = True  # true on rank 0; other ranks that report have a run folder on their node's disk
     logged_step: int = 0  # the newest step, not past `step`, that must have a record of metrics; 0 for none
-    # The steps at which the run's generations began; empty until RunLogger fills it in for the sinks.
-    from_steps: list[int] = field(default_factory=list)
     # Once the claim was removed, or is that of another job or a later generation, `check_claim` raises
     # ClaimLost, and `may_write` returns False.
     check_claim: Callable[[], None] = lambda: None
@@ -139,12 +137,6 @@ class Sink:
 
     def log(self, step: int, values: Values) -> None:
         """Take `values`, {name of the metric: its value after `step`}."""
-
-    def log_text(self, step: int, name: str, text: str) -> None:
-        """Take a text after `step`; `name` is "sample" for the text that an evaluation generates."""
-
-    def on_step(self, step: int) -> None:
-        """Note that `step` is complete. Called after each step, but not for sinks in an `InThread`."""
 
     def close(self) -> None:
         """Write what is left. `RunLogger.ended` and `RunLogger.failed` call this method."""

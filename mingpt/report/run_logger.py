@@ -3,27 +3,25 @@
 The seconds per step are measured between two records, without evaluations and waits for snapshots.
 """
 
-import functools
 import logging
 import math
+import pkgutil
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from mingpt.base.system import usable_cores
-from mingpt.config import project_folder, to_yaml
-from mingpt.data import CharDataset
+from mingpt.config import to_yaml
 from mingpt.distributed.device import Environment, gpu_facts
 from mingpt.report.history import RunHistory, load_history, plural
 from mingpt.report.log import ConsoleSink
 from mingpt.report.metrics import RunStart, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
-from mingpt.report.tracker import InThread, TensorBoard, Tracker
 from mingpt.report.writing import JsonlSink, ReportFile
 
 T = TypeVar("T")
@@ -31,6 +29,12 @@ SINKS: list[Callable[[RunStart], Sink]] = [  # the sinks in addition to metrics.
     ConsoleSink,
     LossPlot,
 ]
+# The sinks that settings ask for, as "module:function"; the module is imported when it is asked for.
+TRACKERS = {
+    "tensorboard": "mingpt.extras.trackers:tensorboard",
+    "wandb": "mingpt.extras.trackers:tracker",
+    "trackio": "mingpt.extras.trackers:tracker",
+}
 log = logging.getLogger(__name__)
 
 
@@ -92,14 +96,11 @@ class RunLogger:
         self.previous_end = self.history.start_generation(start)
         # After run.json, which shows at the next start that a run has written config.yaml.
         self.config_file.replace(to_yaml(config))
-        run = replace(start, from_steps=[entry["from_step"] for entry in self.history.generations])
-        self.records = JsonlSink(run)
-        self.sinks = [self.records, *(make_sink(run) for make_sink in SINKS)]
-        if start.is_main and config.report.tensorboard:
-            self.sinks.append(InThread(run, "report.tensorboard", TensorBoard))
-        if start.is_main and config.report.tracker:
-            tracker = functools.partial(Tracker, package=config.report.tracker)
-            self.sinks.append(InThread(run, f"report.tracker={config.report.tracker}", tracker))
+        self.records = JsonlSink(start)
+        self.sinks = [self.records, *(make_sink(start) for make_sink in SINKS)]
+        asked = ["tensorboard" if config.report.tensorboard else None, config.report.tracker]
+        for name in filter(None, asked if start.is_main else []):
+            self.sinks.append(pkgutil.resolve_name(TRACKERS[name])(start))
         self.last = self.records.last  # the last record of each kind, for the manifest
         recorded = self.last.get("train", {"step": 0})["step"]
         if recorded < start.logged_step:
@@ -146,8 +147,8 @@ class RunLogger:
             f"{compile_choice}"
         )
         log.info(
-            f"data: {config.data.path}, {describe_part(corpus.train)} for training, "
-            f"{describe_part(corpus.val)} for validation, vocabulary of {corpus.vocab_size}; "
+            f"data: {config.data.path}, {len(corpus.train.tokens):,} tokens for training, "
+            f"{len(corpus.val.tokens):,} tokens for validation, vocabulary of {corpus.vocab_size}; "
             f"{windows_per_epoch / trainer.batch_size:.1f} steps per epoch"
         )
         shares = " or ".join(map(str, sorted(set(map(len, assignment)))))
@@ -166,10 +167,6 @@ class RunLogger:
             )
         for change in self.start.changes:
             log.info(f"changed on purpose: {change}")
-
-    def on_step(self, step: int) -> None:
-        for sink in self.sinks:
-            sink.on_step(step)
 
     def log_values(self, step: int, values: Values) -> None:
         """Give the values of metrics after `step` to all sinks.
@@ -196,8 +193,6 @@ class RunLogger:
     def log_evaluation(self, step: int, values: Values, sample: str) -> None:
         self.log_values(step, values)
         if sample:
-            for sink in self.sinks:
-                sink.log_text(step, "sample", sample)
             log.info("\n".join("    " + line for line in sample.splitlines()))
 
     def flush(self) -> None:
@@ -235,25 +230,15 @@ class RunLogger:
         can_go_on = stopped_by and self.start.config.snapshot.resume != "never"
         goes_on = "; the same command goes on" if can_go_on else ""
         log.info(f"{how} at step {step}: {self.history.summary()}{goes_on}")
-        peak = torch.cuda.max_memory_allocated() if self.gpu else peak_memory()
-        if peak:
-            what = f"tensors, of the GPU's {self.gpu['memory']}" if self.gpu else "memory"
-            log.info(f"worker 0 used at most {peak / 1e6:,.0f} MB of {what}")
-        log.info(
-            f"the snapshot is in {snapshots}; metrics.jsonl, loss.png and timeline.png are in "
-            f"{self.start.run_dir}"
-        )
-        lowest, held = self.records.lowest, "the snapshot of that step was not kept"
-        folder, program = project_folder(), ["-m", "mingpt", "sample"]
-        if folder and (folder / "sample.py").exists():
-            program = ["sample.py" if Path.cwd() == folder else str(folder / "sample.py")]
-        command = ["python", *program, str(self.start.run_dir)]
-        if best[0] <= lowest[0] < math.inf:
-            lowest, held, command = best, "the snapshot of that step is kept", [*command, "--best"]
-        elif not self.start.config.snapshot.keep_best:
-            held += " (snapshot.keep_best=true would keep it)"
-        if lowest[0] < math.inf:
-            log.info(f"lowest validation loss {lowest[0]:.4f} at step {lowest[1]}; {held}")
+        if self.gpu:
+            peak_mb, memory = torch.cuda.max_memory_allocated() / 1e6, self.gpu["memory"]
+            log.info(f"worker 0 used at most {peak_mb:,.0f} MB of tensors, of the GPU's {memory}")
+        log.info(f"the snapshot is in {snapshots}; metrics.jsonl and loss.png are in {self.start.run_dir}")
+        command = ["python", "-m", "mingpt", "sample", str(self.start.run_dir)]
+        loss, best_step = best
+        if loss < math.inf:
+            log.info(f"lowest validation loss of a snapshot that is kept: {loss:.4f} at step {best_step}")
+            command.append("--best")
         log.info(f"next: {shlex.join(command)}")
 
     def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
@@ -264,13 +249,6 @@ class RunLogger:
         self.history.end(status, step, how, phases)
         for sink in self.sinks:
             sink.close()
-
-
-def peak_memory() -> int:
-    """Return this process's peak memory in bytes, with shared memory; 0 if the kernel does not tell it."""
-    status = Path("/proc/self/status")
-    words = status.read_text().partition("VmHWM:")[2].split() if status.exists() else []
-    return 1024 * int(words[0]) if words else 0
 
 
 def is_reported(run_dir: Path) -> bool:
@@ -284,9 +262,3 @@ def is_reported(run_dir: Path) -> bool:
         return not was_recording
     history = load_history(run_dir)
     return history is None or history.get("status") != "running"
-
-
-def describe_part(part: CharDataset) -> str:
-    """Return the size of a part of the data as a phrase: "900 tokens", or "900 tokens in 2 files"."""
-    files = f" in {plural(part.file_count(), 'file')}" if part.file_count() else ""
-    return f"{len(part.tokens):,} tokens{files}"

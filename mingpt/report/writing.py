@@ -7,7 +7,6 @@ made. If a step is done again after a restart, only its last records stay in the
 import functools
 import json
 import logging
-import math
 import os
 import threading
 from collections import deque
@@ -143,7 +142,6 @@ class JsonlSink(Sink):
 
     def __init__(self, run: RunStart) -> None:
         self.run, self.last = run, dict[str, dict[str, Any]]()  # the last record of each kind
-        self.lowest = math.inf, 0  # the lowest validation loss, and its step
         self.first_waiting = run.step + 1  # step of the first record that is not written yet
         self.file = ReportFile(run.run_dir / "metrics.jsonl", run.may_write)
         self.file.put(self.drop_records)
@@ -153,7 +151,7 @@ class JsonlSink(Sink):
 
         If `run.step` is 0, all records are dropped, because the record of step 0 is written again. A last
         line that a crash left incomplete is dropped, too. Each kept record is passed to `remember`, which
-        updates `last` and `lowest`. Raises OSError if the file cannot be read or truncated.
+        updates `last`. Raises OSError if the file cannot be read or truncated.
         """
         kept_bytes, step = 0, self.run.step
         for line, record in read_lines(self.file.path):
@@ -170,9 +168,6 @@ class JsonlSink(Sink):
         kind = next((kind for name, kind in kinds.items() if name in record), "train")
         if record["step"] >= self.last.get(kind, record)["step"]:
             self.last[kind] = record
-        loss = record.get("val/loss")
-        if isinstance(loss, float):
-            self.lowest = min(self.lowest, (loss, record["step"]))
 
     def log(self, step: int, values: Values) -> None:
         if not self.file.waiting:

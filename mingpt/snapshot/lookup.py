@@ -1,4 +1,4 @@
-"""Open a snapshot by the name of a file, or a folder's newest or best snapshot; list a run's snapshots.
+"""Open a snapshot by the name of a file, or a folder's newest or best snapshot.
 
 These functions are for commands, and for a new run that starts from another run's weights. No function here
 renames or removes a file.
@@ -6,20 +6,13 @@ renames or removes a file.
 
 import logging
 import os
-import re
-from collections.abc import Iterator, Sequence
 
-from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
-from mingpt.base.paths import typed_path
 from mingpt.config.cli import read_file
 from mingpt.snapshot.layout import step_of, steps_in
-from mingpt.snapshot.manifest import validation_loss
 from mingpt.snapshot.reading import Check, accept_all
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
-MANIFEST = re.compile(r"((?:(damaged|suspect)-[0-9]+-)?)step_([0-9]{8,19})\.json")
-ROW = "{:>9} {:>9} {:>12}  {}"  # of the table of snapshots
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 log = logging.getLogger(__name__)
 
@@ -94,51 +87,3 @@ def possible_places(where: str) -> list[str]:
         return places
     configured = read_file(config).get("snapshot.path", "null")
     return [configured, *places] if configured != "null" and isinstance(configured, str) else places
-
-
-def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
-    """Yield (step, row of the printed table) for each snapshot in `store`.
-
-    Logs the errors that reading a snapshot raises. Also yields rows for snapshots whose files a run has
-    renamed: a renamed snapshot is damaged, or suspect (a worker may have computed wrongly). The tensors of a
-    renamed snapshot are not read. Raises UnreadableSnapshot if the folder cannot be read.
-    """
-    for match in filter(None, map(MANIFEST.fullmatch, store.list_names())):
-        prefix, set_aside, step = match[1], match[2], int(match[3])
-        loss, size, state = "-", "-", set_aside or "valid"
-        try:
-            manifest = store.read_manifest(step, prefix)
-            known, size = validation_loss(manifest), f"{manifest.bytes / 1e6:,.1f} MB"
-            loss = "-" if known is None else f"{known:.4f}"
-            if not set_aside:
-                store.read(step)
-        except (CorruptSnapshot, UnreadableSnapshot, UserError) as error:  # or of another version
-            if not set_aside and not store.has_manifest(step):
-                continue  # a job that runs has removed it meanwhile
-            log.warning(f"{match[0]}: {error}")
-            state = set_aside or ("damaged" if isinstance(error, CorruptSnapshot) else "unreadable")
-        yield step, ROW.format(step, loss, size, state)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """List the snapshots of a run: step, validation loss at that step, size, and state.
-
-    The state is valid, damaged, suspect (a worker may have computed wrongly), or unreadable. A snapshot is
-    unreadable if it cannot be read now, or if another version of this program wrote it. Each snapshot is read
-    and checked byte by byte, except snapshots that a run has already renamed as damaged or suspect. Nothing
-    is changed.
-    """
-    parser = CommandParser("python -m mingpt snapshots", main.__doc__)
-    parser.add_argument(
-        "run", type=typed_path, metavar="RUN", help="run folder or snapshot folder; a path or URL"
-    )
-    run = parser.parse_args(arguments).run
-    try:
-        found = (sorted(list_snapshots(SnapshotStore(place))) for place in possible_places(run))
-        rows = next(filter(None, found), None)
-    except UnreadableSnapshot as error:
-        raise UserError(str(error)) from None
-    if rows is None:
-        raise UserError(f"there is no snapshot in {run}: give a run folder such as out/default")
-    write_lines([ROW.format("step", "val/loss", "size", "state"), *(line for _, line in rows)])
-    return 0

@@ -297,14 +297,13 @@ class SnapshotStore(FileStore):
         """Return the file `name` for reading; messages call it `what`."""
         return SourceFile(self.files, self.path(name), what, self.retries_s)
 
-    def read_manifest(self, step: int, prefix: str = "") -> Manifest:
+    def read_manifest(self, step: int) -> Manifest:
         """Return the checked manifest of a step.
 
-        If `quarantine` has renamed the snapshot's files, `prefix` is the text that now precedes their names.
         Raises CorruptSnapshot if the manifest is missing or wrong, and UnreadableSnapshot if the manifest
         cannot be read. Raises UserError if the schema version is unknown, or if a tensor file is split.
         """
-        file = self.file(f"{prefix}{file_name(step, 'json')}", "its manifest")
+        file = self.file(file_name(step, "json"), "its manifest")
         size = file.size()
         if size > MAX_BYTES:
             raise CorruptSnapshot(f"its manifest has {size:,} bytes, more than {MAX_BYTES:,}")

@@ -24,14 +24,15 @@ from typing import Any, NamedTuple
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
-from mingpt.base.files import reason_of, write_atomic
+from mingpt.base.files import reason_of
 from mingpt.base.paths import typed_path
 from mingpt.config import flatten, settings
 from mingpt.config.cli import read_file
 from mingpt.report import load_history, read_records
-from mingpt.report.plot import check_replaceable, draw_curves, read_curves, to_png
+from mingpt.report.plot import draw_curves, read_curves
 from mingpt.snapshot import SnapshotStore
 from mingpt.snapshot.lookup import possible_places
+from mingpt.tools.pictures import write_picture
 
 TIMINGS = ("_s", "mfu")  # endings of the names of metrics that measure time, which are not compared
 HEADER = "  steps  val/loss  lowest  bits/byte  lowest  seconds         tokens  run"
@@ -204,8 +205,7 @@ def draw(runs: Sequence[Run], path: str) -> Iterator[str]:
         if not any(curve.size for found in curves.values() for curve in found):
             yield f"{path} is not drawn: no loss is on record"
             return
-        check_replaceable(path)
-        write_atomic(path, to_png("compare.png", draw_curves, curves))
+        write_picture(path, draw_curves, curves)
         yield f"losses of all runs: {path}"
     except (OSError, ImportError) as error:
         yield f"{path} is not drawn ({reason_of(error)}): give another --plot FILE"

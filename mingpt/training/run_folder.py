@@ -38,7 +38,7 @@ DISK_S = 60.0  # seconds within which a disk must answer, else the start is refu
 OWN_HISTORY = re.compile(
     rb'\s*{\s*"id": ?"[0-9a-f]{32}"'
 )  # how the run.json of a run begins, also if damaged
-REPLACED_FILES = ("run.json", "config.yaml", "metrics.jsonl", "loss.png", "timeline.png")
+REPLACED_FILES = ("run.json", "config.yaml", "metrics.jsonl", "loss.png")
 HISTORY_FILES = ("metrics.jsonl", "run.json")  # run.json last: it shows that there is a run
 log = logging.getLogger(__name__)
 

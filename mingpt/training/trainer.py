@@ -153,8 +153,6 @@ class Trainer:
         """
         config, step = self.config, self.state.step
         is_last = step == config.trainer.max_steps
-        if self.run_logger:
-            self.run_logger.on_step(step)
         if is_last or step % config.trainer.log_every == 0:
             self.log_training(grad_norm)
         self.evaluation_missing, self.has_new_best = is_due(config.trainer, step), False

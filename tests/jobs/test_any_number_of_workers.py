@@ -10,7 +10,7 @@ from support.jobs import free_port, read_metric
 
 from mingpt.tools.jobs import torchrun
 
-RUN_FILES = {"config.yaml", "run.json", "metrics.jsonl", "log.txt", "loss.png", "timeline.png"}
+RUN_FILES = {"config.yaml", "run.json", "metrics.jsonl", "log.txt", "loss.png"}
 
 
 @pytest.mark.parametrize("workers", [1, 3, pytest.param(4, marks=pytest.mark.weekly)])

@@ -1,15 +1,13 @@
 """The example of a loop of one's own: its weights have one hash for any number of workers, and if killed."""
 
 import os
-import random
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, Start
-from support.jobs import Job, children, is_alive
+from support.jobs import Job, children
 
 from mingpt.tools.jobs import torchrun
 
@@ -44,15 +42,3 @@ def test_a_loop_of_ones_own_has_one_hash_through_a_kill_and_a_second_start(
     os.kill(children(job.pid)[1], signal.SIGKILL)
     assert weights_of(job) != expected
     assert weights_of(start_loop(start, tmp_path / "2", 3, steps=60)) == expected
-
-
-@pytest.mark.weekly
-def test_a_loop_of_ones_own_has_one_hash_through_kills_at_random_moments(
-    start: Start, tmp_path: Path
-) -> None:
-    expected = weights_of(start_loop(start, tmp_path / "1", 1))
-    rng, job = random.Random(1), start_loop(start, tmp_path / "3", 3, restarts=5)
-    for _ in range(5):
-        time.sleep(rng.uniform(1, 6))  # until the random moment
-        os.kill(rng.choice(job.wait_until(lambda: list(filter(is_alive, children(job.pid))))), signal.SIGKILL)
-    assert weights_of(job) == expected

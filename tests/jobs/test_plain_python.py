@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 from conftest import (
     SMALL,
-    Finish,
     Start,
     all_gone,
     assert_same_run,
     changed_program,
     command,
     error_of,
-    final_hash,
     reached,
-    snapshot_steps,
     wait_until,
 )
 from support.jobs import children, descendants, read_history
@@ -33,34 +30,30 @@ TORCHRUN_OUTPUT = ("OMP_NUM_THREADS", "torch.distributed.elastic", "torchelastic
 GLOG_PREFIX = re.compile(r"^\S*[WEI]\d{4} ", re.MULTILINE)  # as in "W1121 12:34:56.789"
 
 
-@pytest.mark.slow
-def test_plain_python_computes_the_bits_of_torchrun(
-    finish: Finish, undisturbed: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("launcher", "victim"), [([sys.executable], 0), pytest.param(torchrun(2, 3), 1, marks=pytest.mark.slow)]
+)
+def test_a_killed_worker_costs_no_bit(
+    launcher: Sequence[str], victim: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    finish(run_dir=tmp_path, trainer__workers="auto")
-    (generation,) = read_history(tmp_path)["generations"]
-    micro_batches = SMALL["trainer.batch_size"] // SMALL["trainer.micro_batch_size"]
-    assert generation["workers"] == min(usable_cores(), micro_batches, 8)
-    assert_same_run(tmp_path, undisturbed)
-
-
-def test_a_killed_worker_comes_back_costs_no_bit_and_torchrun_says_nothing(
-    start: Start, text: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    job = start(command(run_dir=tmp_path, data__path=text, trainer__workers=2))
+    job = start(command(launcher=launcher, run_dir=tmp_path, data__path=text, trainer__workers=2))
     job.wait_until(reached(tmp_path, 12))
     workers = job.workers()
     assert len(workers) == 2 and set(workers) <= set(children(job.pid))
     pids = descendants(job.pid)
-    os.kill(workers[0], signal.SIGKILL)
+    os.kill(workers[victim], signal.SIGKILL)
     assert job.wait() == 0, job.err()
     wait_until(lambda: all_gone(pids))
+    assert_same_run(tmp_path, undisturbed)
     history = read_history(tmp_path)
     first, second = history["generations"]
-    assert history["status"] == "finished" and first["end"] == "worker 0 vanished"
-    assert first["restart"] is False and second["restart"] is True
-    assert_same_run(tmp_path, undisturbed)
-    assert_quiet(job.err())
+    assert history["status"] == "finished" and first["workers"] == second["workers"] == 2
+    assert first["restart"] is False and second["restart"] is True and history["seconds_lost"] > 0
+    assert first["end"] == f"worker {victim} vanished" and "Traceback" not in job.err()
+    where = f"at step {first['to_step']}; resumed from {second['from_step']} with 2 workers"
+    assert job.err().count(f"worker {victim} vanished {where}\n") == 1
+    if launcher == [sys.executable]:
+        assert_quiet(job.err())
 
 
 @pytest.mark.slow
@@ -82,28 +75,6 @@ def assert_quiet(stderr: str) -> None:
     assert not [words for words in TORCHRUN_OUTPUT if words in stderr], stderr
     assert not GLOG_PREFIX.search(stderr), stderr
     assert "Traceback" not in stderr and stderr.count("error: ") <= 1, stderr
-
-
-@pytest.mark.parametrize(
-    "kind", ["SIGINT", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("SIGHUP", "STOP"))]
-)
-def test_a_stop_is_exit_code_0_and_one_snapshot(kind: str, start: Start, text: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"snapshot__every": 1000, "trainer__workers": 2, "trainer__max_steps": 10_000}
-    job = start(command(run_dir=tmp_path, data__path=text, **settings))
-    job.wait_until(reached(tmp_path, 8))
-    pids = descendants(job.pid)
-    if kind == "STOP":
-        (tmp_path / "STOP").touch()
-    else:
-        os.kill(job.pid, getattr(signal, kind))
-    assert job.wait(30) == 0, job.err()
-    assert all_gone(pids)
-    history = read_history(tmp_path)
-    (generation,) = history["generations"]
-    assert history["status"] == "stopped" and generation["end"] == f"stopped by {kind}"
-    assert snapshot_steps(tmp_path) == [generation["to_step"]] and generation["to_step"] >= 8
-    assert not (tmp_path / "STOP").exists()
-    assert_quiet(job.err())
 
 
 def test_without_a_restart_left_a_killed_worker_is_exit_code_1(
@@ -159,16 +130,18 @@ def test_tasks_that_no_launcher_has_told_of_each_other_are_refused(
 
 
 @pytest.mark.slow
-def test_under_nohup_a_hangup_changes_nothing(
+def test_by_default_the_machine_is_used_and_under_nohup_a_hangup_changes_nothing(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    words = command(launcher=["nohup", sys.executable], run_dir=tmp_path, data__path=text, trainer__workers=2)
-    job = start(words)
+    settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__workers": "auto"}
+    job = start(command(launcher=["nohup", sys.executable], **settings))
     job.wait_until(reached(tmp_path, 8))
     os.kill(job.pid, signal.SIGHUP)
     assert job.wait() == 0, job.err()
-    assert len(read_history(tmp_path)["generations"]) == 1
-    assert final_hash(tmp_path) == final_hash(undisturbed)
+    (generation,) = read_history(tmp_path)["generations"]
+    micro_batches = SMALL["trainer.batch_size"] // SMALL["trainer.micro_batch_size"]
+    assert generation["workers"] == min(usable_cores(), micro_batches, 8)
+    assert_same_run(tmp_path, undisturbed)
 
 
 def test_where_no_process_can_be_started_one_sentence_names_the_limit(start: Start, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Workers that are killed, fail or freeze: the job goes on by itself with the same bits, or ends for good."""
 
 import os
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from conftest import (
     Finish,
     Start,
     all_gone,
-    assert_same_run,
     changed_program,
     command,
     final_hash,
@@ -20,77 +18,11 @@ from conftest import (
     snapshot_steps,
     wait_until,
 )
-from support.jobs import descendants, free_port, read_history, read_metric
+from support.jobs import read_history, read_metric
 from support.snapshots import newest
 
 from mingpt.snapshot import SnapshotStore
 from mingpt.tools.jobs import torchrun
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.weekly)])
-def test_a_killed_worker_costs_no_bit(
-    victim: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    job = start(command(launcher=torchrun(2, restarts=3), run_dir=tmp_path, data__path=text))
-    job.wait_until(reached(tmp_path, 12))
-    pids = descendants(job.pid)
-    os.kill(job.workers()[victim], signal.SIGKILL)
-    assert job.wait() == 0, job.err()
-    wait_until(lambda: all_gone(pids))
-    assert_same_run(tmp_path, undisturbed)
-    history = read_history(tmp_path)
-    first, second = history["generations"]
-    assert history["status"] == "finished" and first["workers"] == second["workers"] == 2
-    assert first["end"] == f"worker {victim} vanished" and history["seconds_lost"] > 0
-    (line,) = [line for line in job.err().splitlines() if "vanished at step" in line]
-    where = f"at step {first['to_step']}; resumed from {second['from_step']} with 2 workers"
-    assert line == f"worker {victim} vanished {where}"
-    assert "Traceback" not in job.err()
-
-
-@pytest.mark.weekly
-def test_two_agents_go_on_after_a_killed_worker(
-    start: Start, text: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    """Each agent has one worker. They meet at an endpoint; the README shows the other form."""
-    endpoint = f"localhost:{free_port()}"
-    options = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--rdzv_id=test"]
-    words = command(launcher=torchrun(1, 3, options), run_dir=tmp_path, data__path=text)
-    jobs = [start(words) for _ in range(2)]
-    jobs[0].wait_until(reached(tmp_path, 12))
-    os.kill(jobs[0].workers()[0], signal.SIGKILL)
-    for job in jobs:
-        assert job.wait() == 0, job.err()
-    assert final_hash(tmp_path) == final_hash(undisturbed)
-
-
-@pytest.mark.slow
-def test_a_frozen_worker_is_given_up_and_the_job_goes_on(
-    start: Start, text: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    """This takes much less than the 30 s that the agent gives a process which cannot take its SIGTERM."""
-    launcher = torchrun(3, restarts=1)
-    job = start(command(launcher=launcher, run_dir=tmp_path, data__path=text, trainer__timeout_s=4))
-    job.wait_until(reached(tmp_path, 12))
-    frozen = job.workers()[1]
-    os.kill(frozen, signal.SIGSTOP)
-    wait_until(lambda: all_gone([frozen]), timeout_s=25)  # the start that follows has no limit
-    assert job.wait() == 0, job.err()
-    assert "worker 1 did not answer for 4 s: it wrote no stacks (stopped, or its machine is" in job.err()
-    assert final_hash(tmp_path) == final_hash(undisturbed)
-
-
-def test_where_no_restart_is_left_a_lost_worker_is_named_once(
-    start: Start, text: Path, tmp_path: Path
-) -> None:
-    job = start(command(launcher=torchrun(2), run_dir=tmp_path, data__path=text, trainer__max_steps=10_000))
-    job.wait_until(reached(tmp_path, 5))
-    os.kill(job.workers()[1], signal.SIGKILL)
-    assert job.wait() == 1
-    sentence = r"worker 0 lost a peer after step \d+, and no restart is left \(torchrun --max-restarts\)"
-    assert len(re.findall(sentence, job.err())) == 1, job.err()
-    assert read_history(tmp_path)["status"] == "failed"
 
 
 def test_no_worker_outlives_its_agent(start: Start, text: Path, tmp_path: Path) -> None:

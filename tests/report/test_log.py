@@ -1,8 +1,4 @@
-import itertools
 import logging
-import os
-import sys
-import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,68 +60,21 @@ def test_a_worker_that_keeps_a_run_folder_writes_all_lines_there(
     assert written(tmp_path) == ["the plan", "no snapshots in memory"]
 
 
-def test_the_file_is_left_alone_once_it_belongs_to_another_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_each_record_is_a_line_with_the_time_left_once_that_is_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = [True, False]
-    open_log(0, tmp_path)  # replaced by the next call, else each line would be there twice
-    open_log(0, tmp_path, lambda: answers.pop(0))
-    log.info("first")
-    log.warning("second")
-    assert written(tmp_path) == ["first"]
-    assert capsys.readouterr().err == "first\nsecond\n"
-
-
-@pytest.mark.parametrize(("first", "left"), [(0, ("00:13", "00:25")), (10, ("00:08", "00:15"))])
-def test_without_a_terminal_each_record_is_a_line_with_the_time_left_once_that_is_measured(
-    first: int,
-    left: tuple[str, str],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first steps of each generation do not count, since they are slow."""
+    """The steps before the first record do not count, since they are slow."""
     caplog.set_level(logging.INFO, "mingpt")
-    sink, now = ConsoleSink(make_run(tmp_path, step=first)), 1000.0
+    sink, now = ConsoleSink(make_run(tmp_path, step=10)), 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    for step, seconds in enumerate((60.0, 2.0, 1.0, 0.5, 1.5), first + 1):
+    for step, seconds in ((12, 60.0), (14, 3.0), (16, 5.0)):
         now += seconds
-        sink.on_step(step)
         sink.log(step, {"train/loss": 2.5, "lr": 0.007, "tokens_per_s": 12345.6, "step_s": 9.0, "tokens": 9})
-    sink.log(step, {"val/loss": 2.25, "val/bits_per_byte": 3.2})
-    ends = ["", "", "", *(f"  {time} left" for time in left)]
+    sink.log(16, {"val/loss": 2.25, "val/bits_per_byte": 3.2})
+    figures = "loss 2.5000  12,346 tok/s  lr 7.00e-03"
     assert caplog.messages == [
-        *(
-            f"step {first + 1 + n}/30  loss 2.5000  12,346 tok/s  lr 7.00e-03{end}"
-            for n, end in enumerate(ends)
-        ),
-        f"step {step}/30  val/loss 2.2500  val/bits_per_byte 3.2000",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("columns", "steps", "rate", "left"), [(60, 340, 10_684, "01:25"), (80, 100_000, 1_380_000, "6:56:40")]
-)
-def test_a_narrow_terminal_has_room_for_the_bar_and_its_figures_and_the_file_has_the_lines(
-    columns: int, steps: int, rate: int, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    screen, terminal = os.openpty()
-    termios.tcsetwinsize(terminal, (24, columns))
-    monkeypatch.setattr("time.monotonic", itertools.count(0.0, 0.5).__next__)
-    first, step = steps // 2 - 9, steps // 2
-    with open(screen, encoding="utf-8", newline="\n") as lines:
-        with open(terminal, "w", encoding="utf-8") as stderr:
-            monkeypatch.setattr(sys, "stderr", stderr)
-            open_log(0, tmp_path)
-            sink = ConsoleSink(make_run(tmp_path, {"trainer.max_steps": steps}, step=first))
-            for done in range(first + 1, step + 1):
-                sink.on_step(done)
-            sink.log(step, {"train/loss": 2.5, "lr": 0.007, "tokens_per_s": rate})
-            sink.close()
-        shown = lines.readline()
-    bar, figures = shown.strip().rpartition("\r")[2].split(f"|{step}/{steps}  ")
-    assert len(bar) >= 10 and len(f"{bar}|{step}/{steps}  {figures}") <= columns and "step" not in shown
-    assert figures == f"loss 2.5000  {rate:,} tok/s  {left} left"
-    assert written(tmp_path) == [
-        f"step {step}/{steps}  loss 2.5000  {rate:,} tok/s  lr 7.00e-03  {left} left"
+        f"step 12/30  {figures}",
+        f"step 14/30  {figures}  0:00:24 left",
+        f"step 16/30  {figures}  0:00:28 left",
+        "step 16/30  val/loss 2.2500  val/bits_per_byte 3.2000",
     ]

@@ -74,20 +74,17 @@ def test_every_sink_is_told_everything(tmp_path: Path, monkeypatch: pytest.Monke
     make_sink = Mock(return_value=sink)
     monkeypatch.setattr("mingpt.report.run_logger.SINKS", [make_sink])
     logger = make_logger(tmp_path)
-    logger.on_step(12)
     logger.log_training(STATS)
     logger.log_evaluation(12, {"val/loss": 1.25}, "To be")
     assert status(tmp_path) == "running"
     logger.ended(12, None, "snapshots")
     assert sink.mock_calls == [
-        call.on_step(12),
         call.log(12, training_values(STATS)),
         call.log(12, {"val/loss": 1.25}),
-        call.log_text(12, "sample", "To be"),
         call.close(),
     ]
     run = make_sink.call_args.args[0]
-    assert (run.run_dir, run.from_steps, status(tmp_path)) == (tmp_path, [0], "finished")
+    assert (run.run_dir, status(tmp_path)) == (tmp_path, "finished")
     # Besides the settings, the bits depend on these.
     inputs = json.loads((tmp_path / "run.json").read_text())["inputs"]
     assert inputs["data"] == hashlib.sha256(TEXT).hexdigest() and len(inputs["tokenizer"]) == 64
@@ -175,53 +172,21 @@ def test_a_run_folder_that_cannot_be_written_ends_no_run(
     assert not any(".partial" in path.name for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("keep_best", "best", "held", "option"),
-    [
-        (True, (1.8486, 170), "the snapshot of that step is kept", " --best"),
-        (True, (2.102, 340), "the snapshot of that step was not kept", ""),
-        (
-            False,
-            (math.inf, -1),
-            "the snapshot of that step was not kept (snapshot.keep_best=true would keep it)",
-            "",
-        ),
-    ],
-)
-def test_the_end_of_a_run_tells_its_memory_its_lowest_loss_and_the_next_command(
-    keep_best: bool, best: tuple[float, int], held: str, option: str,
-    tmp_path: Path, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """The lowest loss is one of an earlier generation; a later one that is lower is done again."""
+@pytest.mark.parametrize("best", [(1.8486, 170), (math.inf, -1)])
+def test_the_end_of_a_run_tells_its_best_snapshot_and_the_next_command(
+    best: tuple[float, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "mingpt")
     run_dir = tmp_path / "my run"
     run_dir.mkdir()
-    first = make_logger(run_dir)
-    for step, loss in ((0, 3.5), (85, 2.25), (170, 1.8486), (180, 1.5)):
-        first.log_values(step, {"val/loss": loss})
-    settings: dict[str, Any] = {"snapshot.keep_best": keep_best}
-    logger = make_logger(run_dir, step=170, is_restart=True, **settings)
-    logger.log_values(255, {"val/loss": 1.9})
-    logger.log_values(340, {"val/loss": 2.102})
-    logger.ended(340, "SIGINT", "snapshots", best=best)
+    make_logger(run_dir).ended(340, "SIGINT", "snapshots", best=best)
     assert re.search(
         r"stopped by SIGINT at step 340: .*; the same command goes on$", caplog.text, re.MULTILINE
     )
-    assert re.search(r"worker 0 used at most [1-9][\d,]+ MB of memory", caplog.text)
-    assert caplog.messages[-2:] == [
-        f"lowest validation loss 1.8486 at step 170; {held}",
-        f"next: python sample.py '{run_dir}'{option}",
-    ]
-
-
-def test_without_sample_py_the_command_is_the_next(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is none after `pip install .`, and one beside a copy of mingpt/ may be any program."""
-    caplog.set_level(logging.INFO, "mingpt")
-    monkeypatch.setattr("mingpt.report.run_logger.project_folder", lambda: None)
-    make_logger(tmp_path).ended(1, None, "snapshots")
-    assert caplog.messages[-1] == f"next: python -m mingpt sample {tmp_path}"
+    lowest = ["lowest validation loss of a snapshot that is kept: 1.8486 at step 170"]
+    command = f"next: python -m mingpt sample '{run_dir}'"
+    has_best = best[1] == 170
+    assert caplog.messages[2:] == ([*lowest, f"{command} --best"] if has_best else [command])
 
 
 def test_metrics_that_were_never_written_are_told_by_run_json(

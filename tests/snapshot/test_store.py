@@ -12,10 +12,8 @@ import pytest
 from support.faults import FaultyDisk
 from support.snapshots import file_names, make_manifest, make_store, newest, write
 
-from mingpt.base.command import run_command
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.snapshot import SnapshotStore, open_snapshot
-from mingpt.snapshot.lookup import main
 
 KINDS = ["json", "safetensors", "optimizer.safetensors"]  # endings of a snapshot's three files
 
@@ -200,32 +198,3 @@ def test_the_best_snapshot_has_the_lowest_validation_loss_of_its_own_step(
     ]
     with pytest.raises(UserError, match=r"step_00000001.json is one snapshot: give its folder"):
         open_snapshot(store.path("step_00000001.json"), best=True)
-
-
-@pytest.mark.parametrize("where", ["{0}", "file://{0}/snapshots"])
-def test_a_list_of_snapshots_has_a_line_for_each_with_its_loss_size_and_state(
-    where: str, store: SnapshotStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All bytes are checked; nothing is renamed. Files that belong to no snapshot are left out."""
-    for step, loss in ((10, 2.0), (170, 1.8486), (200, None), (340, 2.102), (345, 1.25)):
-        write(store, make_manifest(step, loss))
-    store.quarantine(345, "a worker computed wrongly", "suspect")
-    store.quarantine(10, "its manifest is damaged", "damaged")
-    Path(store.path("damaged-1-step_00000010.json")).write_text("{")
-    path = Path(store.path("step_00000200.optimizer.safetensors"))
-    path.write_bytes(path.read_bytes()[:-1] + b"\0")
-    Path(store.path("partial-step_00000350")).touch()
-    before = file_names(store)
-    assert run_command(main, [where.format(tmp_path)]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines == [
-        ["step", "val/loss", "size", "state"],
-        ["10", "-", "-", "damaged"],
-        ["170", "1.8486", "0.0", "MB", "valid"],
-        ["200", "-", "0.0", "MB", "damaged"],
-        ["340", "2.1020", "0.0", "MB", "valid"],
-        ["345", "1.2500", "0.0", "MB", "suspect"],
-    ]
-    assert file_names(store) == before
-    assert run_command(main, [str(tmp_path / "none")]) == 2
-    assert f"error: there is no snapshot in {tmp_path}/none: give a run folder" in capsys.readouterr().err

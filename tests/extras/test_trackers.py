@@ -1,22 +1,21 @@
 """Trackers, by a stand-in with wandb's interface, and TensorBoard, whose EventAccumulator reads events."""
 
-import functools
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
-from support.events import read_scalars, read_texts
+from support.events import read_scalars
 from support.runs import make_run
 
 from mingpt.config import to_dict
-from mingpt.report import tracker
+from mingpt.extras import trackers
+from mingpt.extras.trackers import InThread, TensorBoard, Tracker
 from mingpt.report.metrics import RunStart, Sink
-from mingpt.report.tracker import InThread, TensorBoard, Tracker
 
 
 def seconds_with(run: RunStart, make_sink: Callable[[RunStart], Sink]) -> float:
@@ -24,7 +23,6 @@ def seconds_with(run: RunStart, make_sink: Callable[[RunStart], Sink]) -> float:
     began = time.monotonic()
     follower = InThread(run, "the test's", make_sink)
     follower.log(1, {"train/loss": 2.0})
-    follower.log_text(1, "sample", "To be")
     follower.log(2, {"train/loss": 1.0})
     follower.close()
     return time.monotonic() - began
@@ -46,7 +44,7 @@ def test_a_tracker_that_fails_or_blocks_for_ever_is_one_line_and_gets_no_more_va
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tracker, "CLOSE_S", 0.5)
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.5)
     ended = threading.Event()
     failing = Mock(side_effect=fault or (lambda *_: ended.wait()))
     sink = Mock(spec=Sink) if where == "make_sink" else Mock(spec=Sink, **{where: failing})
@@ -58,24 +56,16 @@ def test_a_tracker_that_fails_or_blocks_for_ever_is_one_line_and_gets_no_more_va
             thread.join()  # else its line might come in the next test
 
 
-def test_a_tracker_gets_nothing_once_the_run_folder_is_another_jobs(tmp_path: Path) -> None:
-    answers, sink = [True, False], Mock(spec=Sink)
-    seconds_with(replace(make_run(tmp_path), may_write=lambda: answers.pop(0)), lambda _: sink)
-    assert sink.mock_calls == [call.log(1, {"train/loss": 2.0})]
-
-
 def test_after_restarts_tensorboard_shows_each_step_as_the_last_generation_saw_it(tmp_path: Path) -> None:
     """Each event is in the file at once, so that SIGKILL loses none: no generation but the last closes."""
     for generation, first_step, last_step in ((1, 0, 12), (2, 10, 17), (3, 10, 15)):
-        sink = TensorBoard(make_run(tmp_path, step=first_step, from_steps=[0] * generation))
+        sink = TensorBoard(make_run(tmp_path, step=first_step))
         for step in range(first_step + 1, last_step + 1):
             sink.log(step, {"train/loss": float(generation)})
-    sink.log_text(15, "sample", "To be\n")
     sink.close()
-    scalars = read_scalars(tmp_path)
-    assert scalars["train/loss"] == [(step, 1.0 if step <= 10 else 3.0) for step in range(1, 16)]
-    assert scalars["generation"] == [(0, 1.0), (10, 2.0), (10, 3.0)]
-    assert read_texts(tmp_path)["sample"] == [(15, "    To be\n")]
+    assert read_scalars(tmp_path)["train/loss"] == [
+        (step, 1.0 if step <= 10 else 3.0) for step in range(1, 16)
+    ]
     sink = TensorBoard(make_run(tmp_path))  # a new start, whose step 0 comes again
     sink.log(0, {"train/loss": 4.0})
     assert read_scalars(tmp_path)["train/loss"] == [(0, 4.0)]
@@ -85,23 +75,19 @@ def test_wandb_shows_all_generations_as_one_run_and_no_step_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step that wandb lacks is `step` of the run that its `init` returns."""
-    wandb = Mock(spec=["init", "log", "finish", "Html"])
+    wandb = Mock(spec=["init", "log", "finish"])
     wandb.init.return_value.step = 12
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for name in ("WANDB_PROJECT", "WANDB_DIR", "WANDB_CONSOLE"):
         monkeypatch.setenv(name, "")  # is removed again after the test
         monkeypatch.delenv(name)
-    run = make_run(tmp_path / "my project" / "run", run_id="0123456789abcdef", from_steps=[0, 0])
-    follower = InThread(run, "wandb", functools.partial(Tracker, package="wandb"))
+    tracked: dict[str, Any] = {"report.tracker": "wandb"}
+    run = make_run(tmp_path / "my project" / "run", tracked, run_id="0123456789abcdef")
+    follower = InThread(run, "wandb", Tracker)
     for step in (11, 12):
         follower.log(step, {"train/loss": 2.5})
-        follower.log_text(step, "sample", "<To be>\n")
     follower.close()
-    named = {"project": "my-project", "name": "run-01234567", "id": "0123456789abcdef"}
+    named = {"project": "my project", "name": "run-01234567", "id": "0123456789abcdef"}
     assert wandb.init.mock_calls[0] == call(resume="allow", config=to_dict(run.config), **named)
-    assert call.Html("<pre>&lt;To be&gt;\n</pre>") in wandb.mock_calls
-    assert wandb.log.mock_calls == [
-        call({"train/loss": 2.5, "generation": 2}, step=12),
-        call({"sample": wandb.Html.return_value, "generation": 2}, step=12),
-    ]
+    assert wandb.log.mock_calls == [call({"train/loss": 2.5}, step=12)]
     assert wandb.mock_calls[-1] == call.finish()

@@ -1,0 +1,21 @@
+"""Pictures that commands write to a path of a user's choice."""
+
+import errno
+import os
+from collections.abc import Callable
+
+from mingpt.base.files import write_atomic
+from mingpt.report.plot import MADE_BY, to_png
+
+
+def write_picture(path: str, draw: Callable[..., object], *sources: object) -> None:
+    """Write the PNG of `draw(figure, *sources)` to `path`. An earlier picture of this program is replaced.
+
+    Raises FileExistsError if another file is at `path`, OSError if the picture cannot be written, ImportError
+    if matplotlib cannot be imported, and the errors of `draw`.
+    """
+    if os.path.lexists(path):
+        with open(path, "rb") as file:
+            if MADE_BY.encode() not in file.read(200):
+                raise FileExistsError(errno.EEXIST, "it is no picture of this program")
+    write_atomic(path, to_png(draw, *sources))
