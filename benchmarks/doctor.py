@@ -66,7 +66,7 @@ def start(kind: str, node: Node) -> Job:
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
     settings = SMALL | {"trainer.max_steps": 2, "trainer.eval_windows": 8, "run_dir": cluster.disk / "run"}
     if kind == "data":
-        settings["data.path"] = cluster.disk / "shards" / "*.bin"
+        settings["data.path"] = cluster.disk / "shards"
     if is_odd:
         settings |= {"optimizer.learning_rate": 0.01} if kind == "config" else {}
         env |= {"GLOO_SOCKET_IFNAME": "eth1"} if kind == "interface" else {}

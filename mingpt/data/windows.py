@@ -42,10 +42,6 @@ class WindowDataset(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.tokens) - self.block_size
 
-    def file_count(self) -> int:
-        """Return the number of token shards that hold some of the tokens; 0 if the tokens are an array."""
-        return 0 if isinstance(self.tokens, Tensor) else self.tokens.file_count()
-
     def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.__getitems__([start])
         return inputs[0], targets[0]

@@ -17,7 +17,6 @@ import torch
 
 from mingpt.base.system import usable_cores
 from mingpt.config import project_folder, to_yaml
-from mingpt.data import CharDataset
 from mingpt.distributed.device import Environment, gpu_facts
 from mingpt.report.history import RunHistory, load_history, plural
 from mingpt.report.log import ConsoleSink
@@ -146,8 +145,8 @@ class RunLogger:
             f"{compile_choice}"
         )
         log.info(
-            f"data: {config.data.path}, {describe_part(corpus.train)} for training, "
-            f"{describe_part(corpus.val)} for validation, vocabulary of {corpus.vocab_size}; "
+            f"data: {config.data.path}, {len(corpus.train.tokens):,} tokens for training, "
+            f"{len(corpus.val.tokens):,} tokens for validation, vocabulary of {corpus.vocab_size}; "
             f"{windows_per_epoch / trainer.batch_size:.1f} steps per epoch"
         )
         shares = " or ".join(map(str, sorted(set(map(len, assignment)))))
@@ -284,9 +283,3 @@ def is_reported(run_dir: Path) -> bool:
         return not was_recording
     history = load_history(run_dir)
     return history is None or history.get("status") != "running"
-
-
-def describe_part(part: CharDataset) -> str:
-    """Return the size of a part of the data as a phrase: "900 tokens", or "900 tokens in 2 files"."""
-    files = f" in {plural(part.file_count(), 'file')}" if part.file_count() else ""
-    return f"{len(part.tokens):,} tokens{files}"

@@ -48,13 +48,14 @@ from mingpt.base.paths import refuse_pipe, typed_path
 from mingpt.data import CharTokenizer, JsonTokenizer, Tokenizer, load_named_tokenizer
 from mingpt.data.json_tokenizer import PIECE_CHARACTERS, byte_level_bpe, import_tokenizers, split_text
 from mingpt.data.shards import FORMATS, HEADER_BYTES, UINT16, UINT32, read_meta
-from mingpt.data.source import KINDS, decompressed, readable
+from mingpt.data.source import decompressed, readable
 
 BATCH_CHARACTERS = 1 << 19  # encoded at once; while it encodes, `tokenizers` needs about 100 bytes per token
 MAX_PENDING = 3  # batches that are read ahead
 MAX_PIECE = 4 * PIECE_CHARACTERS  # of a text without blanks, so that the next two limits hold
 SAMPLE_BYTES = 200_000_000
 SAMPLE_WORD_BYTES = 4_000_000  # of distinct words: training needs about 120 bytes of memory for each
+KINDS = {".jsonl": "line", ".ndjson": "line", ".parquet": "row"}  # {suffix: what holds one document}
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2's pattern with words of at most 256 characters: the time of a merge grows with the longest word.
 WORD = (

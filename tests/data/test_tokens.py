@@ -8,6 +8,7 @@ from torch import Tensor
 from mingpt.base.errors import UserError
 from mingpt.config import DataConfig
 from mingpt.data import TOKENIZERS, CharTokenizer, make_corpus
+from mingpt.data.corpus import open_data
 
 TEXT = "Où? Ça, la mer; 海と空。 " * 40
 PLAY = ROOT / "data" / "input.txt"
@@ -84,8 +85,9 @@ def test_the_entropy_floor_is_known_for_the_embedded_play_alone() -> None:
         *((name, "mingpt prepare") for name in ("a.jsonl", "a.txt.gz", "a.parquet", "A.JSONL", "a.Zip")),
         ("https://host/a.jsonl?download=1", "mingpt prepare"),
         *((name, "unpack the archive first") for name in ("a.tar", "a.tar.gz", "a.TGZ", "a.tbz2")),
+        *((f"{place}train_*.bin", "named by their folder") for place in ("", "s3://bucket/")),
     ],
 )
 def test_what_training_does_not_read_is_refused_with_a_way_out(name: str, way_out: str) -> None:
     with pytest.raises(UserError, match=f"^data.path .* is not a text: .*{way_out}"):
-        make_corpus(TEXT.encode(), DataConfig(path=name, block_size=8))
+        open_data(DataConfig(path=name))
