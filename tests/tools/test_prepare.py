@@ -66,10 +66,13 @@ def expected(path: Path, documents: list[str]) -> list[int]:
 # Shards
 
 
-def test_characters_of_one_text_are_split_as_training_splits_them(tmp_path: Path) -> None:
+def test_characters_of_one_text_are_split_as_training_splits_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 7000)
     text, out = mixed(30_000, 1), tmp_path / "out"
     (tmp_path / "a.txt").write_bytes(text.encode())
-    line = prepared(tmp_path / "a.txt", "--out", out, "--val_fraction", 0.2, "--shard_tokens", 7000)
+    line = prepared(tmp_path / "a.txt", "--out", out, "--val_fraction", 0.2)
     tokenizer, n_train, meta = CharTokenizer.train(text), int(30_000 * 0.8), read_meta(out)
     assert tokens_of(out, "train") == tokenizer.encode(text[:n_train]).tolist()
     assert tokens_of(out, "val") == tokenizer.encode(text[n_train:]).tolist()
@@ -85,10 +88,11 @@ def test_a_long_text_has_the_tokens_of_the_whole(
 ) -> None:
     """In many pieces, batches and shards."""
     monkeypatch.setattr("mingpt.data.json_tokenizer.PIECE_CHARACTERS", 500)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 3001)
     monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 6000)
     text, out, tokenizer = mixed(100_000, 2), tmp_path / "out", bpe / "tokenizer.json"
     (tmp_path / "a.txt").write_bytes(text.encode())
-    prepared(tmp_path / "a.txt", "--out", out, "--tokenizer", tokenizer, "--shard_tokens", 3_001)
+    prepared(tmp_path / "a.txt", "--out", out, "--tokenizer", tokenizer)
     train, val = (expected(tokenizer, [part]) for part in (text[:90_000], text[90_000:]))
     assert tokens_of(out, "train") == train[:-1]  # the document goes on
     assert tokens_of(out, "val") == val
@@ -110,7 +114,7 @@ def test_documents_end_with_end_of_text_and_are_never_cut(
     table = pyarrow.table({"text": texts[200:], "url": ["u"] * 200})
     parquet.write_table(table, tmp_path / "4.parquet", row_group_size=30)
     names = [tmp_path / "*.jsonl*", f"file://{tmp_path}/3.txt", f"file://{tmp_path}/*.parquet"]
-    prepared(*names, "--out", out, "--tokenizer", bpe / "tokenizer.json", "--shard_tokens", 50_000)
+    prepared(*names, "--out", out, "--tokenizer", bpe / "tokenizer.json")
     sizes = [len(text.encode()) for text in texts]
     border = next(n for n in range(400) if sum(sizes[:n]) >= int(sum(sizes) * 0.9))
     assert tokens_of(out, "train") == expected(out / "tokenizer.json", texts[:border])
@@ -139,8 +143,7 @@ def test_all_frames_of_a_compressed_file_are_read(
     parts = [LINES] if between is None else [LINES[:20], LINES[20:]]
     (tmp_path / name).write_bytes((between or b"").join(compress(b"".join(part)) for part in parts))
     for where in (tmp_path / name, f"file://{tmp_path / name}"):
-        texts = [document for file in prepare.find_files([str(where)]) for document in prepare.read(file)]
-        assert texts == [f"document {number}" for number in range(40)]
+        assert list(prepare.read([str(where)])) == [f"document {number}" for number in range(40)]
 
 
 def test_any_tokenizer_encodes_the_whole_text(tmp_path: Path) -> None:
@@ -289,7 +292,6 @@ def test_what_is_no_file_is_named(name: str, sentence: str, tmp_path: Path) -> N
     ("words", "sentence"),
     [
         (["--val_fraction", "nan"], "--val_fraction is nan, and must be between 0 and 1"),
-        (["--shard_tokens", 0], "--shard_tokens is 0"),
         (["--vocab_size", 256], "--vocab_size is 256, and must be "),
         (["--vocab_size", "many"], "invalid int value: 'many'"),
         (["--tokenizer", "/absent/a.json"], "error: --tokenizer /absent/a.json does not exist"),
@@ -318,7 +320,7 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 AT_CALL = """
 import os
 from mingpt.tools import prepare
-calls = 0
+prepare.SHARD_TOKENS, calls = 11_000, 0
 def count(function):
     def counted(*words):
         global calls
@@ -353,7 +355,7 @@ def test_the_folder_of_a_killed_command_is_refused_until_it_is_removed(call: int
     """The command kills itself before its n-th opening, fsync or rename: of 1 to 14, after the first."""
     (tmp_path / "a.txt").write_bytes(mixed(30_000, 1).encode())
     out = tmp_path / "out"
-    words = [tmp_path / "a.txt", "--out", out, "--shard_tokens", 11_000]
+    words = [tmp_path / "a.txt", "--out", out]
     done = run_apart(*words, before=AT_CALL.format(call=call))
     assert done.returncode == -signal.SIGKILL, done.stderr
     way_out = f"was interrupted: remove the folder {out} and run the same command again"
@@ -378,14 +380,6 @@ def test_a_disk_that_fails_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     said = refused(PLAY, "--out", tmp_path / "out")
     way_out = "start again with an empty --out"
     assert said == f"error: {tmp_path}/out cannot be written: No space left on device; {way_out}"
-
-
-def test_a_folder_that_cannot_be_written_is_named_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    FaultyDisk(monkeypatch, "open", str(tmp_path / "out"), errno.EROFS)
-    said = refused("absent.txt", "--out", tmp_path / "out")
-    assert said.startswith(f"error: {tmp_path}/out cannot be written: Read-only file system; ")
 
 
 def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
