@@ -127,7 +127,7 @@ def split(
         cut = int(len(text) * (1 - val_fraction))
         return iter([text[:cut]]), iter([text[cut:]]), len(text[cut:].encode())
     border = int(sizes.sum() * (1 - val_fraction))
-    n_train = np.searchsorted(sizes.cumsum() - sizes, border).clip(1, len(sizes) - 1)
+    n_train = int(np.searchsorted(sizes.cumsum() - sizes, border).clip(1, len(sizes) - 1))
     return islice(texts, n_train), texts, int(sizes[n_train:].sum())
 
 

@@ -35,7 +35,7 @@ from support.prepared import (
     tokens_of,
 )
 from tokenizers import Tokenizer as PackageTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mingpt.base.errors import UserError
 from mingpt.data import CharTokenizer, open_shards
@@ -144,24 +144,6 @@ def test_all_frames_of_a_compressed_file_are_read(
     (tmp_path / name).write_bytes((between or b"").join(compress(b"".join(part)) for part in parts))
     for where in (tmp_path / name, f"file://{tmp_path / name}"):
         assert list(prepare.read([str(where)])) == [f"document {number}" for number in range(40)]
-
-
-def test_any_tokenizer_encodes_the_whole_text(tmp_path: Path) -> None:
-    """The bytes of validation are counted in the source."""
-    text, out = mixed(40_000, 6), tmp_path / "out"
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    package = PackageTokenizer(models.BPE(unk_token="?"))
-    package.normalizer = normalizers.NFC()
-    package.pre_tokenizer, package.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["?"], initial_alphabet=[*END])
-    package.train_from_iterator([text.replace(END, "")], trainer)
-    package.add_special_tokens([END])
-    package.save(str(tmp_path / "tokenizer.json"))
-    prepared(tmp_path / "a.txt", "--out", out, "--tokenizer", tmp_path / "tokenizer.json")
-    train, val = text[:36_000], text[36_000:]
-    assert tokens_of(out, "train") == expected(tmp_path / "tokenizer.json", [train])[:-1]
-    assert tokens_of(out, "val") == expected(tmp_path / "tokenizer.json", [val])
-    assert read_meta(out)["val_bytes"] == len(val.encode())
 
 
 def test_a_vocabulary_past_65536_takes_four_bytes_a_token(tmp_path: Path) -> None:
@@ -275,20 +257,6 @@ def test_a_row_without_a_text_is_named(row: int, table: dict[str, Any], tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        (".", "cannot be read: Is a directory"),
-        ("pipe", "the text {}/pipe is a named pipe"),
-        ("absent.txt", "{}/absent.txt does not exist"),
-        ("none*.txt", "no file matches {}/none*.txt"),
-    ],
-)
-def test_what_is_no_file_is_named(name: str, sentence: str, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    assert sentence.format(tmp_path) in refused(tmp_path / name, "--out", tmp_path / "out")
-
-
-@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["--val_fraction", "nan"], "--val_fraction is nan, and must be between 0 and 1"),
@@ -297,12 +265,19 @@ def test_what_is_no_file_is_named(name: str, sentence: str, tmp_path: Path) -> N
         (["--tokenizer", "/absent/a.json"], "error: --tokenizer /absent/a.json does not exist"),
         (["--tokenizer", str(PLAY)], f"error: --tokenizer {PLAY} is neither gpt2, nor "),
         (["--tokenizer", f"{ROOT}/data/input.json"], f"--tokenizer {ROOT}/data/input.json cannot be used: "),
+        (["/"], "/ cannot be read: Is a directory"),
+        (["{}/pipe"], "the text {}/pipe is a named pipe"),
+        (["{}/absent.txt"], "{}/absent.txt does not exist"),
+        (["{}/none*.txt"], "no file matches {}/none*.txt"),
         (["http://me:secret@127.0.0.1:9/a.txt"], "http://me:***@127.0.0.1"),
         (["--out", f"{PLAY}/out"], f"{PLAY}/out cannot be written: Not a directory"),
+        (["--out", "{}"], "--out {} holds files already: name another --out"),
     ],
 )
-def test_a_bad_option_is_named(words: list[object], sentence: str, tmp_path: Path) -> None:
-    assert sentence in refused(PLAY, "--out", tmp_path / "out", *words)
+def test_a_mistake_is_named(words: list[object], sentence: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    given = [str(word).format(tmp_path) for word in words]
+    assert sentence.format(tmp_path) in refused("--out", tmp_path / "out", PLAY, *given)
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,13 +355,6 @@ def test_a_disk_that_fails_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     said = refused(PLAY, "--out", tmp_path / "out")
     way_out = "start again with an empty --out"
     assert said == f"error: {tmp_path}/out cannot be written: No space left on device; {way_out}"
-
-
-def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
-    """Without advice to remove what is there."""
-    (tmp_path / "notes.txt").write_text("mine")
-    said = refused(PLAY, "--out", tmp_path)
-    assert said == f"error: --out {tmp_path} holds files already: name another --out"
 
 
 def test_what_separates_no_documents_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
