@@ -113,19 +113,16 @@ def test_without_validation_files_the_tail_is_validation(val_fraction: float, tm
 
 def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> None:
     """The shards have 1 to 50 tokens, in both types."""
-    parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
-    for split, files in (("train", 60), ("val", 5)):
-        for number in range(files):
-            wide = bool(RNG.integers(2))
-            part = some_tokens(int(RNG.integers(1, 51)), 2**32 - 1 if wide else 2**16)
-            write_llmc(tmp_path / f"{split}_{number:02d}.bin", part, wide=wide)
-            parts[split].append(part)
+    parts = []
+    for number in range(60):
+        wide = bool(RNG.integers(2))
+        parts.append(some_tokens(int(RNG.integers(1, 51)), 2**32 - 1 if wide else 2**16))
+        write_llmc(tmp_path / f"{number:02d}{'_val' * (number > 49)}.bin", parts[-1], wide=wide)
     data = open_shards(tmp_path, 0.1)
-    for tokens, split in ((data.train, "train"), (data.val, "val")):
-        expected = np.concatenate(parts[split])
+    for tokens, of_part in ((data.train, parts[:50]), (data.val, parts[50:])):
+        expected = np.concatenate(of_part)
         assert len(tokens) == len(expected)
-        for _ in range(200):
-            length = int(RNG.integers(1, min(len(expected), 300) + 1))
+        for length in range(1, len(expected), 7):
             starts = RNG.integers(0, len(expected) - length + 1, int(RNG.integers(0, 9)))
             windows = tokens.read(starts, length)
             assert windows.dtype == np.int64 and windows.shape == (len(starts), length)
@@ -185,11 +182,16 @@ def overwrite(path: Path, place: int, content: bytes) -> None:
         file.write(content)
 
 
+def remove(folder: Path, pattern: str) -> None:
+    for path in folder.glob(pattern):
+        path.unlink()
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "wrong magic": (
         lambda folder: overwrite(folder / "train_00000.bin", 0, np.int32(1234).tobytes()),
-        r"/train_00000\.bin has .* begins with 1234.*20240520 or 20240801: if it holds nanoGPT's tokens, name "
-        r"it train\.bin or val\.bin; otherwise move it to another folder$",
+        r"/train_00000\.bin has .* begins with 1234.*20240520 or 20240801: if it holds nanoGPT's tokens, "
+        r"name it train\.bin or val\.bin; otherwise move it to another folder$",
     ),
     "version": (
         lambda folder: overwrite(folder / "train_00000.bin", 4, np.int32(2).tobytes()),
@@ -221,13 +223,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"/a\.bin .*is not a regular file",
     ),
     "no shard": (
-        lambda folder: [path.unlink() for path in folder.iterdir()],
+        lambda folder: remove(folder, "*"),
         r" has no file for training.*`python -m mingpt prepare`",
     ),
-    "no shard for training": (
-        lambda folder: [path.unlink() for path in folder.glob("train*")],
-        " has no file for training",
-    ),
+    "no shard for training": (lambda folder: remove(folder, "train*"), " has no file for training"),
 }
 
 

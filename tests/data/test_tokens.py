@@ -47,16 +47,13 @@ def test_a_byte_order_mark_changes_nothing() -> None:
     assert marked.fingerprint == plain.fingerprint and marked.vocab_size == plain.vocab_size
 
 
-class OtherTokenizer(CharTokenizer):
-    """A tokenizer that differs from the character tokenizer."""
-
-
 def test_the_setting_chooses_the_tokenizer_and_auto_takes_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TOKENIZERS, "other", OtherTokenizer)
+    other = type("OtherTokenizer", (CharTokenizer,), {})
+    monkeypatch.setitem(TOKENIZERS, "other", other)
     chosen = make_corpus(TEXT.encode(), DataConfig(block_size=8)).tokenizer
     assert type(chosen) is CharTokenizer
     chosen = make_corpus(TEXT.encode(), DataConfig(block_size=8, tokenizer="other")).tokenizer
-    assert type(chosen) is OtherTokenizer
+    assert type(chosen) is other
 
 
 def test_the_embedding_may_have_more_rows_than_the_tokenizer_has_tokens_and_not_fewer() -> None:
