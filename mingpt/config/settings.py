@@ -77,7 +77,7 @@ class DataConfig:
     path: str = Field(
         "data/input.txt",
         "UTF-8 text: a path, or any fsspec URL, which is cached under ~/.cache/mingpt; or token shards: a "
-        "folder or pattern of .bin files; if the default path is absent, it is the text beside train.py",
+        "folder of .bin files; if the default path is absent, it is the text beside train.py",
     )
     sha256: Optional[str] = Field(
         None, "expected SHA-256 of the text in hex; null accepts any", pattern="^[0-9a-fA-F]{64}$"

@@ -13,7 +13,7 @@ from mingpt.data.json_tokenizer import (
     parse_tokenizer_json,
     read_named_tokenizer,
 )
-from mingpt.data.shards import ShardData, is_shards, open_shards
+from mingpt.data.shards import ShardData, open_shards
 from mingpt.data.source import read_bytes
 from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer, kind_of, load_tokenizer
 
@@ -42,7 +42,6 @@ __all__ = [
     "ShardData",
     "TextData",
     "Tokenizer",
-    "is_shards",
     "kind_of",
     "load_named_tokenizer",
     "load_tokenizer",

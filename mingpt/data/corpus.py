@@ -2,11 +2,12 @@
 
 The model never trains on the validation part. But a tokenizer may be made from the whole text. `TextData` and
 `ShardData` have the same methods, so their callers need not distinguish the two classes. `open_data` chooses
-the class, by `is_shards`.
+the class: a folder holds token shards.
 """
 
 import codecs
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,8 @@ import numpy as np
 from mingpt.base.errors import UserError
 from mingpt.base.files import decode_text, read_json
 from mingpt.config import DataConfig
-from mingpt.data.shards import ShardData, is_shards, local_path, open_shards
-from mingpt.data.source import hint_to_prepare, read_bytes
+from mingpt.data.shards import ShardData, open_shards
+from mingpt.data.source import read_bytes, refuse_other_kinds
 from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
 from mingpt.data.windows import WindowDataset
 
@@ -39,14 +40,10 @@ class Corpus:
 class TextData:
     """The whole text of data.path, before it is split into parts for training and validation.
 
-    `content` has the bytes of the file. Raises UserError if the text is empty or not UTF-8, or if data.path
-    has the name of another kind of file, such as .jsonl or .gz.
+    `content` has the bytes of the file. Raises UserError if the text is empty or not UTF-8.
     """
 
     def __init__(self, content: bytes, config: DataConfig) -> None:
-        hint = hint_to_prepare(config.path)
-        if hint:
-            raise UserError(f"data.path {config.path} is not a text{hint}")
         try:
             self.text = decode_text(content)
         except ValueError as error:
@@ -55,7 +52,7 @@ class TextData:
             raise UserError(f"data.path {config.path} is empty")
         self.files: Mapping[str, str] = {}
         local = local_path(config.resolved_path)
-        self.folder = None if local is None else Path(local).parent
+        self.folder = local.parent if local else None
         self.val_fraction = config.val_fraction
         # Without a byte order mark, which is not part of the text. Older versions of this program trained on
         # the mark and hashed it, so the data of their runs have a different hash, and are refused.
@@ -86,15 +83,24 @@ Data = TextData | ShardData
 def open_data(config: DataConfig) -> Data:
     """Read the text, or open the token shards, at data.path.
 
-    Raises UserError if the data cannot be used, or if data.sha256, which is only for a text, is set.
+    Raises UserError if the data cannot be used, if data.path has the name of another kind of file, such as
+    .jsonl or .gz, or if data.sha256, which is only for a text, is set for token shards.
     """
-    if is_shards(config.path):
+    folder = local_path(config.path)
+    if folder and os.path.isdir(folder):
         if config.sha256 is not None:
             raise UserError(
                 "data.sha256 is for a text; token shards have a fingerprint of their own: leave it out"
             )
-        return open_shards(config.path, config.val_fraction)
+        return open_shards(folder, config.val_fraction)
+    refuse_other_kinds(config.path)
     return TextData(read_bytes(config), config)
+
+
+def local_path(path: str) -> Path | None:
+    """Return the path of a local path, or of a file:// or local:// URL; None for other URLs."""
+    local = path.removeprefix("file://").removeprefix("local://")
+    return None if "://" in local else Path(local)
 
 
 def tokenizer_file(data: Data) -> Path | None:

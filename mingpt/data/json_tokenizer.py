@@ -1,8 +1,6 @@
 """Find and run a Hugging Face tokenizer.json with the package `tokenizers`, which is imported on first use.
 
-`inspect_spec` finds out from the file whether a text can be split into pieces without changing the text's
-tokens. Functions that take parsed content of a tokenizer.json may raise KeyError, TypeError or AttributeError
-if the content has an unknown form.
+`can_be_cut` says whether a text can be split into pieces without changing the text's tokens.
 """
 
 import codecs
@@ -12,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +17,7 @@ import numpy as np
 
 from mingpt.base.errors import UserError
 from mingpt.base.files import DriverError, reason_of
+from mingpt.base.rows import in_batches
 from mingpt.data.source import AbsentFile, download, relative_to
 from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
 
@@ -45,25 +43,20 @@ END_OF_TEXT = (
     "<EOS_TOKEN>",
 )
 PIECE_CHARACTERS = 1 << 16
-PIECES_AT_ONCE = 16  # few: while it encodes, the package needs about 100 bytes per token
+BATCH_CHARACTERS = 1 << 20  # encoded at once; while it encodes, the package needs about 100 bytes per token
 MAX_TOKENS = 1 << 24  # arrays have an element for each token up to the highest
 GPT2 = ("openai-community/gpt2", "tokenizer.json")
 GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"  # so that all runs get the same file
 PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
-def inspect_spec(spec: dict[str, Any]) -> tuple[bool, bool]:
-    """Return two booleans, each true only if a statement about the tokenizer holds for every text.
+def can_be_cut(spec: dict[str, Any]) -> bool:
+    """Return true only if the tokens of the pieces of `split_text` are those of the whole text, for any text.
 
-    The statements, in the order of the booleans:
-
-    - Decoding joins the bytes of the tokens.
-    - The tokens of the pieces that `split_text` yields, concatenated, are the tokens of the whole text.
-
-    `spec` is the parsed tokenizer.json.
+    `spec` is a parsed tokenizer.json. Raises KeyError, TypeError or AttributeError for an unknown form.
     """
-    splitter, decoder = spec.get("pre_tokenizer") or {}, spec.get("decoder") or {}
-    can_be_cut = (
+    splitter = spec.get("pre_tokenizer") or {}
+    return (
         spec.get("normalizer") is None
         and splitter.get("type") == "ByteLevel"
         and not splitter.get("add_prefix_space", True)
@@ -73,7 +66,6 @@ def inspect_spec(spec: dict[str, Any]) -> tuple[bool, bool]:
             for token in spec.get("added_tokens") or []
         )
     )
-    return decoder.get("type") == "ByteLevel", can_be_cut
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
@@ -105,7 +97,6 @@ class JsonTokenizer(Tokenizer):
         """
         self._content = content
         self._tokenizer = load_with_package(content)
-        spec: dict[str, Any] = json.loads(content)
         self._is_special = {
             token: added.special for token, added in self._tokenizer.get_added_tokens_decoder().items()
         }
@@ -117,7 +108,7 @@ class JsonTokenizer(Tokenizer):
             raise ValueError(f"it has token {self._size - 1:,}, and numbers must be below {MAX_TOKENS:,}")
         self._dtype = np.min_scalar_type(self._size - 1)
         try:
-            self.is_byte_level, self._can_be_cut = inspect_spec(spec)
+            self._can_be_cut = can_be_cut(json.loads(content))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this tokenizer.json is of an unknown form: {reason_of(error)}") from None
 
@@ -146,10 +137,9 @@ class JsonTokenizer(Tokenizer):
 
         Raises UserError for a lone surrogate.
         """
-        pieces = iter(self.split(text))
         arrays = [np.empty(0, dtype=self._dtype)]
-        while some := list(islice(pieces, PIECES_AT_ONCE)):
-            arrays += self.encode_batch(some)
+        for batch in in_batches(self.split(text), len, BATCH_CHARACTERS):
+            arrays += self.encode_batch(batch)
         return np.concatenate(arrays)
 
     def split(self, text: str) -> Iterable[str]:

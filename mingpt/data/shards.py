@@ -1,4 +1,4 @@
-"""Find and check token shards, which are files of tokens, and read windows as if the files were one array.
+"""Check a folder of token shards, which are files of tokens, and read windows as if the files were one array.
 
 There are two formats. Files of nanoGPT, train.bin and val.bin, have little-endian uint16 tokens and no
 header. Files of llm.c and modded-nanogpt have a header of 256 int32, which begins with magic, version and
@@ -10,16 +10,16 @@ process if a mapped file became shorter.
 """
 
 import bisect
-import contextlib
 import glob
 import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pydantic
@@ -29,7 +29,6 @@ from mingpt.base.files import BadJson, Count, Sha256, check_json, read_json, rea
 from mingpt.data.source import relative_to
 from mingpt.data.tokenizers import Tokenizer
 
-LOCAL = ("file://", "local://")
 GPT2_VOCABULARY = 50257  # tokens; for shards without a tokenizer
 HEADER_BYTES = 1024
 UINT16: np.dtype[Any] = np.dtype("<u2")
@@ -37,21 +36,17 @@ UINT32: np.dtype[Any] = np.dtype("<u4")
 FORMATS = {(20240520, 1): UINT16, (20240801, 7): UINT32}  # magic and version: type of a token
 HEADERLESS = ("train.bin", "val.bin")
 BLOCK_BYTES = 4096  # a fingerprint (a hash) covers a file's first block, its last and two between them
-SAMPLE_BYTES = 16384  # bytes from the middle of a file that show the type of its tokens
-MIN_NONZERO = 128  # nonzero tokens; one in 2^128 files of uint16 has all of them at even places by chance
 VALIDATION = re.compile(r"(?<![^\W\d_])val(id|idation)?(?![^\W\d_])")  # not in medieval or eval
-Positive = Annotated[int, pydantic.Field(strict=True, gt=0)]
 
 
 class TokenizerMeta(pydantic.BaseModel):
     sha256: Sha256 | None
-    vocab_size: Positive
+    vocab_size: pydantic.PositiveInt
 
 
 class FileMeta(pydantic.BaseModel):
-    name: Annotated[str, pydantic.Field(pattern=r"^[^/\x00]+\.bin$")]
-    tokens: Positive
-    bytes: Positive
+    name: str
+    bytes: Count
     sha256: Sha256
 
 
@@ -62,7 +57,7 @@ class Meta(pydantic.BaseModel):
     complete: Literal[True]
     val_bytes: Count | None  # UTF-8 bytes of the validation text; None if not known
     tokenizer: TokenizerMeta
-    files: Annotated[list[FileMeta], pydantic.Field(min_length=1)]
+    files: list[FileMeta]
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ class ShardFile:
     meta.json, if any.
     """
 
-    path: str
+    path: Path
     size: int
     tokens: int
     offset: int
@@ -81,142 +76,57 @@ class ShardFile:
     fingerprint: str
 
 
-def is_shards(path: str) -> bool:
-    """Return whether `path`, a data.path, names token shards: a folder, a pattern, or a name ending in .bin.
-
-    A URL other than file:// or local:// is judged only by its name. A local path with *, ? or [ is not a
-    pattern if a file has exactly this name.
-    """
-    local = local_path(path)
-    if local is None:
-        scheme, _, rest = path.partition("://")
-        if scheme in ("http", "https"):
-            rest = rest.partition("/")[2].partition("?")[0]  # a host may be [::1]
-        return rest.endswith(".bin") or has_pattern(rest)
-    if os.path.isdir(local):
-        return True
-    return local.endswith(".bin") or (has_pattern(local) and not os.path.lexists(local))
-
-
-def local_path(path: str) -> str | None:
-    """Return the path, with ~ expanded, of a local path or a file:// or local:// URL; None for other URLs."""
-    for scheme in LOCAL:
-        path = path.removeprefix(scheme)
-    return None if "://" in path else os.path.expanduser(path)
-
-
-def find_files(path: str) -> list[Path]:
-    """Return the files that `path` stands for: .bin files of a folder or a pattern, sorted, or one file.
-
-    If `path` is neither a folder nor a pattern, the file need not exist. Raises UserError if a folder or
-    pattern has no .bin file, or if the files of a pattern are in several folders.
-    """
-    if os.path.isdir(path):
-        pattern = f"{glob.escape(path)}/*.bin"
-    elif os.path.lexists(path) or not has_pattern(path):
-        return [Path(path)]
-    else:
-        pattern = path
-    found = sorted(Path(name) for name in glob.glob(pattern) if name.endswith(".bin"))
-    if not found:
-        read_meta(Path(path))  # raises an error if prepare was interrupted before the first shard
-        raise UserError(
-            f"data.path {path} has no file whose name ends in .bin{relative_to(path)}: name a text, or token "
-            "shards, which `python -m mingpt prepare` makes of other files"
-        )
-    folders = sorted({str(file.parent) for file in found})
-    if len(folders) > 1:
-        raise UserError(
-            f"data.path {path} matches files in several folders, {folders[0]} and {folders[1]}: put them, or "
-            "links to them, in one"
-        )
-    return found
-
-
-def has_pattern(path: str) -> bool:
-    return any(mark in path for mark in "*?[")
-
-
 def is_validation(name: str) -> bool:
     """Return whether a name has `val`, `valid` or `validation` in lower case, not beside another letter."""
     return VALIDATION.search(name) is not None
 
 
-def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
-    """Check a file's header, type and size; return its layout and fingerprint as a ShardFile.
+def inspect(path: Path, entry: FileMeta | None) -> ShardFile:
+    """Check a file's header and size; return its layout and fingerprint as a ShardFile.
 
-    `entry` is the file's entry in meta.json; None if there is no such entry. The entry's numbers of tokens
-    and bytes must equal the file's. The entry's SHA-256 is not compared with the file, but is part of the
-    fingerprint. Raises UserError, which names the file, if the file cannot be read or used.
+    `entry` is the file's entry in meta.json; None if there is no meta.json. The entry's number of bytes must
+    equal the file's. The entry's SHA-256 is not compared with the file, but is part of the fingerprint.
+    Raises UserError, which names the file, if the file cannot be read or used.
     """
     if not os.path.isfile(path):  # opening a pipe might wait forever
-        raise UserError(f"{path} does not exist, or is not a regular file{relative_to(path)}")
+        raise UserError(f"{path} is not a regular file")
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            last, middle = size - BLOCK_BYTES, size // 16 * 8
+            last = size - BLOCK_BYTES
             # In a small file the blocks overlap.
             places = [last * part // 3 for part in range(4 if last > 0 else 1)]
             content = b"".join(os.pread(file.fileno(), BLOCK_BYTES, place) for place in places)
-            sample = os.pread(file.fileno(), min(SAMPLE_BYTES, middle), middle)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+    except OSError as error:
         raise UserError(f"{path} cannot be read: {reason_of(error)}") from None
-    tokens, offset, dtype = layout(path, content[:HEADER_BYTES], size)
-    if dtype == UINT16:
-        check_type(path, sample)
+    magic, version, tokens = struct.unpack("<3i", content[:12].ljust(12, b"\0"))
+    dtype, offset = FORMATS.get((magic, version)), HEADER_BYTES
+    if dtype is None and path.name in HEADERLESS:
+        dtype, offset, tokens = UINT16, 0, size // UINT16.itemsize
+    if dtype is None:
+        raise UserError(
+            f"{path} has {size:,} bytes, begins with {magic} and version {version}, and token shards begin "
+            f"with {' or '.join(str(known) for known, _ in FORMATS)}: if it holds nanoGPT's tokens, name it "
+            f"{' or '.join(HEADERLESS)}; otherwise move it to another folder"
+        )
     expected = offset + tokens * dtype.itemsize
     if size != expected:
         raise UserError(
             f"{path} has {size:,} bytes, and {tokens:,} tokens with their header take {expected:,}: copy it "
             "again"
         )
-    name = os.fsencode(os.path.basename(path))
-    fingerprint = hashlib.sha256(b"%b\0%d\0" % (name, size) + content).hexdigest()
+    fingerprint = hashlib.sha256(b"%b\0%d\0" % (os.fsencode(path.name), size) + content).hexdigest()
     if entry is not None:
-        fingerprint = hashlib.sha256((entry["sha256"] + fingerprint).encode()).hexdigest()
-        if (entry["tokens"], entry["bytes"]) != (tokens, size):
+        fingerprint = hashlib.sha256((entry.sha256 + fingerprint).encode()).hexdigest()
+        if entry.bytes != size:
             raise UserError(
-                f"{path} has {tokens:,} tokens in {size:,} bytes, and the meta.json beside it says "
-                f"{entry['tokens']:,} in {entry['bytes']:,}: prepare the data again"
+                f"{path} has {size:,} bytes, and the meta.json beside it says {entry.bytes:,}: prepare the "
+                "data again"
             )
     return ShardFile(path, size, tokens, offset, dtype, fingerprint)
 
 
-def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]]:
-    """Return a file's number of tokens, the byte offset of the first token, and the tokens' type.
-
-    `header` has the file's first HEADER_BYTES bytes. `size` is the file's length in bytes, and is not
-    compared with the header. If a file named in HEADERLESS does not begin with a known magic number, it has
-    only uint16 tokens. For any other unknown header, raises UserError, which names the file.
-    """
-    magic, version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (0, 4, 8))
-    known = [magic for magic, _ in FORMATS]
-    if os.path.basename(path) in HEADERLESS and magic not in known:
-        return size // UINT16.itemsize, 0, UINT16
-    dtype = FORMATS.get((magic, version))
-    if dtype is None:
-        raise UserError(
-            f"{path} has {size:,} bytes, begins with {magic} and version {version}, and token shards begin "
-            f"with {' or '.join(map(str, known))}: if it holds nanoGPT's tokens, name it "
-            f"{' or '.join(HEADERLESS)}; otherwise leave it out of data.path"
-        )
-    return count, HEADER_BYTES, dtype
-
-
-def check_type(path: str, sample: bytes) -> None:
-    """Raise UserError if a file that would be read as uint16 seems to hold tokens of 4 or 8 bytes.
-
-    `sample` has bytes from the middle of the file.
-    """
-    low, high = np.frombuffer(sample, UINT16).reshape(-1, 2).T
-    if np.count_nonzero(low) >= MIN_NONZERO and high.sum() * 4096 <= low.sum():
-        raise UserError(
-            f"{path} seems to hold tokens of 4 or 8 bytes, and would be read as uint16: write it as uint32 "
-            "after llm.c's header, 256 int32 that begin with 20240801, 7 and the number of tokens"
-        )
-
-
-def read_meta(folder: Path) -> dict[str, Any] | None:
+def read_meta(folder: Path) -> Meta | None:
     """Return the checked content of the folder's meta.json; None if there is no such file.
 
     Raises UserError if the file cannot be read, does not have the form of `Meta`, or says that `prepare` did
@@ -230,39 +140,13 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
                 f"{path} says that `python -m mingpt prepare` was interrupted: remove the folder {folder} "
                 "and run the same command again, unless it still runs"
             )
-        check_json(meta, Meta)
+        return check_json(meta, Meta)
     except FileNotFoundError:
         return None
     except (OSError, BadJson) as error:
         raise UserError(
             f"{path} is damaged: {error}; prepare the data again, or rename it to read the shards without it"
         ) from None
-    checked: dict[str, Any] = meta
-    return checked
-
-
-@contextlib.contextmanager
-def open_unchanged(file: ShardFile) -> Iterator[BinaryIO]:
-    """Open a checked file for a `with` block.
-
-    An OSError raised by opening the file, or within the block, becomes a UserError if the file is gone or may
-    not be read. Any other OSError becomes an ExpectedError, because the failure may be temporary. Also raises
-    UserError if the size of the file has changed since the check.
-    """
-    try:
-        with open(file.path, "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size != file.size:
-                raise UserError(
-                    f"{file.path} has changed while it was in use, from {file.size:,} bytes to {size:,}: put "
-                    "back the file that the run began with"
-                )
-            yield stream
-    except (FileNotFoundError, PermissionError) as error:
-        sentence = f"{file.path} cannot be read: {error.strerror}; it was there when the run began"
-        raise UserError(sentence) from None
-    except OSError as error:
-        raise ExpectedError(f"{file.path} cannot be read: {error.strerror}") from None
 
 
 class TokenShards:
@@ -282,23 +166,29 @@ class TokenShards:
         """Return the `length` tokens from each of `starts` on, (len(starts), length) int64.
 
         A window may extend over several files. Raises IndexError for a window that is not all in the array.
-        Raises UserError if a file is gone, may not be read or has changed its size since the check. Raises
-        ExpectedError for any other OSError.
+        Raises ExpectedError if a file cannot be read or has changed its size since the check: a restart
+        checks the files again, and says which one has changed.
         """
         first = np.asarray(starts, dtype=np.int64) + self._first
         last = first + length
         if ((first < self._first) | (last > self._stop)).any():
             raise IndexError(f"windows of {length} from {list(starts)} do not all lie in {len(self)} tokens")
         windows = np.empty((len(first), length), dtype=np.int64)
-        files = {number for pair in zip(first, last, strict=True) for number in self._files_of(*pair)}
-        for number in sorted(files):
+        spans = [(self._file_at(low), self._file_at(high - 1)) for low, high in zip(first, last, strict=True)]
+        for number in sorted({number for low, high in spans for number in range(low, high + 1)}):
             file, begin, end = self._files[number], *self._borders[number : number + 2]
-            with open_unchanged(file) as stream:
-                for row in np.flatnonzero((first < end) & (last > begin)):
-                    low, high = max(first[row], begin), min(last[row], end)
-                    stream.seek(file.offset + (low - begin) * file.dtype.itemsize)
-                    content = stream.read((high - low) * file.dtype.itemsize)
-                    windows[row, low - first[row] : high - first[row]] = np.frombuffer(content, file.dtype)
+            try:
+                with open(file.path, "rb") as stream:
+                    if os.fstat(stream.fileno()).st_size != file.size:
+                        raise ExpectedError(f"{file.path} has changed its size while it was in use")
+                    for row in np.flatnonzero((first < end) & (last > begin)):
+                        low, high = max(first[row], begin), min(last[row], end)
+                        place = file.offset + (low - begin) * file.dtype.itemsize
+                        content = os.pread(stream.fileno(), (high - low) * file.dtype.itemsize, place)
+                        tokens = np.frombuffer(content, file.dtype)
+                        windows[row, low - first[row] : high - first[row]] = tokens
+            except OSError as error:
+                raise ExpectedError(f"{file.path} cannot be read: {reason_of(error)}") from None
         return windows
 
     def where(self, position: int) -> str:
@@ -306,9 +196,6 @@ class TokenShards:
         number = self._file_at(position + self._first)
         token = position + self._first - self._borders[number]
         return f"token {token:,} of {self._files[number].path}"
-
-    def _files_of(self, first: int, stop: int) -> range:
-        return range(self._file_at(first), self._file_at(stop - 1) + 1)
 
     def _file_at(self, position: int) -> int:
         return bisect.bisect_right(self._borders, position) - 1
@@ -320,17 +207,15 @@ class ShardData:
 
     `files` is {file's name: its fingerprint (a hash)}, in the order of reading; `fingerprint` is the SHA-256,
     in hex, over all these fingerprints. `meta` is the content of the folder's meta.json, or None if there is
-    no such file. The entry `val_bytes` of `meta` is None if the files that are read are not exactly those
-    that meta.json lists.
+    no such file.
     """
 
-    path: str
+    folder: Path  # where a tokenizer.json may lie
+    meta: Meta | None
     fingerprint: str
     files: dict[str, str]
     train: TokenShards
     val: TokenShards
-    folder: Path  # where a tokenizer.json may lie
-    meta: dict[str, Any] | None
 
     def train_tokenizer(self, name: str) -> None:
         """Return None, because token shards need no tokenizer.
@@ -339,7 +224,7 @@ class ShardData:
         """
         if name != "auto":
             raise UserError(
-                f"data.tokenizer={name} is made from a text, and data.path {self.path} holds token shards: "
+                f"data.tokenizer={name} is made from a text, and data.path {self.folder} holds token shards: "
                 "give the tokenizer.json that they were made with"
             )
 
@@ -350,10 +235,10 @@ class ShardData:
         tokenizer.json, or if no meta.json says with which tokenizer the shards were made.
         """
         content = tokenizer.to_tokenizer_json() if tokenizer else None
-        made_with = self.meta["tokenizer"]["sha256"] if self.meta else None
+        made_with = self.meta.tokenizer.sha256 if self.meta else None
         if content and made_with and hashlib.sha256(content).hexdigest() != made_with:
             raise UserError(
-                f"the token shards in {self.path} were prepared with another tokenizer than "
+                f"the token shards in {self.folder} were prepared with another tokenizer than "
                 f"data.tokenizer={name}: leave that at auto, with their tokenizer.json beside them"
             )
 
@@ -365,64 +250,47 @@ class ShardData:
         """
         size, val_bytes = GPT2_VOCABULARY, None
         if self.meta:
-            size, val_bytes = self.meta["tokenizer"]["vocab_size"], self.meta["val_bytes"]
+            size, val_bytes = self.meta.tokenizer.vocab_size, self.meta.val_bytes
         return self.train, self.val, size if tokenizer is None else len(tokenizer), val_bytes
 
 
-def open_shards(path: str, val_fraction: float) -> ShardData:
-    """Return the token shards of `path`, a folder, a pattern or one .bin file: checked, sorted and split.
+def open_shards(folder: Path, val_fraction: float) -> ShardData:
+    """Return the token shards in a folder, which are its .bin files: checked, sorted and split.
 
     Files with the word val, valid or validation in their names are for validation. If no file has such a
     name, the last `val_fraction` of all tokens is for validation.
 
-    Raises UserError for a remote URL, and if the files or their meta.json cannot be used. Also raises
-    UserError if all files are for validation, or if a folder does not have exactly the files that its
-    meta.json lists.
+    Raises UserError if the files or their meta.json cannot be used, if there is no file for training, or if
+    the folder does not have exactly the files that its meta.json lists.
     """
-    local = local_path(path)
-    if local is None:
-        raise UserError(f"data.path {path} names token shards at a URL: copy them to a local or shared disk")
-    found = find_files(local)
-    folder, names = found[0].parent, [file.name for file in found]
     meta = read_meta(folder)
-    entries = {entry["name"]: entry for entry in meta["files"]} if meta else {}
-    if meta and os.path.isdir(local):
-        check_listed(folder, names, entries)
-    if meta and set(names) != entries.keys():
-        meta = meta | {"val_bytes": None}
-    names = sorted(names, key=lambda name: (is_validation(name), name))
-    n_train_files = sum(not is_validation(name) for name in names)
-    if not n_train_files:
-        raise UserError(
-            f"data.path {path} has only validation files, such as {folder / names[0]}: files whose names "
-            "lack the word val are needed for training"
-        )
-    files = [inspect(str(folder / name), entries.get(name)) for name in names]
-    total = sum(file.tokens for file in files)
-    by_name = n_train_files < len(files)
-    n_train = (
-        sum(file.tokens for file in files[:n_train_files]) if by_name else int(total * (1 - val_fraction))
-    )
-    digests = {name: file.fingerprint for name, file in zip(names, files, strict=True)}
-    return ShardData(
-        path,
-        hashlib.sha256("".join(digests.values()).encode()).hexdigest(),
-        digests,
-        TokenShards(files, 0, n_train),
-        TokenShards(files, n_train, total),
-        folder,
-        meta,
-    )
-
-
-def check_listed(folder: Path, names: Sequence[str], entries: dict[str, Any]) -> None:
-    """Raise UserError if `names`, the shards in the folder, are not exactly the keys of `entries`.
-
-    The keys are the names of the files that meta.json lists.
-    """
-    different = sorted(entries.keys() ^ set(names))
+    names = glob.glob("*.bin", root_dir=folder)
+    entries = {entry.name: entry for entry in meta.files} if meta else {}
+    different = sorted(entries.keys() ^ set(names)) if meta else []
     if different:
         raise UserError(
             f"{folder / different[0]} is missing, or is not in {folder / 'meta.json'}: copy it there, move "
             "it to another folder, or prepare the data again"
         )
+    train_names = sorted(name for name in names if not is_validation(name))
+    val_names = sorted(set(names) - set(train_names))
+    if not train_names:
+        raise UserError(
+            f"data.path {folder} has no file for training, whose name ends in .bin and lacks the word val"
+            f"{relative_to(str(folder))}: name a text, or a folder of token shards, which `python -m mingpt "
+            "prepare` makes of other files"
+        )
+    files = [inspect(folder / name, entries.get(name)) for name in (*train_names, *val_names)]
+    total = sum(file.tokens for file in files)
+    n_train = sum(file.tokens for file in files[: len(train_names)])
+    if not val_names:
+        n_train = int(total * (1 - val_fraction))
+    digests = {file.path.name: file.fingerprint for file in files}
+    return ShardData(
+        folder,
+        meta,
+        hashlib.sha256("".join(digests.values()).encode()).hexdigest(),
+        digests,
+        TokenShards(files, 0, n_train),
+        TokenShards(files, n_train, total),
+    )

@@ -29,9 +29,12 @@ from mingpt.base.urls import missing_driver
 from mingpt.config import DataConfig
 
 LOCAL = ("file://", "local://", "memory://")
-# Files that `python -m mingpt prepare` reads and training does not.
-KINDS = {".jsonl": "line", ".ndjson": "line", ".parquet": "row"}  # {suffix: what holds one document}
-ARCHIVE = re.compile(r"\.(tar(\.\w+)?|tgz|tbz2?|txz|tzst)$")  # prepare reads no archive either
+# {pattern of the name of a file that is not a text: the way out}
+NO_TEXTS = {
+    r"\.(tar(\.\w+)?|tgz|tbz2?|txz|tzst)$": "unpack the archive first",
+    r"\.bin$": "token shards are named by their folder, on a local or shared disk",
+    r"\.(jsonl|ndjson|parquet|gz|bz2|xz|zst|zip)$": "make token shards of it with `python -m mingpt prepare`",
+}
 CHUNK_BYTES = 1 << 16  # of a compressed file, decompressed at once
 log = logging.getLogger(__name__)
 
@@ -139,16 +142,11 @@ def failed_request(error: Exception) -> BaseException | None:
     return cause if is_of_driver and getattr(cause, "status", None) not in (404, 410) else None
 
 
-def hint_to_prepare(path: str) -> str:
-    """Return, for an error message, how to make a text or token shards of a file that is not a text.
-
-    Returns "" unless the name of `path` shows that only `prepare` can read the file, or that the file is a
-    tar archive.
-    """
-    if ARCHIVE.search(name_of(path)):
-        return ": unpack the archive first"
-    is_for_prepare = suffix_of(path) in KINDS or name_of(path).endswith(COMPRESSED)
-    return ": make token shards of it with `python -m mingpt prepare`" if is_for_prepare else ""
+def refuse_other_kinds(path: str) -> None:
+    """Raise UserError, with a way out, if the name of `path`, a data.path, is that of no text."""
+    for pattern, way_out in NO_TEXTS.items():
+        if re.search(pattern, name_of(path)):
+            raise UserError(f"data.path {path} is not a text: {way_out}")
 
 
 def name_of(path: str) -> str:
@@ -156,26 +154,21 @@ def name_of(path: str) -> str:
     return (path.partition("?")[0] if "://" in path else path).lower()
 
 
-def suffix_of(path: str) -> str:
-    """Return the suffix of a path or URL, in lower case, without .gz or the like: .jsonl for a.jsonl.gz."""
-    stem, suffix = os.path.splitext(name_of(path))
-    return os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix
-
-
 def decompressed(raw: Any, path: str) -> tuple[IO[bytes], str]:
-    """Return (a stream of the content of the open file `raw`, the suffix of the content's name).
+    """Return (a stream of the content of the open file `raw`, the suffix of its name, such as .txt).
 
     `path` is the path or URL of `raw`; its suffix says how the file is compressed, if at all. Reading raises
     an error if the file is cut or damaged. Raises UserError for a zip that does not hold exactly one file.
     """
-    suffix = os.path.splitext(name_of(path))[1]
+    stem, suffix = os.path.splitext(name_of(path))
+    inner = os.path.splitext(stem)[1]
     if suffix == ".zip":
         member = only_member(zipfile.ZipFile(raw), path)
-        return member, suffix_of(member.name) or suffix_of(path)
+        return member, os.path.splitext(name_of(member.name))[1] or inner
     stream: IO[bytes] = io.BufferedReader(raw)  # a network driver may return fewer bytes than asked for
-    if suffix in DECODERS:
-        stream = io.BufferedReader(PieceStream(decode_frames(stream, DECODERS[suffix])))
-    return stream, suffix_of(path)
+    if suffix not in DECODERS:
+        return stream, suffix
+    return io.BufferedReader(PieceStream(decode_frames(stream, DECODERS[suffix]))), inner
 
 
 def only_member(archive: zipfile.ZipFile, path: str) -> IO[bytes]:
@@ -235,20 +228,11 @@ def zstd_decoder() -> Any:
     return ZstdDecompressor().decompressobj()
 
 
-def lz4_decoder() -> Any:
-    from lz4.frame import LZ4FrameDecompressor
-
-    return LZ4FrameDecompressor()
-
-
 gzip_decoder = functools.partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
 DECODERS: dict[str, Callable[[], Any]] = {
     ".gz": gzip_decoder,
     ".tgz": gzip_decoder,
     ".bz2": bz2.BZ2Decompressor,
     ".xz": lzma.LZMADecompressor,
-    ".lzma": lzma.LZMADecompressor,
     ".zst": zstd_decoder,
-    ".lz4": lz4_decoder,
 }
-COMPRESSED = (*DECODERS, ".zip")

@@ -3,9 +3,9 @@
 import hashlib
 import json
 import os
-import resource
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ import pytest
 from support.needs import need_proc
 from support.shards import llmc_header, write_llmc, write_nanogpt
 
-from mingpt.base.errors import UserError
+from mingpt.base.errors import ExpectedError, UserError
 from mingpt.config import DataConfig
-from mingpt.data import tokenize
 from mingpt.data.corpus import open_data
-from mingpt.data.shards import TokenShards, is_shards, is_validation, open_shards
+from mingpt.data.shards import ShardData, TokenShards, is_validation, open_shards
 
 RNG = np.random.default_rng(0)
 
@@ -55,66 +54,22 @@ def prepared(folder: Path, **changes: Any) -> dict[str, Any]:
     return meta
 
 
-# Paths that name shards
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("{}", True),
-        ("{}/", True),
-        ("file://{}", True),
-        ("{}/train_*.bin", True),
-        ("{}/train_?.bin", True),
-        ("{}/train_[0-4].bin", True),
-        ("{}/missing.bin", True),
-        ("{}/train.bin", True),
-        ("{}/text.txt", False),
-        ("{}/missing.txt", False),
-        ("{}/what?.txt", False),  # there is a file of this name
-        ("s3://bucket/text.txt", False),
-        ("s3://bucket/folder/", False),
-        ("s3://bucket/train_000.bin", True),
-        ("s3://bucket/train_*.bin", True),
-        ("memory://train.bin", True),
-        ("https://host/train.bin?download=1", True),
-        ("https://host/text.txt?name=*.bin", False),
-        ("http://[::1]:8000/text.txt", False),
-    ],
-)
-def test_folders_patterns_and_bin_files_are_shards(path: str, expected: bool, tmp_path: Path) -> None:
-    for name in ("train.bin", "text.txt", "what?.txt"):
-        (tmp_path / name).write_text("some text")
-    assert is_shards(path.format(tmp_path)) is expected
-
-
-@pytest.mark.parametrize("path", ["s3://bucket/train_*.bin", "https://host/train.bin"])
-def test_shards_behind_a_url_are_refused_without_asking_the_network(path: str) -> None:
-    with pytest.raises(UserError, match="copy them to a local or shared disk"):
-        open_shards(path, 0.1)
-
-
 # Tokens that are read
 
 
-def test_a_nanogpt_folder_is_read_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [write_nanogpt, write_llmc, partial(write_llmc, wide=True)])
+def test_a_folder_of_nanogpts_names_is_read_with_and_without_headers(
+    write: Callable[[Path, np.ndarray], None], tmp_path: Path
+) -> None:
     train, val = some_tokens(100), some_tokens(20)
-    write_nanogpt(tmp_path / "train.bin", train)
-    write_nanogpt(tmp_path / "val.bin", val)
-    (tmp_path / "meta.pkl").write_bytes(b"never read")
-    for path in (str(tmp_path), f"file://{tmp_path}", f"{tmp_path}/*.bin"):
-        data = open_shards(path, 0.5)
+    write(tmp_path / "train.bin", train)
+    write(tmp_path / "val.bin", val)
+    for name in ("meta.pkl", "._val.bin"):
+        (tmp_path / name).write_bytes(b"never read")
+    for path in (str(tmp_path), f"file://{tmp_path}"):
+        data = open_data(DataConfig(path=path))
+        assert isinstance(data, ShardData) and list(data.files) == ["train.bin", "val.bin"]
         assert everything(data.train) == train.tolist() and everything(data.val) == val.tolist()
-        assert list(data.files) == ["train.bin", "val.bin"]
-        assert (data.folder, data.meta) == (tmp_path, None)
-
-
-def test_a_known_header_counts_even_where_the_name_would_allow_none(tmp_path: Path) -> None:
-    write_llmc(tmp_path / "train.bin", range(10))
-    write_llmc(tmp_path / "val.bin", range(70_000, 70_004), wide=True)
-    data = open_shards(str(tmp_path), 0.1)
-    assert everything(data.train) == list(range(10))
-    assert everything(data.val) == list(range(70_000, 70_004))
 
 
 def test_files_are_read_in_the_order_of_their_names_and_validation_comes_last(tmp_path: Path) -> None:
@@ -122,7 +77,7 @@ def test_files_are_read_in_the_order_of_their_names_and_validation_comes_last(tm
         write_llmc(tmp_path / f"b_train_{number:03d}.bin", [number])
     write_llmc(tmp_path / "a_val_0.bin", [90, 91])
     write_llmc(tmp_path / "other.bin", [200])
-    data = open_shards(str(tmp_path), 0.1)
+    data = open_shards(tmp_path, 0.1)
     assert everything(data.train) == [2, 9, 10, 200] and everything(data.val) == [90, 91]
     assert list(data.files)[-1] == "a_val_0.bin" and len(data.files) == 5
 
@@ -150,7 +105,7 @@ def test_without_validation_files_the_tail_is_validation(val_fraction: float, tm
     tokens = some_tokens(110)
     for number, part in enumerate(np.array_split(tokens, 4)):
         write_llmc(tmp_path / f"shard_{number}.bin", part)
-    data = open_shards(f"{tmp_path}/shard_*.bin", val_fraction)
+    data = open_shards(tmp_path, val_fraction)
     n_train = int(110 * (1 - val_fraction))
     assert everything(data.train) == tokens[:n_train].tolist()
     assert everything(data.val) == tokens[n_train:].tolist()
@@ -158,19 +113,16 @@ def test_without_validation_files_the_tail_is_validation(val_fraction: float, tm
 
 def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> None:
     """The shards have 1 to 50 tokens, in both types."""
-    parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
-    for split, files in (("train", 60), ("val", 5)):
-        for number in range(files):
-            wide = bool(RNG.integers(2))
-            part = some_tokens(int(RNG.integers(1, 51)), 2**32 - 1 if wide else 2**16)
-            write_llmc(tmp_path / f"{split}_{number:02d}.bin", part, wide=wide)
-            parts[split].append(part)
-    data = open_shards(str(tmp_path), 0.1)
-    for tokens, split in ((data.train, "train"), (data.val, "val")):
-        expected = np.concatenate(parts[split])
+    parts = []
+    for number in range(60):
+        wide = bool(RNG.integers(2))
+        parts.append(some_tokens(int(RNG.integers(1, 51)), 2**32 - 1 if wide else 2**16))
+        write_llmc(tmp_path / f"{number:02d}{'_val' * (number > 49)}.bin", parts[-1], wide=wide)
+    data = open_shards(tmp_path, 0.1)
+    for tokens, of_part in ((data.train, parts[:50]), (data.val, parts[50:])):
+        expected = np.concatenate(of_part)
         assert len(tokens) == len(expected)
-        for _ in range(200):
-            length = int(RNG.integers(1, min(len(expected), 300) + 1))
+        for length in range(1, len(expected), 7):
             starts = RNG.integers(0, len(expected) - length + 1, int(RNG.integers(0, 9)))
             windows = tokens.read(starts, length)
             assert windows.dtype == np.int64 and windows.shape == (len(starts), length)
@@ -180,13 +132,12 @@ def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> Non
 def test_a_file_that_changes_or_goes_while_it_is_in_use_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     write_llmc(path, range(1000))
-    tokens = open_shards(str(tmp_path), 0.1).train
-    tokens.read([0], 4)
+    tokens = open_shards(tmp_path, 0.1).train
     write_llmc(path, range(1001))
-    with pytest.raises(UserError, match=r"/a\.bin has changed while .* 3,024 bytes to 3,026"):
+    with pytest.raises(ExpectedError, match=r"/a\.bin has changed its size while it was in use"):
         tokens.read([500], 4)
     path.unlink()
-    with pytest.raises(UserError, match=r"a\.bin cannot be read: No such file"):
+    with pytest.raises(ExpectedError, match=r"a\.bin cannot be read: No such file"):
         tokens.read([0], 4)
 
 
@@ -196,15 +147,13 @@ def test_a_file_that_changes_or_goes_while_it_is_in_use_is_named(tmp_path: Path)
 def test_a_change_of_content_changes_the_fingerprint_of_its_file_alone(tmp_path: Path) -> None:
     for number in range(3):
         write_llmc(tmp_path / f"a_{number}.bin", some_tokens(30_000))
-    before = open_shards(str(tmp_path), 0.1)
-    again = open_shards(f"{tmp_path}/a_?.bin", 0.2)
-    assert (again.fingerprint, again.files) == (before.fingerprint, before.files)
+    before = open_shards(tmp_path, 0.1)
     size = (tmp_path / "a_1.bin").stat().st_size
     for place in (1024, 4095, (size - 4096) // 3, (size - 4096) * 2 // 3 + 4095, size - 4096, size - 1):
         content = bytearray((tmp_path / "a_1.bin").read_bytes())
         content[place] ^= 1
         (tmp_path / "a_1.bin").write_bytes(content)
-        after = open_shards(str(tmp_path), 0.1)
+        after = open_shards(tmp_path, 0.1)
         assert after.fingerprint != before.fingerprint
         assert [name for name in after.files if after.files[name] != before.files[name]] == ["a_1.bin"]
         before = after
@@ -212,10 +161,9 @@ def test_a_change_of_content_changes_the_fingerprint_of_its_file_alone(tmp_path:
 
 def test_a_prepared_folder_has_its_fingerprints_from_meta_json(tmp_path: Path) -> None:
     meta = prepared(tmp_path)
-    data = open_shards(str(tmp_path), 0.5)
-    assert data.meta == meta
+    data = open_shards(tmp_path, 0.5)
     (tmp_path / "meta.json").rename(tmp_path / "not.json")
-    sampled = open_shards(str(tmp_path), 0.5).files
+    sampled = open_shards(tmp_path, 0.5).files
     assert data.files == {
         entry["name"]: hashlib.sha256((entry["sha256"] + sampled[entry["name"]]).encode()).hexdigest()
         for entry in meta["files"]
@@ -234,127 +182,52 @@ def overwrite(path: Path, place: int, content: bytes) -> None:
         file.write(content)
 
 
+def remove(folder: Path, pattern: str) -> None:
+    for path in folder.glob(pattern):
+        path.unlink()
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "wrong magic": (
-        lambda folder: overwrite(folder / "train_3.bin", 0, np.int32(1234).tobytes()),
-        r"/train_3\.bin has .* begins with 1234.*20240520 or 20240801: if it holds nanoGPT's tokens, name it "
-        r"train\.bin or val\.bin; otherwise leave it out of data\.path$",
-    ),
-    "headerless under another name": (
-        lambda folder: (folder / "tokens.bin").write_bytes(bytes(4000)),
-        r"/tokens\.bin has 4,000 bytes, begins with 0 and",
+        lambda folder: overwrite(folder / "train_00000.bin", 0, np.int32(1234).tobytes()),
+        r"/train_00000\.bin has .* begins with 1234.*20240520 or 20240801: if it holds nanoGPT's tokens, "
+        r"name it train\.bin or val\.bin; otherwise move it to another folder$",
     ),
     "version": (
-        lambda folder: overwrite(folder / "train_3.bin", 4, np.int32(2).tobytes()),
-        r"/train_3\.bin has .* version 2,",
-    ),
-    "version of the wide type": (
-        lambda folder: overwrite(folder / "train_3.bin", 0, np.int32(20240801).tobytes()),
-        r"/train_3\.bin has .* begins with 20240801 and version 1,",
+        lambda folder: overwrite(folder / "train_00000.bin", 4, np.int32(2).tobytes()),
+        r"/train_00000\.bin has .* version 2,",
     ),
     "longer than it says": (
-        lambda folder: overwrite(folder / "train_3.bin", 1224, b"xx"),
-        r"/train_3\.bin has 1,226 bytes.* 100 tokens with their header take 1,224: copy it again",
+        lambda folder: overwrite(folder / "train_00000.bin", 1084, b"xx"),
+        r"/train_00000\.bin has 1,086 bytes.* 30 tokens with their header take 1,084: copy it again",
     ),
     "cut in its header": (
-        lambda folder: os.truncate(folder / "train_3.bin", 600),
-        r"/train_3\.bin has 600 bytes, and 100 tokens with their header take 1,224: copy it again",
+        lambda folder: os.truncate(folder / "train_00000.bin", 600),
+        r"/train_00000\.bin has 600 bytes, and 30 tokens with their header take 1,084: copy it again",
+    ),
+    "an evaluation file": (
+        lambda folder: overwrite(folder / "val_00000.bin", 0, np.int32(20240522).tobytes()),
+        r"/val_00000\.bin has .* begins with 20240522 and version 1,",
     ),
     "empty": (
-        lambda folder: os.truncate(folder / "train_3.bin", 0),
-        r"/train_3\.bin has 0 bytes, begins with 0 and",
-    ),
-    "negative count": (
-        lambda folder: overwrite(folder / "train_3.bin", 8, np.int32(-5).tobytes()),
-        r"/train_3\.bin .* -5 tokens",
+        lambda folder: os.truncate(folder / "train_00000.bin", 0),
+        r"/train_00000\.bin has 0 bytes, begins with 0 and",
     ),
     "odd size": (
         lambda folder: (folder / "train.bin").write_bytes(bytes(4001)),
         r"/train\.bin has 4,001 bytes, and 2,000 tokens with .* take 4,000",
     ),
     "a folder": (lambda folder: (folder / "a.bin").mkdir(), r"/a\.bin .*is not a regular file"),
-    "a pipe": (lambda folder: os.mkfifo(folder / "a.bin"), r"/a\.bin .*is not a regular file"),
     "a device": (
         lambda folder: (folder / "a.bin").symlink_to("/dev/zero"),
         r"/a\.bin .*is not a regular file",
     ),
-    "a broken link": (lambda folder: (folder / "a.bin").symlink_to("gone"), r"/a\.bin does not exist"),
+    "no shard": (
+        lambda folder: remove(folder, "*"),
+        r" has no file for training.*`python -m mingpt prepare`",
+    ),
+    "no shard for training": (lambda folder: remove(folder, "train*"), " has no file for training"),
 }
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_told_in_a_sentence(kind: str, tmp_path: Path) -> None:
-    for number in range(2, 13):
-        write_llmc(tmp_path / f"train_{number}.bin", some_tokens(100))
-    write_llmc(tmp_path / "val_0.bin", some_tokens(100))
-    open_shards(str(tmp_path), 0.1)
-    damage, sentence = DAMAGE[kind]
-    damage(tmp_path)
-    with pytest.raises(UserError, match=sentence) as caught:
-        open_shards(str(tmp_path), 0.1)
-    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("header", [b"", llmc_header(8000)])
-@pytest.mark.parametrize(("dtype", "below"), [("<u4", 65), ("<u4", 128_256), ("<i8", 50257)])
-def test_wider_tokens_are_not_read_as_uint16(header: bytes, dtype: str, below: int, tmp_path: Path) -> None:
-    (tmp_path / "train.bin").write_bytes(header + some_tokens(4000, below).astype(dtype).tobytes())
-    with pytest.raises(UserError, match=r"train\.bin seems to hold tokens of 4 or 8 bytes"):
-        open_shards(str(tmp_path), 0.1)
-
-
-def rare(often: int, seldom: int) -> np.ndarray:
-    """`often`, and `seldom` at a few even places."""
-    tokens = np.full(9000, often)
-    tokens[4000:9000:600] = seldom
-    return tokens
-
-
-HONEST = {
-    "characters": some_tokens(9000, 65),
-    "four letters, and an end-of-text at even places": rare(0, 50256) + np.tile([1, 2, 3, 0], 2250),
-    "any number": some_tokens(9000, 65536),
-    "mostly 0": rare(0, 50256),
-    "one": rare(5, 5),
-    "pairs of a note and a flag": np.stack([some_tokens(4500, 128), some_tokens(4500, 4)], axis=1).ravel(),
-    "few": np.array([1, 0] * 100),
-}
-
-
-@pytest.mark.parametrize("kind", HONEST)
-def test_uint16_tokens_are_not_taken_for_another_type(kind: str, tmp_path: Path) -> None:
-    write_nanogpt(tmp_path / "train.bin", HONEST[kind])
-    assert len(open_shards(str(tmp_path), 0.5).train) == len(HONEST[kind]) // 2
-
-
-@pytest.mark.parametrize(
-    ("path", "sentence"),
-    [
-        ("{}/none.bin", r"none\.bin does not exist"),
-        ("{}/none_*.bin", r"none_\*\.bin has no file whose name ends in \.bin"),
-        ("{}/texts/*.txt", r"\*\.txt has no file whose name ends in \.bin"),
-        ("{}/held", r"only validation files, .*val_0\.bin.* for training"),
-        (
-            "{}/texts",
-            r"/texts has no file .*: name a text, or token shards, which `python -m mingpt prepare`",
-        ),
-        ("{}/*/*.bin", r"in several folders, .*/held and .*/one"),
-    ],
-)
-def test_a_path_without_shards_is_told_in_a_sentence(path: str, sentence: str, tmp_path: Path) -> None:
-    for name in ("one/a.bin", "two/a.bin", "held/val_0.bin", "texts/a.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    with pytest.raises(UserError, match=sentence):
-        open_shards(path.format(tmp_path), 0.1)
-
-
-def test_a_split_that_leaves_a_part_without_tokens_is_refused(tmp_path: Path) -> None:
-    write_llmc(tmp_path / "a.bin", range(10))
-    for val_fraction, part in ((0.01, "validation"), (0.95, "training")):
-        config = DataConfig(path=str(tmp_path), block_size=1, val_fraction=val_fraction)
-        with pytest.raises(UserError, match=f"the {part} part .* fewer than one window .* data.val_fraction"):
-            tokenize(open_data(config), config, None)
 
 
 def change_meta(**changes: Any) -> Callable[[Path], object]:
@@ -364,23 +237,16 @@ def change_meta(**changes: Any) -> Callable[[Path], object]:
 META_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "not finished": (change_meta(complete=False), "was interrupted: remove the folder .* again"),
     "not text": (lambda folder: (folder / "meta.json").write_bytes(b"\xff\xfe"), "is damaged"),
-    "no object": (lambda folder: (folder / "meta.json").write_text("[]"), "is damaged"),
     "another purpose": (lambda folder: (folder / "meta.json").write_text('{"a": 1}'), "rename it to read"),
     "a later format": (change_meta(format=2), "damaged: format: "),
-    "complete is a word": (change_meta(complete="yes"), "damaged: complete: "),
     "vocabulary": (
         change_meta(tokenizer={"sha256": None, "vocab_size": 0, "end_of_text": None}),
         r"damaged: tokenizer\.vocab_size: ",
     ),
     "bytes of validation": (change_meta(val_bytes=-1), "damaged: val_bytes: "),
-    "no files": (change_meta(files=[]), "damaged: files: "),
-    "other tokens": (
-        lambda folder: write_llmc(folder / "train_00001.bin", range(8)),
-        r"train_00001\.bin has 8 tokens.* 7 in",
-    ),
     "other bytes": (
         lambda folder: write_llmc(folder / "train_00001.bin", range(7), wide=True),
-        r"train_00001\.bin has 7 tokens in 1,052 bytes.* 7 in 1,038",
+        r"train_00001\.bin has 1,052 bytes.* says 1,038",
     ),
     "a missing file": (
         lambda folder: (folder / "train_00001.bin").unlink(),
@@ -393,35 +259,29 @@ META_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", META_DAMAGE)
-def test_damage_of_meta_json_is_told_in_a_sentence(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [*DAMAGE, *META_DAMAGE])
+def test_damage_is_told_in_a_sentence(kind: str, tmp_path: Path) -> None:
     prepared(tmp_path)
-    damage, sentence = META_DAMAGE[kind]
+    open_shards(tmp_path, 0.1)
+    if kind in DAMAGE:
+        (tmp_path / "meta.json").unlink()
+    damage, sentence = (DAMAGE | META_DAMAGE)[kind]
     damage(tmp_path)
     with pytest.raises(UserError, match=sentence) as caught:
-        open_shards(str(tmp_path), 0.1)
-    assert f"{tmp_path}/" in str(caught.value) and "meta.json" in str(caught.value)
+        open_shards(tmp_path, 0.1)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-# Size
-
-
-def test_200_gb_open_with_few_descriptors_and_take_no_memory(tmp_path: Path) -> None:
+def test_200_gb_are_read_with_few_descriptors_and_little_memory(tmp_path: Path) -> None:
     """The files are sparse."""
     need_proc()
     count = (200_000_000 - 1024) // 2
     for number in range(1000):
         (tmp_path / f"train_{number:05}.bin").write_bytes(llmc_header(count))
         os.truncate(tmp_path / f"train_{number:05}.bin", 1024 + 2 * count)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    open_files = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files + 8, limit[1]))
     tracemalloc.start()
-    try:
-        tokens = open_shards(str(tmp_path), 0.01).train
-        assert not tokens.read(RNG.integers(0, len(tokens) - 1025, 640), 1025).any()
-        assert tracemalloc.get_traced_memory()[1] < 20e6
-    finally:
-        tracemalloc.stop()
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    assert len(tokens) == int(count * 1000 * 0.99)
+    tokens = open_shards(tmp_path, 0.01).train
+    assert not tokens.read(RNG.integers(0, len(tokens) - 1025, 640), 1025).any()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6 and len(os.listdir("/proc/self/fd")) < 100

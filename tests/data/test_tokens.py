@@ -8,6 +8,7 @@ from torch import Tensor
 from mingpt.base.errors import UserError
 from mingpt.config import DataConfig
 from mingpt.data import TOKENIZERS, CharTokenizer, make_corpus
+from mingpt.data.corpus import open_data
 
 TEXT = "Où? Ça, la mer; 海と空。 " * 40
 PLAY = ROOT / "data" / "input.txt"
@@ -46,16 +47,13 @@ def test_a_byte_order_mark_changes_nothing() -> None:
     assert marked.fingerprint == plain.fingerprint and marked.vocab_size == plain.vocab_size
 
 
-class OtherTokenizer(CharTokenizer):
-    """A tokenizer that differs from the character tokenizer."""
-
-
 def test_the_setting_chooses_the_tokenizer_and_auto_takes_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TOKENIZERS, "other", OtherTokenizer)
+    other = type("OtherTokenizer", (CharTokenizer,), {})
+    monkeypatch.setitem(TOKENIZERS, "other", other)
     chosen = make_corpus(TEXT.encode(), DataConfig(block_size=8)).tokenizer
     assert type(chosen) is CharTokenizer
     chosen = make_corpus(TEXT.encode(), DataConfig(block_size=8, tokenizer="other")).tokenizer
-    assert type(chosen) is OtherTokenizer
+    assert type(chosen) is other
 
 
 def test_the_embedding_may_have_more_rows_than_the_tokenizer_has_tokens_and_not_fewer() -> None:
@@ -84,8 +82,9 @@ def test_the_entropy_floor_is_known_for_the_embedded_play_alone() -> None:
         *((name, "mingpt prepare") for name in ("a.jsonl", "a.txt.gz", "a.parquet", "A.JSONL", "a.Zip")),
         ("https://host/a.jsonl?download=1", "mingpt prepare"),
         *((name, "unpack the archive first") for name in ("a.tar", "a.tar.gz", "a.TGZ", "a.tbz2")),
+        *((f"{place}train_*.bin", "named by their folder") for place in ("", "s3://bucket/")),
     ],
 )
 def test_what_training_does_not_read_is_refused_with_a_way_out(name: str, way_out: str) -> None:
     with pytest.raises(UserError, match=f"^data.path .* is not a text: .*{way_out}"):
-        make_corpus(TEXT.encode(), DataConfig(path=name, block_size=8))
+        open_data(DataConfig(path=name))

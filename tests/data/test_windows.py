@@ -69,7 +69,7 @@ def test_batches_before_one_that_cannot_be_used_come_first(tmp_path: Path) -> No
     tokens[205] = 50
     write_llmc(tmp_path / "train_0.bin", tokens)
     write_llmc(tmp_path / "val_0.bin", tokens)
-    shards = open_shards(str(tmp_path), 0.5).train
+    shards = open_shards(tmp_path, 0.5).train
     dataset = CharDataset(shards, 8, vocab_size=50)
     batches = dataset.batches(range(0, 390, 8), 4)
     found: list[tuple[torch.Tensor, ...]] = []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Start, command, error_of, manifest
-from support.jobs import Job, read_history, read_metric
+from support.jobs import Job, read_metric
 from support.prepared import prepared
 from support.sampling import sample
 from support.shards import write_llmc, write_nanogpt
@@ -92,25 +92,6 @@ def test_sampling_needs_the_snapshot_alone(shards: Path, on_shards: Path) -> Non
     options = ["--prompt", "The king's", "--tokens", "50", "--num_samples", "2"]
     done = sample(on_shards / "snapshots" / "step_00000030.safetensors", *options)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("The king's") == 2
-
-
-@pytest.mark.parametrize(("part", "workers"), [("val", 2), ("train", 1)])
-def test_a_token_past_the_vocabulary_ends_the_job_on_all_workers(
-    part: str, workers: int, start: Start, tmp_path: Path
-) -> None:
-    """Only one worker reads the token."""
-    tokens = {"train": np.arange(5000) % 90, "val": np.arange(500) % 90}
-    tokens[part][len(tokens[part]) // 2] = 90
-    for name, content in tokens.items():
-        write_llmc(tmp_path / f"{name}_00000.bin", content)
-    given = settings(tmp_path / "run", tmp_path, data__vocab_size=90, trainer__eval_at_start=False)
-    given |= {"trainer__max_steps": 200, "trainer__eval_every": 7, "trainer__workers": workers}
-    job = start(command(**given))
-    number = "2,500" if part == "train" else "250"
-    said = f"token {number} of {tmp_path}/{part}_00000.bin is 90, and the vocabulary has 90"
-    assert error_of(job).startswith(said)
-    history = read_history(tmp_path / "run")
-    assert history["status"] == "failed" and len(history["generations"]) == 1, history
 
 
 @pytest.mark.weekly

@@ -88,7 +88,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 def tokens_of(folder: Path, part: Literal["train", "val"]) -> list[int]:
     """The tokens of all training or validation shards in a folder that the command has written, in order."""
-    shards: TokenShards = getattr(open_shards(str(folder), 0.1), part)
+    shards: TokenShards = getattr(open_shards(folder, 0.1), part)
     return shards.read([0], len(shards))[0].tolist()
 
 
