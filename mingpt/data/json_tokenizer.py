@@ -1,6 +1,6 @@
 """Find and run a Hugging Face tokenizer.json with the package `tokenizers`, which is imported on first use.
 
-`inspect_spec` finds out from the file whether a text can be split into pieces without changing the text's
+`can_be_cut` finds out from the file whether a text can be split into pieces without changing the text's
 tokens. Functions that take parsed content of a tokenizer.json may raise KeyError, TypeError or AttributeError
 if the content has an unknown form.
 """
@@ -52,18 +52,13 @@ GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"  # so that all runs g
 PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
-def inspect_spec(spec: dict[str, Any]) -> tuple[bool, bool]:
-    """Return two booleans, each true only if a statement about the tokenizer holds for every text.
+def can_be_cut(spec: dict[str, Any]) -> bool:
+    """Return whether the tokens of the pieces that `split_text` yields are, joined, those of the whole text.
 
-    The statements, in the order of the booleans:
-
-    - Decoding joins the bytes of the tokens.
-    - The tokens of the pieces that `split_text` yields, concatenated, are the tokens of the whole text.
-
-    `spec` is the parsed tokenizer.json.
+    `spec` is the parsed tokenizer.json. Returns True only if this holds for every text.
     """
-    splitter, decoder = spec.get("pre_tokenizer") or {}, spec.get("decoder") or {}
-    can_be_cut = (
+    splitter = spec.get("pre_tokenizer") or {}
+    return (
         spec.get("normalizer") is None
         and splitter.get("type") == "ByteLevel"
         and not splitter.get("add_prefix_space", True)
@@ -73,7 +68,6 @@ def inspect_spec(spec: dict[str, Any]) -> tuple[bool, bool]:
             for token in spec.get("added_tokens") or []
         )
     )
-    return decoder.get("type") == "ByteLevel", can_be_cut
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
@@ -117,7 +111,7 @@ class JsonTokenizer(Tokenizer):
             raise ValueError(f"it has token {self._size - 1:,}, and numbers must be below {MAX_TOKENS:,}")
         self._dtype = np.min_scalar_type(self._size - 1)
         try:
-            self.is_byte_level, self._can_be_cut = inspect_spec(spec)
+            self._can_be_cut = can_be_cut(spec)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this tokenizer.json is of an unknown form: {reason_of(error)}") from None
 
@@ -164,31 +158,8 @@ class JsonTokenizer(Tokenizer):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens, without special tokens; bytes that are not UTF-8 become U+FFFD."""
-        return "".join(self.decode_pieces(tokens))
-
-    def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text in pieces, as tokens arrive.
-
-        Text that ends in U+FFFD is held back until later tokens complete the last character, or until the
-        tokens end. The tokens of a piece are decoded together with the previous piece's
-        tokens, because a decoder may treat the first token specially.
-        """
-        before: list[int] = []
-        pending: list[int] = []
-        for token in tokens:
-            pending.append(int(token))
-            text = self._text_behind(before, pending)
-            if text and not text.endswith("\ufffd"):
-                yield text
-                before, pending = pending, []
-        yield self._text_behind(before, pending)
-
-    def _text_behind(self, before: list[int], tokens: list[int]) -> str:
-        head = self._tokenizer.decode(before, skip_special_tokens=True)
-        text = self._tokenizer.decode(before + tokens, skip_special_tokens=True)
-        if text.startswith(head):
-            return text[len(head) :]
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=True)
+        return text
 
     @property
     def end_of_text(self) -> int | None:
