@@ -49,7 +49,7 @@ PIECES_AT_ONCE = 16  # few: while it encodes, the package needs about 100 bytes 
 MAX_TOKENS = 1 << 24  # arrays have an element for each token up to the highest
 GPT2 = ("openai-community/gpt2", "tokenizer.json")
 GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"  # so that all runs get the same file
-PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+GPT2_FILES = ("encoder.json", "vocab.bpe")  # the vocabulary and the merges, as GPT-2 was published
 
 
 def can_be_cut(spec: dict[str, Any]) -> bool:
@@ -254,9 +254,8 @@ def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
 def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
     """Return the content of a tokenizer.json. `name` is gpt2, or the path or URL of a .json file or a folder.
 
-    Instead of a tokenizer.json, a local folder may hold vocab.json and merges.txt, or encoder.json and
-    vocab.bpe, in GPT-2's form. The result is then made from the two files. Raises UserError for files that
-    cannot be read or used; the message begins with `setting`, the setting's name.
+    Instead of a tokenizer.json, a local folder may hold GPT2_FILES. The result is then made from them. Raises
+    UserError for files that cannot be read or used; the message begins with `setting`, the setting's name.
     """
     if name == "gpt2":
         return download_gpt2(setting)
@@ -267,13 +266,12 @@ def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
     except AbsentFile:
         if is_file:
             raise
-    for names in PAIRS:
-        paths = [os.path.join(folder.removeprefix("file://"), one) for one in names]
-        if all(map(os.path.isfile, paths)):
-            return read_vocabulary(paths, f"{setting} {folder}")
+    paths = [os.path.join(folder.removeprefix("file://"), name) for name in GPT2_FILES]
+    if all(map(os.path.isfile, paths)):
+        return read_vocabulary(paths, f"{setting} {folder}")
     raise UserError(
         f"{setting} {folder} is neither gpt2, nor a .json file, nor a folder with tokenizer.json, or "
-        f"vocab.json and merges.txt, or encoder.json and vocab.bpe{relative_to(folder)}; `python -m mingpt "
+        f"encoder.json and vocab.bpe{relative_to(folder)}; `python -m mingpt "
         "prepare --tokenizer bpe` makes a BPE of a text"
     )
 

@@ -33,8 +33,7 @@ def make_parser() -> CommandParser:
         type=typed_path,
         default="out/default",
         help="run folder or snapshot folder, whose newest snapshot is used, or step_*.safetensors; a path or "
-        "URL; or a Hugging Face model: its folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl "
-        "(default: %(default)s)",
+        "URL (default: %(default)s)",
     )
     add("--best", action="store_true", help="the snapshot with the lowest validation loss, not the newest")
     prompt = parser.add_mutually_exclusive_group()
@@ -95,21 +94,21 @@ def main(words: Sequence[str]) -> int:
 def sample(arguments: argparse.Namespace) -> None:
     from mingpt.distributed.device import resolve_dtype
     from mingpt.model import GPT
-    from mingpt.snapshot.contents import load_weights
-    from mingpt.training.initial_weights import open_weights
+    from mingpt.snapshot import open_snapshot
+    from mingpt.snapshot.contents import check_model, load_weights, snapshot_tokenizer
 
     device = find_device(arguments.device)
-    weights = open_weights(arguments.run, arguments.best, asked="")
-    vocab_size = weights.vocab_size
-    tokenizer = None if arguments.prompt_tokens is not None else weights.tokenizer
+    snapshot = open_snapshot(arguments.run, check_model, weights_only=True, best=arguments.best)
+    vocab_size = snapshot.manifest.tokenizer.vocab_size
+    tokenizer = None if arguments.prompt_tokens is not None else snapshot_tokenizer(snapshot)
     if tokenizer is None:
         text, prompt = "", read_prompt_tokens(arguments.prompt_tokens, vocab_size)
     else:
         text, prompt = read_prompt(arguments.prompt, tokenizer)
     # The model's tables grow with block_size, so it is only as large as the prompt and the new tokens need.
-    block_size = min(weights.block_size, len(prompt) + arguments.tokens)
-    model = GPT(weights.model, vocab_size=vocab_size, block_size=block_size)
-    load_weights(model, weights.tensors, arguments.run)
+    block_size = min(snapshot.config.data.block_size, len(prompt) + arguments.tokens)
+    model = GPT(snapshot.config.model, vocab_size=vocab_size, block_size=block_size)
+    load_weights(model, snapshot.tensors("model."), arguments.run)
     model.to(device, resolve_dtype(arguments.dtype, device)).eval()
     write_samples(model, tokenizer, text, prompt, arguments)
 

@@ -3,11 +3,9 @@
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT, SMALL
 from support.hf_models import save_run
 from support.sampling import sample
@@ -22,15 +20,6 @@ CONFIG = Config(
     optimizer=OptimizerConfig(name="adamw"),
 )
 SMALLER = ModelConfig(n_layer=1, n_head=2, n_embd=32)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: the model is too small to share, and on a busy machine threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
