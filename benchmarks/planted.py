@@ -29,11 +29,11 @@ JOBS = {
     "base": ["test_bad_input"], "config": ["test_bad_input", "test_resuming"],
     "data": ["test_any_number_of_workers", "test_token_data"],
     "distributed": ["test_starting", "test_restarts", "test_bad_input"], "launch": ["test_plain_python"],
-    "model": ["test_sampling", "test_from_hugging_face"], "optim": ["test_any_number_of_workers"],
+    "model": ["test_sampling"], "optim": ["test_any_number_of_workers"],
     "parallel": ["test_any_number_of_workers", "test_sharded_jobs"],
     "report": ["test_resuming"],
     "snapshot": ["test_bad_snapshots", "test_resuming", "test_memory_of_a_node"],
-    "tools": ["test_doctor_jobs", "test_token_data"],
+    "tools": ["test_doctor_jobs", "test_from_hugging_face", "test_token_data"],
     "training": ["test_resuming", "test_one_job", "test_stopping"],
 }  # fmt: skip
 PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]

@@ -21,6 +21,7 @@ COMMANDS = {
     "snapshots": ("tools.snapshots", "list the snapshots of a run: step, validation loss, size, state"),
     "timeline": ("tools.timeline", "draw what the time of a run went to"),
     "sample": ("tools.sample", "generate text with a trained model; sample.py is the same program"),
+    "import": ("tools.import_model", "turn a model of Hugging Face's into a run, to train or sample it"),
     "export": ("tools.export", "write a run as a folder in Hugging Face's format"),
 }
 

@@ -276,8 +276,8 @@ class SnapshotConfig:
     )
     init_from: Optional[str] = Field(
         None,
-        "start with the weights of another run or model: run folder (the newest, or the best as RUN@best), "
-        "snapshot, Hugging Face folder of GPT-2 or NanoChat, or gpt2, gpt2-medium, gpt2-large, gpt2-xl",
+        "start with the weights of another run: its folder (the newest, or the best as RUN@best), or a "
+        "snapshot; `python -m mingpt import` makes a run of a model of Hugging Face's",
         affects_result=True,
     )
 

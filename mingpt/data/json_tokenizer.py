@@ -47,7 +47,7 @@ BATCH_CHARACTERS = 1 << 20  # encoded at once; while it encodes, the package nee
 MAX_TOKENS = 1 << 24  # arrays have an element for each token up to the highest
 GPT2 = ("openai-community/gpt2", "tokenizer.json")
 GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"  # so that all runs get the same file
-PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+GPT2_FILES = ("encoder.json", "vocab.bpe")  # the vocabulary and the merges, as GPT-2 was published
 
 
 def can_be_cut(spec: dict[str, Any]) -> bool:
@@ -154,31 +154,8 @@ class JsonTokenizer(Tokenizer):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens, without special tokens; bytes that are not UTF-8 become U+FFFD."""
-        return "".join(self.decode_pieces(tokens))
-
-    def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text in pieces, as tokens arrive.
-
-        Text that ends in U+FFFD is held back until later tokens complete the last character, or until the
-        tokens end. The tokens of a piece are decoded together with the previous piece's
-        tokens, because a decoder may treat the first token specially.
-        """
-        before: list[int] = []
-        pending: list[int] = []
-        for token in tokens:
-            pending.append(int(token))
-            text = self._text_behind(before, pending)
-            if text and not text.endswith("\ufffd"):
-                yield text
-                before, pending = pending, []
-        yield self._text_behind(before, pending)
-
-    def _text_behind(self, before: list[int], tokens: list[int]) -> str:
-        head = self._tokenizer.decode(before, skip_special_tokens=True)
-        text = self._tokenizer.decode(before + tokens, skip_special_tokens=True)
-        if text.startswith(head):
-            return text[len(head) :]
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=True)
+        return text
 
     @property
     def end_of_text(self) -> int | None:
@@ -273,9 +250,8 @@ def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
 def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
     """Return the content of a tokenizer.json. `name` is gpt2, or the path or URL of a .json file or a folder.
 
-    Instead of a tokenizer.json, a local folder may hold vocab.json and merges.txt, or encoder.json and
-    vocab.bpe, in GPT-2's form. The result is then made from the two files. Raises UserError for files that
-    cannot be read or used; the message begins with `setting`, the setting's name.
+    Instead of a tokenizer.json, a local folder may hold GPT2_FILES. The result is then made from them. Raises
+    UserError for files that cannot be read or used; the message begins with `setting`, the setting's name.
     """
     if name == "gpt2":
         return download_gpt2(setting)
@@ -286,13 +262,12 @@ def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
     except AbsentFile:
         if is_file:
             raise
-    for names in PAIRS:
-        paths = [os.path.join(folder.removeprefix("file://"), one) for one in names]
-        if all(map(os.path.isfile, paths)):
-            return read_vocabulary(paths, f"{setting} {folder}")
+    paths = [os.path.join(folder.removeprefix("file://"), name) for name in GPT2_FILES]
+    if all(map(os.path.isfile, paths)):
+        return read_vocabulary(paths, f"{setting} {folder}")
     raise UserError(
         f"{setting} {folder} is neither gpt2, nor a .json file, nor a folder with tokenizer.json, or "
-        f"vocab.json and merges.txt, or encoder.json and vocab.bpe{relative_to(folder)}; `python -m mingpt "
+        f"encoder.json and vocab.bpe{relative_to(folder)}; `python -m mingpt "
         "prepare --tokenizer bpe` makes a BPE of a text"
     )
 

@@ -10,7 +10,7 @@ import json
 import sys
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,14 +67,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens`, without special tokens; bytes that are not UTF-8 become U+FFFD."""
-
-    def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text in pieces as tokens arrive. By default, each token is decoded alone.
-
-        Override this if the joined pieces would not be what `decode` returns.
-        """
-        for token in tokens:
-            yield self.decode([token])
 
     @property
     def end_of_text(self) -> int | None:

@@ -13,7 +13,6 @@ from mingpt.snapshot.layout import step_of, steps_in
 from mingpt.snapshot.reading import Check, accept_all
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
-PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 log = logging.getLogger(__name__)
 
 
@@ -22,13 +21,16 @@ def open_snapshot(
 ) -> Snapshot:
     """Return the snapshot in the file or folder `where`, after the checks of `SnapshotStore.read`.
 
-    `where` is the path or URL of a snapshot's file, of a run folder, or of a folder of snapshots. In a
-    folder, snapshots are tried from the newest on; with `best`, from the lowest validation loss on. The first
-    snapshot that can be used is returned; snapshots that were tried before are skipped with a log line. With
-    `weights_only`, only the header of the optimizer's file is read. Raises UserError if no snapshot can be
-    used, if `check` raises UserError, or if `best` is given with a file. Also raises UserError if a snapshot
-    that is tried has an unknown schema version, or if the run's config.yaml cannot be used.
+    `where` is the path or URL of a snapshot's file, of a run folder, or of a folder of snapshots. Appended
+    to it, "@best" means `best`. In a folder, snapshots are tried from the newest on; with `best`, from the
+    lowest validation loss on. The first snapshot that can be used is returned; snapshots that were tried
+    before are skipped with a log line. With `weights_only`, only the header of the optimizer's file is read.
+    Raises UserError if no snapshot can be used, if `check` raises UserError, or if `best` is given with a
+    file. Also raises UserError if a snapshot that is tried has an unknown schema version, or if the run's
+    config.yaml cannot be used.
     """
+    if where.endswith("@best") and not os.path.exists(where):
+        where, best = where.removesuffix("@best"), True
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)
     if named is not None and best:
@@ -38,12 +40,6 @@ def open_snapshot(
             return SnapshotStore(folder or ".").read(named, check, weights_only)
         except (CorruptSnapshot, UnreadableSnapshot) as error:
             raise UserError(f"the snapshot {where} cannot be used: {error}") from None
-    if name.lower().endswith(PICKLES) and not os.path.isdir(where):
-        raise UserError(
-            f"{where} is a pickle, which could run any code, and is not read: load it by torch.load(..., "
-            "weights_only=True) and save it as safetensors or as a folder in Hugging Face's format, which "
-            "snapshot.init_from takes; docs/data.md has the command for nanoGPT's ckpt.pt"
-        )
     problems: list[str] = []
     for place in possible_places(where):
         store = SnapshotStore(place)
@@ -68,9 +64,9 @@ def open_snapshot(
         raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}): try another")
     place = where if "://" in where else os.path.abspath(where)
     raise UserError(
-        f"there is no snapshot in {place}: give a run folder such as out/default, or a step_*.safetensors; a "
-        "folder in Hugging Face's format is for transformers, or, on a local disk, for sample.py and "
-        "snapshot.init_from"
+        f"there is no snapshot in {place}: give a run folder such as out/default, or a step_*.safetensors; "
+        "if it is a model of Hugging Face's or nanoGPT's, import it first: python -m mingpt import SOURCE "
+        "OUT (docs/data.md)"
     )
 
 

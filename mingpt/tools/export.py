@@ -18,20 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError
 from torch import Tensor
 
 from mingpt.base.command import CommandParser
 from mingpt.base.errors import UserError
-from mingpt.base.files import fsync_path
 from mingpt.base.paths import describe_obstacle, typed_path
-from mingpt.base.urls import redact, redact_all
-from mingpt.config import Config, flatten, result_settings
+from mingpt.base.urls import redact
+from mingpt.config import Config
 from mingpt.data import Tokenizer
-from mingpt.model.hf import convertible, hf_fields, import_transformers, to_hf
-from mingpt.snapshot import Manifest, Snapshot, open_snapshot
+from mingpt.snapshot import Snapshot, open_snapshot
 from mingpt.snapshot.contents import check_model, snapshot_tokenizer
+from mingpt.snapshot.manifest import validation_loss
+from mingpt.tools.hugging_face import form_of, hf_fields, import_transformers, to_hf
 
 CARD = """\
 ---
@@ -41,59 +40,22 @@ pipeline_tag: text-generation
 
 # {architecture}, {parameters:,} parameters
 
-Trained by mingpt-distributed with `model.arch: {arch}`.
+Trained by mingpt-distributed.
 
-| | |
-|---|---|
-{rows}
+- steps: {step:,}
+- validation loss, nats per token: {loss}
+- SHA-256 of the snapshot: `{sha256}`
 
-## Load it
-
-With transformers, without remote code:
-
-{code}
-
-With mingpt-distributed, to go on from these weights:
-
-```bash
-python train.py snapshot.init_from=FOLDER {model}
-```
-
-## How it was trained
-
-With these settings; the others cannot change the result.
-
-```yaml
-{settings}```
-"""
-WITH_TOKENIZER = """\
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # the folder of this file
-model = AutoModelForCausalLM.from_pretrained(folder)
-tokenizer = AutoTokenizer.from_pretrained(folder)
-prompt = tokenizer({prompt!r}, return_tensors="pt")
-room = model.config.max_position_embeddings - prompt["input_ids"].shape[1]
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=min({tokens}, room))[0]))
-```
-
-`tokenizer.json` is the tokenizer that it was trained with."""
-WITHOUT_TOKENIZER = """\
-```python
-import torch
 from transformers import AutoModelForCausalLM
 
-folder = "."  # the folder of this file
-model = AutoModelForCausalLM.from_pretrained(folder)
-room = model.config.max_position_embeddings - 1
-print(model.generate(torch.tensor([[0]]), max_new_tokens=min({tokens}, room))[0].tolist())
+model = AutoModelForCausalLM.from_pretrained(".")  # the folder of this file
 ```
 
-There is no tokenizer here: the run had none, or one that no `tokenizer.json` can describe."""
-EXAMPLE_TOKENS = 200  # the most tokens that the card's example generates
-# The settings on which the weights' shapes depend. The model card gives them all: defaults may be different.
-MODEL_SETTINGS = ("model.arch", "model.n_layer", "model.n_head", "model.n_embd", "data.block_size")
+`tokenizer.json`, if it is here, is the tokenizer of the training: `AutoTokenizer.from_pretrained(".")`.
+To train it further: `python -m mingpt import FOLDER OUT`, and then
+`python train.py snapshot.init_from=OUT`.
+"""
 CONFIG = "config.json"  # without it the folder is no model
 WRITTEN = (
     CONFIG,
@@ -105,55 +67,6 @@ WRITTEN = (
 )
 # What transformers also reads, if it is there.
 READ = ("adapter_config.json", "added_tokens.json", "chat_template.jinja", "special_tokens_map.json")
-NAMES = {
-    "train/loss": "training loss, nats per token",
-    "val/loss": "validation loss, nats per token",
-    "val/bits_per_byte": "validation, bits per byte",
-}
-
-
-def model_card(manifest: Manifest, architecture: str, parameters: int, prompt: str | None) -> str:
-    """Return the model card, as Markdown, of the snapshot with this manifest.
-
-    `architecture` is the name of the model class in transformers. `parameters` is the number of parameters;
-    a matrix that is used twice counts once. `prompt` is the text that the card's example continues; None if
-    there is no tokenizer.json.
-    """
-    given, software = flatten(dict(manifest.config)), manifest.software.model_dump(exclude_unset=True)
-    figures: dict[str, Any] = {
-        "steps": f"{manifest.step:,}",
-        "tokens trained on": f"{manifest.windows * given['data.block_size']:,}",
-        "context length": f"{given['data.block_size']:,}",
-    }
-    for record in manifest.metrics.values():
-        figures |= {
-            f"{NAMES[name]}, at step {record['step']:,}": f"{value:.4f}"
-            for name, value in record.items()
-            if name in NAMES
-        }
-    figures |= {
-        "data": quoted(manifest.data.path),
-        "data, SHA-256": quoted(manifest.data.sha256),
-        "snapshot, SHA-256": quoted(manifest.sha256),
-        "software": quoted(", ".join(f"{key} {one}" for key, one in software.items())),
-    }
-    trained = yaml.safe_dump(redact_all(result_settings(manifest.config)), sort_keys=False)
-    code = WITHOUT_TOKENIZER if prompt is None else WITH_TOKENIZER
-    return CARD.format(
-        model=" ".join(f"{key}={given[key]}" for key in MODEL_SETTINGS),
-        architecture=architecture,
-        parameters=parameters,
-        arch=given["model.arch"],
-        rows="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
-        code=code.format(prompt=prompt, tokens=EXAMPLE_TOKENS),
-        settings=trained.replace("```", "'''"),
-    )
-
-
-def quoted(text: str) -> str:
-    """Return `text` as code for a cell of a Markdown table: on one line, with credentials in URLs hidden."""
-    plain = " ".join(redact(text).split())
-    return "`" + plain.replace("`", "'").replace("|", "\\|") + "`"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -171,11 +84,11 @@ def export(run: str, out: str, best: bool = False) -> str:
     """Write a snapshot to the folder `out` in Hugging Face's format.
 
     `run` is the path or URL of a snapshot, or of a run: then the newest usable snapshot is written, or with
-    `best` the one with the lowest validation loss. Returns a line that says what was written, and a second
-    line if no tokenizer was written. The files appear in `out`, config.json last, only when all of them are
-    on disk. Raises UserError if `out` is a URL, cannot be written, or holds a file of the same name or
-    another that transformers would read. Also raises UserError if no snapshot can be used or converted, if
-    `best` is given with a snapshot, or if transformers is missing.
+    `best` the one with the lowest validation loss. Returns a line that says what was written. The files
+    appear in `out`, config.json last, only when all of them are complete. Raises UserError if `out` is a URL,
+    cannot be written, or holds a file of the same name or another that transformers would read. Also raises
+    UserError if no snapshot can be used or converted, if `best` is given with a snapshot, or if transformers
+    is missing.
     """
     if "://" in out:
         raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")
@@ -189,16 +102,11 @@ def export(run: str, out: str, best: bool = False) -> str:
         ) as partial:
             snapshot = open_snapshot(run, check_model, weights_only=True, best=best)
             architecture = write_files(Path(partial), snapshot, snapshot_tokenizer(snapshot))
-            has_tokenizer = (Path(partial) / "tokenizer.json").exists()
-            move_files(Path(partial), target)
+            for name in sorted(os.listdir(partial), key=lambda name: name == CONFIG):
+                os.rename(Path(partial) / name, target / name)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} cannot be written: {describe_obstacle(target, error)}") from None
-    line = f"step {snapshot.manifest.step} of {run} written to {out} as {architecture}"
-    return (
-        line
-        if has_tokenizer
-        else (f"{line}\nwithout a tokenizer: the run has none, or one that no tokenizer.json can describe")
-    )
+    return f"step {snapshot.manifest.step} of {run} written to {out} as {architecture}"
 
 
 def refuse_files(folder: Path) -> None:
@@ -211,36 +119,27 @@ def refuse_files(folder: Path) -> None:
             )
 
 
-def move_files(partial: Path, target: Path) -> None:
-    """Move all files of the folder `partial` to `target`, which is on the same disk, CONFIG last.
-
-    Raises OSError, and UserError if another command has written to `target` meanwhile.
-    """
-    for path in partial.iterdir():
-        fsync_path(path)
-    refuse_files(target)
-    for name in sorted(os.listdir(partial), key=lambda name: name == CONFIG):
-        os.rename(partial / name, target / name)
-    fsync_path(target)
-
-
 def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -> str:
     """Write model and model card to `folder`; return the name of the model class in transformers.
 
     Also writes tokenizer.json and tokenizer_config.json, if a tokenizer.json can describe `tokenizer`.
     """
-    config, tensors = snapshot.config, snapshot.tensors("model.")
-    parameters = sum(tensor.numel() for tensor in tensors.values())
+    config, manifest, tensors = snapshot.config, snapshot.manifest, snapshot.tensors("model.")
     content = tokenizer.to_tokenizer_json() if tokenizer else None
     end = tokenizer.end_of_text if tokenizer and content else None
     architecture = save_model(folder, config, tensors, end)
-    prompt = None
-    if tokenizer and content:
-        prompt = tokenizer.decode(tokenizer.default_prompt()) or "The"
+    if content:
         (folder / "tokenizer.json").write_bytes(as_trained(content))
         about = tokenizer_config(content, config.data.block_size, end)
         (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    card = model_card(snapshot.manifest, architecture, parameters, prompt)
+    loss = validation_loss(manifest)
+    card = CARD.format(
+        architecture=architecture,
+        parameters=sum(tensor.numel() for tensor in tensors.values()),
+        step=manifest.step,
+        loss="not measured" if loss is None else f"{loss:.4f}",
+        sha256=manifest.sha256,
+    )
     (folder / "README.md").write_text(card, encoding="utf-8")
     return architecture
 
@@ -251,11 +150,9 @@ def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: in
     Returns the name of the model class in transformers. `tensors` has the weights by this project's names.
     `end` is the id of the end-of-text token; None if there is no such token.
     """
-    kind, transformers = convertible(config.model.arch).hf_model_type, import_transformers()
+    kind, transformers = form_of(config.model.arch).model_type, import_transformers()
     vocab_size, block_size = len(tensors["wte.weight"]), config.data.block_size
     fields = hf_fields(config.model, vocab_size=vocab_size, block_size=block_size, end_of_text=end)
-    if kind == "gpt2":
-        fields["n_ctx"] = block_size  # which llama.cpp's converter reads
     with torch.device("meta"):
         about = transformers.AutoConfig.for_model(kind, **fields)
         model = transformers.AutoModelForCausalLM.from_config(about)

@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,19 +17,21 @@ from torch import Tensor
 
 from mingpt.base.errors import ExpectedError, UserError
 from mingpt.base.files import PIECE_BYTES
-from mingpt.base.rows import in_batches
+from mingpt.base.rows import Shape, in_batches
 from mingpt.config import Config
-from mingpt.data import CharDataset, Corpus, ElasticSampler
+from mingpt.data import CharDataset, Corpus, ElasticSampler, Tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment, autocast, enable_determinism
 from mingpt.model import GPT, LossModule, can_compile_block, choose_compile, compile_blocks, import_compiler
 from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
+from mingpt.snapshot import Snapshot
+from mingpt.snapshot.contents import fit_weights, snapshot_tokenizer
 from mingpt.snapshot.search import copy_rows
-from mingpt.training.initial_weights import match_weights
 from mingpt.training.start import StartPoint
 from mingpt.training.state import LossScale, TrainState, load_state
 
+SHAPE_SETTINGS = ("arch", "n_layer", "n_head", "n_embd")
 log = logging.getLogger(__name__)
 
 
@@ -201,9 +203,7 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
     draw = functools.partial(state.model.draw_weight, seed=config.seed)
     given: dict[str, Tensor] = {}
     if config.snapshot.init_from:
-        given = context.on_all(
-            lambda: match_weights(initial, config.model, shapes, tokenizer) if initial else {}
-        )
+        given = context.on_all(lambda: match_weights(initial, config, shapes, tokenizer) if initial else {})
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     for names in in_batches(shapes, lambda name: 4 * sizes[name], PIECE_BYTES):
         buffer = torch.empty(sum(sizes[name] for name in names), device=context.device)
@@ -214,6 +214,31 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
         for name, weight in weights.items():
             first = state.rows.of(f"model.{name}", context.rank).start
             copy_rows(parts[f"model.{name}"], first, 0, weight.view(shapes[name]))
+
+
+def match_weights(
+    initial: Snapshot, config: Config, shapes: Mapping[str, Shape], tokenizer: Tokenizer | None
+) -> dict[str, Tensor]:
+    """Return the weights of `initial`, by name, for a new run with parameters of the shapes `shapes`.
+
+    `tokenizer` is the new run's tokenizer. Learned positions past those in `shapes` are left out. Raises
+    UserError if the models differ otherwise, or if both tokenizers are known and differ.
+    """
+    origin = f"snapshot.init_from={config.snapshot.init_from}"
+    there, here = vars(initial.config.model), vars(config.model)
+    wrong = [f"model.{name}={there[name]}" for name in SHAPE_SETTINGS if there[name] != here[name]]
+    if wrong:
+        raise UserError(f"{origin} holds the weights of another model: set {' '.join(wrong)}")
+    its = snapshot_tokenizer(initial)
+    if tokenizer and its and tokenizer.fingerprint() != its.fingerprint():
+        raise UserError(
+            f"{origin} was trained with another tokenizer than this run's, and its embeddings fit only that "
+            "one: leave data.tokenizer out, keep no other tokenizer.json beside the data, or drop "
+            "snapshot.init_from"
+        )
+    tensors = fit_weights(initial.tensors("model."), shapes, origin)
+    log.info(f"weights taken from {config.snapshot.init_from}")
+    return tensors
 
 
 def compile_on_all_ranks(config: Config, context: DistributedContext, model: GPT) -> bool:

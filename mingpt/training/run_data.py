@@ -8,23 +8,13 @@ from pathlib import Path
 
 from mingpt.base.errors import UserError
 from mingpt.config import Config, DataConfig
-from mingpt.data import (
-    TOKENIZERS,
-    Corpus,
-    Data,
-    Tokenizer,
-    kind_of,
-    load_tokenizer,
-    read_named_tokenizer,
-    tokenize,
-)
+from mingpt.data import TOKENIZERS, Corpus, Data, Tokenizer, read_named_tokenizer, tokenize
 from mingpt.data.corpus import TextData, open_data, tokenizer_file
 from mingpt.data.json_tokenizer import parse_named_tokenizer
 from mingpt.data.shards import ShardData
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot import StoredState
+from mingpt.snapshot import Manifest, Snapshot, StoredState
 from mingpt.snapshot.contents import make_tokenizer
-from mingpt.training.initial_weights import InitialWeights
 from mingpt.training.run_folder import read_on, refuse_where_it_fails
 
 log = logging.getLogger(__name__)
@@ -73,25 +63,27 @@ def load_corpus(
     data: Data,
     snapshot: StoredState | None,
     is_restart: bool,
-    initial: InitialWeights | None,
+    initial: Snapshot | None,
 ) -> Corpus:
     """Tokenize `data` for a run that goes on from `snapshot`; None means a fresh run. Collective.
 
-    On rank 0 of a fresh run, `initial` has the weights of snapshot.init_from, if that is set; otherwise
+    On rank 0 of a fresh run, `initial` is the snapshot of snapshot.init_from, if that is set; otherwise
     `initial` is None. With `is_restart`, data.tokenizer is not compared with the snapshot's tokenizer. All
     ranks raise UserError if a tokenizer cannot be read or is not suitable, or if the data cannot be used.
     """
     if snapshot is None:
-        has_initial = config.snapshot.init_from is not None
-        tokenizer = choose_tokenizer(config.data, context, data, initial, has_initial)
+        origin = None
+        if config.snapshot.init_from:
+            origin = context.on_rank(
+                0, lambda: (initial.manifest, initial.read_tokenizer()) if initial else None
+            )
+        tokenizer = choose_tokenizer(config.data, context, data, origin)
         if isinstance(data, ShardData):
             data.check_tokenizer(tokenizer, config.data.tokenizer)
         rows = None
-        if has_initial and config.data.vocab_size is None:
-            # After tokens were added to a tokenizer, it may have more tokens than its model has rows.
-            # `match_weights` then refuses the weights.
-            size = len(tokenizer) if tokenizer else 0
-            rows = context.broadcast_object(max(initial.vocab_size, size) if initial else None, 0)
+        if origin and config.data.vocab_size is None:
+            # `match_weights` refuses weights that have fewer rows than the tokenizer has tokens.
+            rows = max(origin[0].tokenizer.vocab_size, len(tokenizer) if tokenizer else 0)
     else:
         keeps_tokenizer = config.data.tokenizer == "auto" or is_restart
         tokenizer = snapshot_tokenizer(config.data, context, data, snapshot, keeps_tokenizer)
@@ -135,19 +127,18 @@ def choose_tokenizer(
     config: DataConfig,
     context: DistributedContext,
     data: Data,
-    initial: InitialWeights | None = None,
-    has_initial: bool = False,
+    origin: tuple[Manifest, bytes | None] | None = None,
 ) -> Tokenizer | None:
     """Return the tokenizer that data.tokenizer names: read from a file, or made from the text. Collective.
 
     data.tokenizer=auto stands for the first of these that exists:
 
     - The tokenizer.json beside the data.
-    - If `has_initial`: the tokenizer of the weights `initial` (on rank 0). For a text, weights without a
-      tokenizer raise UserError.
+    - The tokenizer of `origin`: the manifest and the tokenizer's bytes of the snapshot that a fresh run takes
+      its weights from. For a text, a snapshot without a tokenizer raises UserError.
     - A tokenizer of characters for a text, None for token shards.
 
-    `has_initial` is the same on all ranks. Raises UserError if the tokenizer cannot be used.
+    Raises UserError if the tokenizer cannot be used.
     """
     name = config.tokenizer
     if name in TOKENIZERS:
@@ -157,9 +148,9 @@ def choose_tokenizer(
     path = tokenizer_file(data)
     if any(context.all_gather_object(path is not None)):
         return read_tokenizer(context, path, config.path)
-    if not has_initial:
+    if origin is None:
         return context.on_all(lambda: data.train_tokenizer(name))
-    tokenizer = broadcast_tokenizer(context, initial)
+    tokenizer = context.on_all(lambda: make_tokenizer(*origin))
     if tokenizer is None and isinstance(data, TextData):
         raise UserError(
             "the weights of snapshot.init_from have no tokenizer that can be read: name it by "
@@ -182,13 +173,3 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
 
     content, name = read_on(0, context, read), str(path or place)
     return context.on_all(lambda: parse_named_tokenizer(content, name, "data.tokenizer"))
-
-
-def broadcast_tokenizer(context: DistributedContext, initial: InitialWeights | None) -> Tokenizer | None:
-    """Return, on all ranks, the tokenizer of `initial`, the weights that rank 0 has. Collective.
-
-    Returns None if `initial` is None on rank 0, or if these weights have no tokenizer.
-    """
-    own = initial.tokenizer if initial else None
-    content = context.broadcast_object((kind_of(own), own.to_bytes()) if own else None, 0)
-    return context.on_all(lambda: load_tokenizer(*content)) if content else None

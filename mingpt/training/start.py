@@ -2,12 +2,13 @@
 
 `find_start` opens and claims the run folder (a claim is one job's right to write there), and opens the data.
 Then `find_start` finds the newest valid snapshot that any rank sees, and checks the snapshot against the
-configuration. Without a snapshot, `find_start` opens the weights of snapshot.init_from, if set. Then the data
-are tokenized. The result is a StartPoint, from which run.py builds the state.
+configuration. Without a snapshot, `find_start` opens the one of snapshot.init_from, if set. Then the data are
+tokenized. The result is a StartPoint, from which run.py builds the state.
 """
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,10 +18,18 @@ from mingpt.config import Config, TrainerConfig, check_workers
 from mingpt.data import Data
 from mingpt.distributed import DistributedContext
 from mingpt.report import RunStart, open_log
-from mingpt.snapshot import Found, Manifest, MemorySnapshots, SnapshotStore, StoredState, find_latest
+from mingpt.snapshot import (
+    Found,
+    Manifest,
+    MemorySnapshots,
+    Snapshot,
+    SnapshotStore,
+    StoredState,
+    find_latest,
+    open_snapshot,
+)
 from mingpt.snapshot.claim import Claim
-from mingpt.snapshot.contents import stored_rows
-from mingpt.training.initial_weights import InitialWeights, open_weights
+from mingpt.snapshot.contents import check_model, stored_rows
 from mingpt.training.resume import (
     check_nothing_is_lost,
     check_snapshot,
@@ -56,7 +65,7 @@ class StartPoint(RunStart):
     memory: MemorySnapshots
     known: KnownRun
     found: Found
-    initial: InitialWeights | None  # the weights of snapshot.init_from, on rank 0 of a fresh run
+    initial: Snapshot | None  # the one of snapshot.init_from, on rank 0 of a fresh run
 
     @property
     def snapshot(self) -> StoredState | None:
@@ -101,9 +110,8 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     """Claim and open the run folder, open the data, and find the state to start from. Collective.
 
     With trainer.eval_only, the run folder is not claimed. Raises UserError if the settings, folders, data or
-    snapshots do not allow the start. If the job goes on without some nodes, raises NodeRefused on the ranks
-    of these nodes, and PeersMissing on all other ranks. A request to stop raises StopRequested, or ends the
-    process.
+    snapshots do not allow the start. If the job goes on without some nodes, raises NodeRefused on their
+    ranks, and PeersMissing on all other ranks. A request to stop raises StopRequested, or ends the process.
     """
     check_same_settings(config, context)
     folder = open_run_folder(config, context)
@@ -128,7 +136,8 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
             share_history(context, folder, manifest.step)
     initial, weights = None, config.snapshot.init_from
     if weights and not found.state:
-        initial = context.on_all(lambda: open_weights(weights) if context.rank == 0 else None)
+        open_it = partial(open_snapshot, weights, check_model, weights_only=True)
+        initial = context.on_all(lambda: open_it() if context.rank == 0 else None)
     corpus = load_corpus(config, context, data, found.state, known.is_restart, initial)
     if found.state:
         go_on_as_before(config, context, manifest, known.is_restart, store.url)

@@ -8,9 +8,9 @@ import torch
 from mingpt.config import Config, ModelConfig, to_dict
 from mingpt.data import CharTokenizer
 from mingpt.model import GPT
-from mingpt.model.hf import convertible, hf_fields, import_transformers
 from mingpt.snapshot import SnapshotStore
 from mingpt.snapshot.contents import describe_tokenizer
+from mingpt.tools.hugging_face import form_of, hf_fields, import_transformers
 from support.models import add_noise
 from support.snapshots import make_manifest, write
 from support.training import make_optimizer
@@ -21,10 +21,20 @@ def their_model(config: ModelConfig, vocab_size: int = 31, block_size: int = 24)
     transformers = import_transformers()
     torch.manual_seed(3)
     fields = hf_fields(config, vocab_size=vocab_size, block_size=block_size)
-    theirs = transformers.AutoConfig.for_model(convertible(config.arch).hf_model_type, **fields)
+    theirs = transformers.AutoConfig.for_model(form_of(config.arch).model_type, **fields)
     model = transformers.AutoModelForCausalLM.from_config(theirs).eval()
     add_noise(model)
     return model
+
+
+def load_with_transformers(folder: Path) -> tuple[Any, Any]:
+    """Model and tokenizer by the automatic classes, without remote code; nothing is missing or left over."""
+    transformers = import_transformers()
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=False, output_loading_info=True
+    )
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def save_run(folder: Path | str, config: Config, characters: str, step: int = 30, loss: float = 0.5) -> GPT:

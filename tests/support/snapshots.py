@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mingpt.base.rows import RowMap
 from mingpt.snapshot import Keep, Manifest, Snapshot, SnapshotSaver, SnapshotStore, find_latest
-from mingpt.snapshot.reading import SourceFile, TensorFile, accept_all
+from mingpt.snapshot.reading import SourceFile, StoredFile, TensorFile, accept_all
 from support.single_process import SingleProcess
 
 TENSORS = {
@@ -52,17 +52,27 @@ def to_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
     return save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
-def open_content(content: bytes) -> TensorFile:
-    """A TensorFile whose file, in fsspec's memory, has these bytes."""
+def source_of(content: bytes) -> SourceFile:
+    """A file in fsspec's memory that has these bytes."""
     files = fsspec.filesystem("memory")
     path = f"/{uuid.uuid4().hex}"
     files.pipe_file(path, content)
-    return TensorFile(SourceFile(files, path, "the file", ()))
+    return SourceFile(files, path, "the file", ())
 
 
-def snapshot_of(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Snapshot:
-    """A Snapshot with this manifest and these tensors, which is in no store."""
-    return Snapshot(manifest, [open_content(to_safetensors(tensors))])
+def open_content(content: bytes) -> TensorFile:
+    """A TensorFile whose file has these bytes."""
+    return TensorFile(source_of(content))
+
+
+def snapshot_of(
+    manifest: Manifest, tensors: Mapping[str, Tensor], tokenizer: bytes | None = None
+) -> Snapshot:
+    """A Snapshot with this manifest, these tensors and this tokenizer, which is in no store."""
+    files: list[StoredFile] = [open_content(to_safetensors(tensors))]
+    if tokenizer is not None:
+        files.append(StoredFile(source_of(tokenizer)))
+    return Snapshot(manifest, files)
 
 
 def make_store(tmp_path: Path) -> SnapshotStore:

@@ -12,15 +12,16 @@ from support.vocabularies import words_of
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, SnapshotConfig, to_dict
 from mingpt.data import CharTokenizer, Corpus
-from mingpt.snapshot import Manifest
+from mingpt.snapshot import Manifest, Snapshot
 from mingpt.snapshot.contents import check_model, describe_tokenizer, make_tokenizer
 from mingpt.snapshot.layout import TensorSpec
-from mingpt.training.initial_weights import InitialWeights, match_weights
+from mingpt.training.run import match_weights
 from mingpt.training.run_data import load_corpus, load_data
 
 VOCABULARY = "abcdefghijk"
 CHARACTERS = CharTokenizer(VOCABULARY).to_bytes()
-ABC, ONE = CharTokenizer("abc"), SingleProcess()
+ONE = SingleProcess()
+MODEL = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=16)
 
 
 def make_snapshot(name: Name, arch: Arch) -> tuple[Manifest, dict[str, TensorSpec]]:
@@ -110,66 +111,60 @@ def test_what_a_manifest_says_of_a_tokenizer_gives_it_back(tokenizer: CharTokeni
     assert about.vocab_size == 12
 
 
-def test_weights_of_a_model_of_another_shape_name_the_settings() -> None:
-    config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=16)
-    initial = InitialWeights({}, None, replace(config, n_layer=5, n_head=4), "there", 8)
-    with pytest.raises(UserError, match=r"set model\.n_layer=5 model\.n_head=4"):
-        match_weights(initial, config, {}, None)
+def make_initial(
+    tensors: dict[str, torch.Tensor], tokenizer: CharTokenizer | None, model: ModelConfig = MODEL
+) -> Snapshot:
+    """The snapshot of snapshot.init_from, with the weights `tensors`."""
+    about = describe_tokenizer(tokenizer, len(tensors["wte.weight"]))
+    manifest = make_manifest(3, config=to_dict(Config(model=model)), tokenizer=about)
+    named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    return snapshot_of(manifest, named, tokenizer.to_bytes() if tokenizer else None)
 
 
-def test_weights_to_start_with_are_fitted_and_those_of_another_tokenizer_are_refused() -> None:
+def test_weights_to_start_with_are_fitted_and_those_of_another_model_or_tokenizer_are_refused() -> None:
     """Positions are cut, and all other weights are unchanged."""
     model, _ = make_model("adamw", "gpt2")
-    config, shapes = model.config, {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    config = Config(model=MODEL, snapshot=SnapshotConfig(init_from="there"))
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     given = {name: torch.randn(shape) for name, shape in shapes.items()}
     given["wpe.weight"] = torch.randn(20, 16)
-    initial = InitialWeights(given, CharTokenizer(VOCABULARY), config, "there", 20)
+    characters = CharTokenizer(VOCABULARY)
+    other = make_initial(given, None, replace(MODEL, n_layer=5, n_head=4))
+    with pytest.raises(UserError, match=r"set model\.n_layer=5 model\.n_head=4"):
+        match_weights(other, config, shapes, None)
+    initial = make_initial(given, characters)
     with pytest.raises(UserError, match=r"init_from=there was trained with another tokenizer .* leave data"):
         match_weights(initial, config, shapes, CharTokenizer("abcdefghijz"))
-    found = match_weights(initial, config, shapes, CharTokenizer(VOCABULARY))
+    found = match_weights(initial, config, shapes, characters)
     assert {name: tuple(weight.shape) for name, weight in found.items()} == shapes
     assert torch.equal(found["wpe.weight"], given["wpe.weight"][:8])
     assert torch.equal(found["h.1.mlp.c_fc.weight"], given["h.1.mlp.c_fc.weight"])
     del given["ln_f.bias"]
     with pytest.raises(UserError, match=r"init_from=there holds .* another model \(ln_f\.bias: missing"):
-        match_weights(initial, config, shapes, None)
+        match_weights(make_initial(given, None), config, shapes, None)
     given["wpe.weight"] = torch.randn(5, 16)
     with pytest.raises(UserError, match=r"=there holds 5 positions .* 8: set data\.block_size=5, or less"):
-        match_weights(initial, config, shapes, None)
+        match_weights(make_initial(given, None), config, shapes, None)
 
 
-def load(path: Path, initial: InitialWeights | None = None, vocab_size: int | None = None) -> Corpus:
+def load(path: Path, initial: Snapshot, **data: Any) -> Corpus:
     config = Config(
-        data=DataConfig(path=str(path), block_size=4, vocab_size=vocab_size),
-        snapshot=SnapshotConfig(init_from=initial.where if initial else None),
+        data=DataConfig(path=str(path), block_size=4, **data), snapshot=SnapshotConfig(init_from="there")
     )
     return load_corpus(config, ONE, load_data(config, ONE), None, False, initial)
 
 
-def test_a_text_is_encoded_with_the_tokenizer_of_the_weights_to_start_with(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("the sea " * 50)
-    weights, characters = {"wte.weight": torch.zeros(9, 2)}, CharTokenizer(" aehstuvz")
-    tokenizer = load(
-        tmp_path / "text.txt", InitialWeights(weights, characters, ModelConfig(), "there", 4)
-    ).tokenizer
-    assert tokenizer and tokenizer.fingerprint() == characters.fingerprint()
-    initial = InitialWeights(weights, None, ModelConfig(), "there", 4)
-    with pytest.raises(UserError, match=r"have no tokenizer that can be read: name it by data\."):
-        load(tmp_path / "text.txt", initial)
-
-
-@pytest.mark.parametrize(
-    ("rows", "vocab_size", "expected"),
-    [
-        (9, None, 9),
-        (5, None, 7),  # tokens were added to the tokenizer, and no rows to the model
-        (9, 8, 8),
-    ],
-)
-def test_an_embedding_keeps_its_rows_unless_there_are_more_tokens(
+@pytest.mark.parametrize(("rows", "vocab_size", "expected"), [(9, None, 9), (9, 8, 8)])
+def test_a_text_is_encoded_with_the_tokenizer_of_the_weights_and_the_embedding_keeps_its_rows(
     rows: int, vocab_size: int | None, expected: int, tmp_path: Path
 ) -> None:
     (tmp_path / "text.txt").write_text("the sea " * 50)
     weights, characters = {"wte.weight": torch.zeros(rows, 4)}, CharTokenizer(" aehstz")
-    initial = InitialWeights(weights, characters, ModelConfig(), "there", 4)
-    assert load(tmp_path / "text.txt", initial, vocab_size).vocab_size == expected
+    corpus = load(tmp_path / "text.txt", make_initial(weights, characters), vocab_size=vocab_size)
+    assert corpus.tokenizer and corpus.tokenizer.fingerprint() == characters.fingerprint()
+    assert corpus.vocab_size == expected
+    with pytest.raises(UserError, match=r"have no tokenizer that can be read: name it by data\."):
+        load(tmp_path / "text.txt", make_initial(weights, None))
+    # `match_weights` refuses weights with fewer rows than the tokenizer has tokens.
+    few = make_initial({"wte.weight": torch.zeros(5, 4)}, None)
+    assert load(tmp_path / "text.txt", few, tokenizer="char").vocab_size == 6
