@@ -14,9 +14,7 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import socket
-import statistics
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -34,11 +32,10 @@ from mingpt.distributed.group import wait_for
 from mingpt.distributed.rendezvous import Rendezvous
 
 Facts = dict[str, Any]  # {name: value}: what was found on one worker; it can be written as JSON
-MEET_S, FACTS_S, ANSWER_S = 20.0, 15.0, 60.0  # limits of the rendezvous, of finding facts, of an answer
+MEET_S, ANSWER_S = 20.0, 60.0  # limits of the rendezvous, of an answer
 GROUP_S = 8.0  # limit of a collective
 MESSAGES, MESSAGE_BYTES = 3, 8 << 20
 SLOW = 0.25  # share of the usual rate below which a node is slow
-MAX_CLOCK_S = 1.0
 # {name of a fact: what to do if the nodes differ in it; "": they may differ}
 ADVICE = {
     "host": "",
@@ -72,8 +69,7 @@ def examine(launch: Launch, config: Config) -> None:
     from torch.distributed import HashStore
 
     store = Rendezvous(launch, MEET_S).process_group_store if launch.is_distributed else HashStore()
-    clock = time.time()  # all workers have met just now
-    facts = run_within(FACTS_S, lambda: find_facts(launch, config)) | {"clock": clock}
+    facts = find_facts(launch, config)
     rows, faults = report(all_gather(store, launch, "facts", facts))
     if not faults:
         try:
@@ -117,8 +113,7 @@ def find_facts(launch: Launch, config: Config) -> Facts:
 
     facts = {
         "name": platform.node(),
-        "host": f"{find_address()}; free: {free_gb(config.run_dir)} GB for run_dir, "
-        f"{free_gb(config.snapshot.memory_path)} GB for snapshots in memory",
+        "host": find_address(),
         "program": devices.find_program(),
         "threads": launch.threads(config.trainer.threads),
         "Python": platform.python_version(),
@@ -139,13 +134,6 @@ def find_address() -> str:
     with contextlib.suppress(OSError):  # the name does not resolve
         address = str(socket.getaddrinfo(platform.node(), None)[0][4][0])
     return os.environ.get("GLOO_SOCKET_IFNAME") or address
-
-
-def free_gb(place: str) -> int:
-    """Return the free GB of the disk on which `place` is, or will be."""
-    while not os.path.exists(place):
-        place = os.path.dirname(place) or "."
-    return round(shutil.disk_usage(place).free / 1e9)
 
 
 def exchange(store: Any, launch: Launch, config: Config) -> float:
@@ -194,14 +182,11 @@ def report(workers: Sequence[Facts]) -> tuple[list[str], list[str]]:
         rows += [f"{fact:9}{value}" for value in values]
         if advice and len(values) > 1:
             faults.append(f"{fact} differs, {'; '.join(values)}: {advice}")
-    usual_s = statistics.median_low(there["clock"] for there in workers)
     rates = sorted(there["MB/s"] for there in workers if there.get("MB/s"))
     for rank, there in enumerate(workers):
-        lead_s, rate = there["clock"] - usual_s, there.get("MB/s")
+        rate = there.get("MB/s")
         if there.get("problem"):
             faults.append(f"{there['name']}: {there['problem']}")
-        if abs(lead_s) > MAX_CLOCK_S:
-            faults.append(f"{there['name']}: the clock is {lead_s:+.0f} s off: have NTP set it")
         if rate and rate <= SLOW * rates[3 * len(rates) // 4]:
             faults.append(
                 f"{there['name']} receives {rate:,} MB/s from {workers[rank - 1]['name']}, less than a "

@@ -14,7 +14,7 @@ from mingpt.tools.doctor import Facts, all_gather, find_address, report
 def cluster(*changes: dict[str, Any]) -> list[Facts]:
     """The facts of a worker on each of three nodes, the last ones changed."""
     plain: dict[str, Any] = {"host": "eth0", "device": "cpu AVX512", "program": "torch 2.13", "threads": 1}
-    plain |= {"kernels": "none", "Python": "3.12", "clock": 0.0, "problem": None, "MB/s": 90.0}
+    plain |= {"kernels": "none", "Python": "3.12", "problem": None, "MB/s": 90.0}
     facts = [plain | {"name": f"node{n}"} for n in (1, 2, 3)]
     for there, change in zip(reversed(facts), reversed(changes), strict=False):
         there.update(change)
@@ -31,7 +31,6 @@ def cluster(*changes: dict[str, Any]) -> list[Facts]:
         ([{"threads": 8}, {}], "threads differs, node1, node3: 1; node2: 8: set OMP_NUM_THREADS"),
         ([{"kernels": "MKL_CBWR=AVX2"}], "kernels differs, node1, node2: none; node3: MKL_CBWR=AVX2: set"),
         ([{"device": "", "problem": "asks for GPU 1"}], "node3: asks for GPU 1"),
-        ([{"clock": 5.0}], "node3: the clock is +5 s off: have NTP set it"),
         ([{"MB/s": 9.0}], "node3 receives 9.0 MB/s from node2, less than a quarter of what is usual"),
         ([{"MB/s": 9.0}, {}, {"MB/s": 9.0}], "node1 receives 9.0 MB/s from node3, less than a quarter"),
     ],
@@ -41,7 +40,7 @@ def test_a_fault_is_one_sentence_that_names_the_node(changes: list[dict[str, Any
 
 
 def test_a_healthy_cluster_has_no_fault_and_a_line_per_fact() -> None:
-    changes = {"Python": "3.13", "clock": 0.9, "host": "eth1", "MB/s": 30.0}
+    changes = {"Python": "3.13", "host": "eth1", "MB/s": 30.0}
     rows, faults = report(cluster(changes))
     assert faults == []
     assert rows[:3] == [
