@@ -130,25 +130,28 @@ def compare_facts(one: Run, other: Run) -> tuple[list[str], str]:
     return lines, f"on record as different: {', '.join(causes or differing)}"
 
 
-def read_hashes(run: Run, step: int) -> dict[str, str]:
-    """Return {name: SHA-256} of the files of a run's snapshot of `step`. Equal tensors make equal files.
+def compare_snapshots(one: Run, other: Run, step: int) -> list[str]:
+    """Return a line for each file that differs in the snapshots of `step`, or for a damaged snapshot.
 
-    Raises CorruptSnapshot, whose message names the run, if the snapshot is damaged. For further errors see
-    `SnapshotStore.read`.
+    Equal tensors make equal files. For further errors see `SnapshotStore.read`.
     """
-    try:
-        manifest = run.stores[step].read(step).manifest
-    except CorruptSnapshot as error:
-        raise CorruptSnapshot(f"the snapshot of step {step} of {run.name} is damaged: {error}") from None
-    return {record.name: record.sha256 for record in manifest.files}
+    files = []
+    for run in (one, other):
+        try:
+            records = run.stores[step].read(step).manifest.files
+        except CorruptSnapshot as error:
+            return [f"the snapshot of step {step} of {run.name} is damaged: {error}"]
+        files.append({record.name: record.sha256 for record in records})
+    ours, theirs = files
+    return [f"{name} differs" for name in ours | theirs if ours.get(name) != theirs.get(name)]
 
 
 def compare(one: Run, other: Run) -> Comparison:
     """Compare the metrics of two runs, and their snapshots of the newest step at which both have a snapshot.
 
     A damaged snapshot counts as a difference. Raises UserError if the runs have no value and no snapshot of
-    the same step, or if a config.yaml cannot be used. Raises UnreadableSnapshot if a snapshot cannot be
-    read.
+    the same step, if a config.yaml cannot be used, or if another version of this program wrote a snapshot.
+    Raises UnreadableSnapshot if a snapshot cannot be read.
     """
     ours, theirs = read_values(one), read_values(other)
     pairs = {key: (ours[key], theirs[key]) for key in sorted(ours.keys() & theirs.keys())}
@@ -172,15 +175,7 @@ def compare(one: Run, other: Run) -> Comparison:
         not_compared.append("not compared: tensors, as no step has a snapshot of both runs")
     else:
         same += f", tensors of step {saved}"
-        try:
-            hashes, others = read_hashes(one, saved), read_hashes(other, saved)
-            differences += [
-                f"{name} differs" for name in hashes | others if hashes.get(name) != others.get(name)
-            ]
-        except CorruptSnapshot as error:
-            differences.append(str(error))
-        except UserError as error:  # a snapshot has a different schema
-            not_compared.append(f"not compared: tensors of step {saved} ({error})")
+        differences += compare_snapshots(one, other, saved)
     return Comparison([best, *facts], differences, not_compared, finding if differences else same)
 
 
