@@ -18,7 +18,6 @@ from mingpt.base import events
 from mingpt.distributed.launch import Launch
 from mingpt.launch.train import main
 
-STEPS = 48
 PHASE_OF = {"batch": "forward", "reduction_start": "reduction", "evaluation_start": "evaluation"}
 
 
@@ -48,8 +47,9 @@ class FaultInjector:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.kills = [Kill(*kill) for kill in json.loads((folder / "kills.json").read_text())]
-        self.rank, self.workers, self.step = 0, 1, STEPS
-        for name in ("worker_start", "run_start", "step_end", "file_progress"):
+        self.rank, self.workers = 0, 1
+        self.state: Any = None  # the TrainState; None in the start-up
+        for name in ("worker_start", "run_start", "file_progress"):
             events.subscribe(name, getattr(self, f"on_{name}"))
         for name, phase in PHASE_OF.items():
             events.subscribe(name, functools.partial(self.kill_if_due, phase))
@@ -63,20 +63,18 @@ class FaultInjector:
             if marker(self.folder, number).exists():
                 continue
             rank = 0 if phase == "save" else kill.rank % self.workers
-            if kill.phase == phase and self.step >= kill.step and self.rank == rank:
+            is_due = self.state is None or self.state.step >= kill.step
+            if kill.phase == phase and is_due and self.rank == rank:
                 marker(self.folder, number).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             return
 
     def on_worker_start(self, launch: Launch) -> None:
         self.rank, self.workers = launch.rank, launch.world_size
-        self.kill_if_due("start-up")  # a kill in a start-up is due at the next start, whatever its step
+        self.kill_if_due("start-up")
 
     def on_run_start(self, state: Any, **_: Any) -> None:
-        self.step = state.step
-
-    def on_step_end(self, step: int) -> None:
-        self.step = step
+        self.state = state
 
     def on_file_progress(self, name: str, written: int, size: int) -> None:
         """Do a kill that is due in a save, once half of the `size` bytes of a tensor file are written."""

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from support.snapshots import TENSORS, make_manifest, make_store, write
 from mingpt.base.errors import UserError
 from mingpt.distributed import Launch
 from mingpt.tools import verify
-from mingpt.tools.fault_injection import STEPS, FaultInjector, Kill, marker
-from mingpt.tools.verify import PHASES, find_problems, make_schedule, train_undisturbed
+from mingpt.tools.fault_injection import FaultInjector, Kill, marker
+from mingpt.tools.verify import PHASES, STEPS, find_problems, make_schedule, train_undisturbed
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_a_kill_in_a_save_is_of_the_rank_that_writes(tmp_path: Path, monkeypatch
     monkeypatch.setattr("mingpt.base.events.subscribe", lambda *_: None)
     injector = FaultInjector(tmp_path)
     injector.on_worker_start(Launch(rank=0, world_size=2))
-    injector.on_step_end(10)
+    injector.on_run_start(SimpleNamespace(step=10))
     injector.on_file_progress("step_00000010.safetensors", 60, 100)
     assert killed == [signal.SIGKILL] and marker(tmp_path, 0).exists()
 
