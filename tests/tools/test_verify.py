@@ -6,7 +6,6 @@ import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support.snapshots import TENSORS, make_manifest, make_store, write
@@ -18,17 +17,11 @@ from mingpt.tools.fault_injection import FaultInjector, Kill, marker
 from mingpt.tools.verify import PHASES, STEPS, find_problems, make_schedule, train_undisturbed
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    work = tmp_path_factory.mktemp("verify")
-    return work, train_undisturbed(work)
-
-
 @pytest.mark.slow
-def test_a_run_that_was_only_killed_passes(prepared: tuple[Path, dict[str, Any]]) -> None:
+def test_a_run_that_was_only_killed_passes(tmp_path: Path) -> None:
     """A worker is killed inside the reduction, and four go on; the other run is identical all the same."""
-    work, settings = prepared
-    assert find_problems(1, [Kill("reduction", 9, 0, 4)], 1, work, settings)[0] == []
+    settings = train_undisturbed(tmp_path)
+    assert find_problems(1, [Kill("reduction", 9, 0, 4)], 1, tmp_path, settings)[0] == []
 
 
 @pytest.mark.parametrize(
