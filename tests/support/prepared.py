@@ -70,10 +70,7 @@ def prepared(*words: object) -> str:
 
 def refused(*words: object) -> str:
     """Run the command; return its stderr. Asserts exit code 2, and one line that begins with "error: "."""
-    return sentence(run_prepare(*words))
-
-
-def sentence(done: subprocess.CompletedProcess[str]) -> str:
+    done = run_prepare(*words)
     assert (done.returncode, done.stdout) == (2, ""), (done.returncode, done.stdout, done.stderr[-3000:])
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")

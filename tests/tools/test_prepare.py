@@ -28,7 +28,7 @@ from tokenizers import Tokenizer as PackageTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mingpt.base.errors import UserError
-from mingpt.data import CharTokenizer, open_shards
+from mingpt.data import open_shards
 from mingpt.tools import prepare
 
 PLAY = ROOT / "data/README.md"
@@ -56,37 +56,26 @@ def expected(path: Path, documents: list[str]) -> list[int]:
 # Shards
 
 
-def test_characters_of_one_text_are_split_as_training_splits_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 7000)
-    text, out = mixed(30_000, 1), tmp_path / "out"
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    line = prepared(tmp_path / "a.txt", "--out", out, "--val_fraction", 0.2)
-    tokenizer, n_train, meta = CharTokenizer.train(text), int(30_000 * 0.8), read_meta(out)
-    assert tokens_of(out, "train") == tokenizer.encode(text[:n_train]).tolist()
-    assert tokens_of(out, "val") == tokenizer.encode(text[n_train:]).tolist()
-    assert [file["tokens"] for file in meta["files"]] == [7000, 7000, 7000, 3000, 6000]
-    assert meta["val_bytes"] == len(text[n_train:].encode())
-    assert meta["tokenizer"]["vocab_size"] == len(tokenizer)
-    assert (out / "tokenizer.json").read_bytes() == tokenizer.to_tokenizer_json()
-    assert "30,000 tokens of " in line and line.endswith(f"vocabulary of {len(tokenizer)}\n")
-
-
-def test_a_long_text_has_the_tokens_of_the_whole(
-    bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+def test_one_text_is_split_as_training_splits_it(
+    kind: str, bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In many pieces, batches and shards."""
     monkeypatch.setattr("mingpt.data.json_tokenizer.PIECE_CHARACTERS", 500)
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 3001)
     monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 6000)
-    text, out, tokenizer = mixed(100_000, 2), tmp_path / "out", bpe / "tokenizer.json"
+    text, out = mixed(30_000, 1), tmp_path / "out"
     (tmp_path / "a.txt").write_bytes(text.encode())
-    prepared(tmp_path / "a.txt", "--out", out, "--tokenizer", tokenizer)
-    train, val = (expected(tokenizer, [part]) for part in (text[:90_000], text[90_000:]))
+    tokenizer = kind if kind == "char" else bpe / "tokenizer.json"
+    line = prepared(tmp_path / "a.txt", "--out", out, "--val_fraction", 0.2, "--tokenizer", tokenizer)
+    parts = (text[:24_000], text[24_000:])
+    train, val = (expected(out / "tokenizer.json", [part]) for part in parts)
     assert tokens_of(out, "train") == train[:-1]  # the document goes on
-    assert tokens_of(out, "val") == val
-    assert read_meta(out)["val_bytes"] == len(text[90_000:].encode())
+    assert tokens_of(out, "val") == (val[:-1] if kind == "char" else val)  # char has no end-of-text
+    meta = read_meta(out)
+    assert meta["val_bytes"] == len(parts[1].encode())
+    assert meta["files"][0]["tokens"] == 3001
+    assert line.endswith(f"vocabulary of {meta['tokenizer']['vocab_size']}\n")
 
 
 def test_documents_end_with_end_of_text_and_are_never_cut(
