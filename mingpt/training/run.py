@@ -162,7 +162,11 @@ def build_state(
     )
     strategy = strategy_class(setup)
     model.init_buffers()
-    optimizer = build_optimizer(config, context, strategy)
+    # GPUs without bfloat16 compute in float16, also the matrix products of Muon.
+    product_dtype = torch.float16 if context.dtype == torch.float16 else torch.bfloat16
+    optimizer = Optimizer(
+        strategy.pieces(), config.optimizer, strategy.rows, context.transport, product_dtype
+    )
     loss_scale = None
     if context.dtype == torch.float16:
         stored = manifest.loss_scale
@@ -171,13 +175,6 @@ def build_state(
         model, optimizer, strategy, manifest.step, manifest.windows, manifest.skipped, loss_scale
     )
     return state, sampler
-
-
-def build_optimizer(config: Config, context: DistributedContext, strategy: Strategy) -> Optimizer:
-    """Return a new optimizer for those rows of the parameters that this rank updates."""
-    # GPUs without bfloat16 compute in float16, also the matrix products of Muon.
-    product_dtype = torch.float16 if context.dtype == torch.float16 else torch.bfloat16
-    return Optimizer(strategy.pieces(), config.optimizer, strategy.rows, context.transport, product_dtype)
 
 
 def init_weights(state: TrainState, config: Config, context: DistributedContext, start: StartPoint) -> None:
