@@ -6,25 +6,24 @@ sample ends early at an end-of-text token, except with --prompt_tokens.
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from mingpt.base.command import CommandParser, write_stdout
 from mingpt.base.errors import UserError
 from mingpt.base.files import reason_of
 from mingpt.base.paths import typed_path
-
-if TYPE_CHECKING:
-    import torch
-
-    from mingpt.data import Tokenizer
-    from mingpt.model import GPT
-
+from mingpt.data import Tokenizer
+from mingpt.distributed.device import resolve_dtype
+from mingpt.model import GPT, generate_batch
+from mingpt.snapshot import open_snapshot
+from mingpt.snapshot.contents import check_model, load_weights, snapshot_tokenizer
 
 BATCH = 16  # samples that are generated at once; each has a key/value cache
 SEPARATOR = "---------------\n"
 
 
-def make_parser() -> CommandParser:
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("python -m mingpt sample", __doc__)
     add = parser.add_argument
     add(
@@ -68,11 +67,6 @@ def make_parser() -> CommandParser:
         "temperature and top_k (default: all)",
     )
     add("--seed", type=int, default=1, help="the same seed gives the same text (default: %(default)s)")
-    return parser
-
-
-def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser()
     arguments = parser.parse_args(words)
     for name, low in (("tokens", 0), ("num_samples", 1), ("top_k", 1), ("seed", 0), ("temperature", 0)):
         value = getattr(arguments, name)
@@ -84,19 +78,11 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str]) -> int:
-    try:
-        sample(parse_arguments(words))
-    except KeyboardInterrupt:
-        return 130
+    sample(parse_arguments(words))
     return 0
 
 
 def sample(arguments: argparse.Namespace) -> None:
-    from mingpt.distributed.device import resolve_dtype
-    from mingpt.model import GPT
-    from mingpt.snapshot import open_snapshot
-    from mingpt.snapshot.contents import check_model, load_weights, snapshot_tokenizer
-
     device = find_device(arguments.device)
     snapshot = open_snapshot(arguments.run, check_model, weights_only=True, best=arguments.best)
     vocab_size = snapshot.manifest.tokenizer.vocab_size
@@ -113,10 +99,8 @@ def sample(arguments: argparse.Namespace) -> None:
     write_samples(model, tokenizer, text, prompt, arguments)
 
 
-def find_device(wanted: str) -> "torch.device":
+def find_device(wanted: str) -> torch.device:
     """Return the device that --device names (`wanted`). Raises UserError if the device is unusable."""
-    import torch
-
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -126,14 +110,12 @@ def find_device(wanted: str) -> "torch.device":
 
 
 def write_samples(
-    model: "GPT", tokenizer: "Tokenizer | None", text: str, prompt: list[int], arguments: argparse.Namespace
+    model: GPT, tokenizer: Tokenizer | None, text: str, prompt: list[int], arguments: argparse.Namespace
 ) -> None:
     """Write the samples to stdout, each after the prompt `text`; `prompt` has the prompt's tokens.
 
     Without a tokenizer, write the numbers of the tokens, separated by commas.
     """
-    from mingpt.model import generate_batch
-
     seeds = range(arguments.seed, arguments.seed + arguments.num_samples)
     for first in range(0, len(seeds), BATCH):
         batch = seeds[first : first + BATCH]
@@ -155,7 +137,7 @@ def write_samples(
             write_stdout(f"{SEPARATOR if first + number else ''}{whole}\n")
 
 
-def read_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
+def read_prompt(text: str | None, tokenizer: Tokenizer) -> tuple[str, list[int]]:
     """Return the text of --prompt and its tokens. None stands for the tokenizer's default prompt.
 
     Raises UserError if the text is empty or cannot be encoded.
