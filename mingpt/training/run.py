@@ -109,13 +109,15 @@ def build_run(config: Config, context: DistributedContext, start: StartPoint) ->
     if start.step >= trainer.max_steps or trainer.eval_only:
         compiled = start.manifest.software.compiled if start.snapshot else False
         return Run(config, context, start, state, sampler, replace(environment, compiled=compiled), "")
-    choice = choose_compile(config, state.model.flops_per_token(), context.device.type, start.was_compiled)
-    is_compiled = choice.is_compiled and compile_on_all_ranks(config, context, state.model)
+    flops, kind = state.model.flops_per_token(), context.device.type
+    is_chosen, reason = choose_compile(config, flops, kind, start.was_compiled)
+    is_compiled = is_chosen and compile_on_all_ranks(config, context, state.model)
+    if is_chosen and not is_compiled:
+        reason = "torch.compile failed"
     environment = replace(environment, compiled="blocks" if is_compiled else False)
     if start.snapshot:
         compare_environment(start.manifest.software.model_dump(), environment)
-    failed = choice.is_compiled and not is_compiled
-    said = "not compiled: torch.compile failed" if failed else str(choice)
+    said = f"{'compiled' if is_compiled else 'not compiled'}: {reason}"
     return Run(config, context, start, state, sampler, environment, said)
 
 
