@@ -196,15 +196,11 @@ def load_with_package(content: bytes) -> "PackageTokenizer":
 
 
 def check_unicode(text: str) -> None:
-    """Raise UserError if the text has a lone surrogate, which UTF-8 cannot encode, and name the surrogate."""
+    """Raise UserError if the text has a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise UserError(
-            f"the text has a lone surrogate (U+{code:04X}) at character {error.start:,}, which is not valid "
-            "Unicode"
-        ) from None
+        raise UserError(f"the text is not valid Unicode: {reason_of(error)}") from None
 
 
 def parse_tokenizer_json(content: bytes) -> Tokenizer:

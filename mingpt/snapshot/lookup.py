@@ -29,7 +29,7 @@ def open_snapshot(
     file. Also raises UserError if a snapshot that is tried has an unknown schema version, or if the run's
     config.yaml cannot be used.
     """
-    if where.endswith("@best") and not os.path.exists(where):
+    if where.endswith("@best"):
         where, best = where.removesuffix("@best"), True
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)

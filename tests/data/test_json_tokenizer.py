@@ -84,7 +84,7 @@ def test_content_that_is_no_tokenizer_json_is_refused() -> None:
 
 
 def test_a_lone_surrogate_is_named() -> None:
-    with pytest.raises(UserError, match=r"U\+D800\) at character 3"):
+    with pytest.raises(UserError, match=r"not valid Unicode: .*d800"):
         gpt2().encode("abc\ud800")
 
 

@@ -17,7 +17,7 @@ from support.shards import llmc_header, write_llmc, write_nanogpt
 from mingpt.base.errors import ExpectedError, UserError
 from mingpt.config import DataConfig
 from mingpt.data.corpus import open_data
-from mingpt.data.shards import ShardData, TokenShards, is_validation, open_shards
+from mingpt.data.shards import VALIDATION, ShardData, TokenShards, open_shards
 
 RNG = np.random.default_rng(0)
 
@@ -97,7 +97,7 @@ def test_files_are_read_in_the_order_of_their_names_and_validation_comes_last(tm
     ],
 )
 def test_val_as_a_word_of_the_name_makes_a_file_validation(name: str, expected: bool) -> None:
-    assert is_validation(name) is expected
+    assert bool(VALIDATION.search(name)) is expected
 
 
 @pytest.mark.parametrize("val_fraction", [0.1, 0.37, 0.5, 0.9])
@@ -244,10 +244,6 @@ META_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"damaged: tokenizer\.vocab_size: ",
     ),
     "bytes of validation": (change_meta(val_bytes=-1), "damaged: val_bytes: "),
-    "other bytes": (
-        lambda folder: write_llmc(folder / "train_00001.bin", range(7), wide=True),
-        r"train_00001\.bin has 1,052 bytes.* says 1,038",
-    ),
     "a missing file": (
         lambda folder: (folder / "train_00001.bin").unlink(),
         r"train_00001\.bin is missing.*meta\.json",
