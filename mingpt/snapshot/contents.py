@@ -19,7 +19,6 @@ from mingpt.model import GPT, parameter_shapes
 from mingpt.optim import state_shapes
 from mingpt.snapshot.manifest import Manifest, TokenizerFields, max_tokenizer_bytes
 from mingpt.snapshot.reading import Entries
-from mingpt.snapshot.store import Snapshot
 
 
 def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
@@ -108,14 +107,6 @@ def stored_rows(manifest: Manifest) -> RowMap:
     if shard is None:
         return RowMap(shapes)
     return RowMap(shapes, shard.workers, ("model.", "optimizer.") if shard.weights else ("optimizer.",))
-
-
-def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
-    """Return the tokenizer in a snapshot; None if the run has no tokenizer.
-
-    Raises the errors of `make_tokenizer` and of `Snapshot.read_tokenizer`.
-    """
-    return make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())
 
 
 def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | None:

@@ -28,7 +28,7 @@ from mingpt.base.urls import redact
 from mingpt.config import Config
 from mingpt.data import Tokenizer
 from mingpt.snapshot import Snapshot, open_snapshot
-from mingpt.snapshot.contents import check_model, snapshot_tokenizer
+from mingpt.snapshot.contents import check_model, make_tokenizer
 from mingpt.snapshot.manifest import validation_loss
 from mingpt.tools.hugging_face import form_of, hf_fields, import_transformers, to_hf
 
@@ -101,7 +101,9 @@ def export(run: str, out: str, best: bool = False) -> str:
             prefix=".mingpt-export-", dir=target, ignore_cleanup_errors=True
         ) as partial:
             snapshot = open_snapshot(run, check_model, weights_only=True, best=best)
-            architecture = write_files(Path(partial), snapshot, snapshot_tokenizer(snapshot))
+            architecture = write_files(
+                Path(partial), snapshot, make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())
+            )
             for name in sorted(os.listdir(partial), key=lambda name: name == CONFIG):
                 os.rename(Path(partial) / name, target / name)
     except (OSError, SafetensorError) as error:

@@ -17,7 +17,7 @@ from mingpt.data import Tokenizer
 from mingpt.distributed.device import resolve_dtype
 from mingpt.model import GPT, generate_batch
 from mingpt.snapshot import open_snapshot
-from mingpt.snapshot.contents import check_model, load_weights, snapshot_tokenizer
+from mingpt.snapshot.contents import check_model, load_weights, make_tokenizer
 
 BATCH = 16  # samples that are generated at once; each has a key/value cache
 SEPARATOR = "---------------\n"
@@ -80,7 +80,7 @@ def sample(arguments: argparse.Namespace) -> None:
     device = find_device(arguments.device)
     snapshot = open_snapshot(arguments.run, check_model, weights_only=True, best=arguments.best)
     vocab_size = snapshot.manifest.tokenizer.vocab_size
-    tokenizer = snapshot_tokenizer(snapshot)
+    tokenizer = make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())
     if tokenizer is None:
         raise UserError(
             "the run has no tokenizer, so it has no text: continue tokens by mingpt.model.generate_batch, or "

@@ -26,7 +26,7 @@ from mingpt.model import GPT, LossModule, can_compile_block, choose_compile, com
 from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
 from mingpt.snapshot import Snapshot
-from mingpt.snapshot.contents import fit_weights, snapshot_tokenizer
+from mingpt.snapshot.contents import fit_weights, make_tokenizer
 from mingpt.snapshot.search import copy_rows
 from mingpt.training.start import StartPoint
 from mingpt.training.state import LossScale, TrainState, load_state
@@ -231,7 +231,7 @@ def match_weights(
     wrong = [f"model.{name}={there[name]}" for name in SHAPE_SETTINGS if there[name] != here[name]]
     if wrong:
         raise UserError(f"{origin} holds the weights of another model: set {' '.join(wrong)}")
-    its = snapshot_tokenizer(initial)
+    its = make_tokenizer(initial.manifest, initial.read_tokenizer())
     if tokenizer and its and tokenizer.fingerprint() != its.fingerprint():
         raise UserError(
             f"{origin} was trained with another tokenizer than this run's, and its embeddings fit only that "

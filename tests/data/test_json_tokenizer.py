@@ -79,7 +79,7 @@ def test_a_vocabulary_may_leave_numbers_out() -> None:
 def test_content_that_is_no_tokenizer_json_is_refused() -> None:
     empty = edited(gpt2_content(), model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[])
     for content in (b"", b"{}", b"[1]", b"\xff\xfe", gpt2_content()[:-9], empty):
-        with pytest.raises(ValueError, match=r"is not a tokenizer\.json|is empty"):
+        with pytest.raises(ValueError, match=r"is not a tokenizer\.json|empty"):
             JsonTokenizer.from_bytes(content)
 
 

@@ -15,7 +15,7 @@ from mingpt.base import command as base_command
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.data import CharTokenizer, JsonTokenizer
 from mingpt.snapshot import open_snapshot
-from mingpt.snapshot.contents import snapshot_tokenizer
+from mingpt.snapshot.contents import make_tokenizer
 from mingpt.tools.export import export, main
 from mingpt.tools.hugging_face import FORMS
 from mingpt.tools.import_model import import_model
@@ -63,7 +63,7 @@ def test_transformers_loads_what_was_exported_and_computes_the_same(arch: Arch, 
     import_model(str(tmp_path / "out"), str(tmp_path / "back"))
     back = open_snapshot(str(tmp_path / "back"))
     assert all(torch.equal(back.read(f"model.{name}"), weight) for name, weight in ours.named_parameters())
-    its = snapshot_tokenizer(back)
+    its = make_tokenizer(back.manifest, back.read_tokenizer())
     assert its and its.fingerprint() == CharTokenizer(CHARACTERS).fingerprint()
 
 
@@ -90,7 +90,7 @@ def test_the_tokenizer_acts_in_transformers_as_in_the_run_and_generation_ends_at
     )
     rows = len(bpe) + 7  # more rows than tokens
     save_run(tmp_path / "run", make_config("gpt2"), "".join(map(chr, range(0x100, 0x100 + rows))))
-    monkeypatch.setattr("mingpt.tools.export.snapshot_tokenizer", lambda snapshot: bpe)
+    monkeypatch.setattr("mingpt.tools.export.make_tokenizer", lambda *_: bpe)
     export(str(tmp_path / "run"), str(tmp_path / "out"))
     theirs, tokenizer = load_with_transformers(tmp_path / "out")
     named = f"Enter BEATRIX, with {END} in her hand. " * 5
