@@ -3,7 +3,6 @@
 `can_be_cut` says whether a text can be split into pieces without changing the text's tokens.
 """
 
-import codecs
 import contextlib
 import importlib
 import json
@@ -205,7 +204,6 @@ def parse_tokenizer_json(content: bytes) -> Tokenizer:
     content that cannot be used. Raises UserError if a JsonTokenizer is needed and the package `tokenizers` is
     missing.
     """
-    content = content.removeprefix(codecs.BOM_UTF8)
     with contextlib.suppress(ValueError):
         return CharTokenizer.from_bytes(content)
     return JsonTokenizer(content)

