@@ -136,8 +136,11 @@ class JsonTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the tokens of each text. Raises UserError for a lone surrogate."""
-        for text in texts:
-            check_unicode(text)  # some versions of the package raise TypeError, others encode other text
+        try:
+            for text in texts:  # some versions of the package raise TypeError, others encode other text
+                text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"the text is not valid Unicode: {reason_of(error)}") from None
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
@@ -187,14 +190,6 @@ def load_with_package(content: bytes) -> "PackageTokenizer":
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None
     return tokenizer
-
-
-def check_unicode(text: str) -> None:
-    """Raise UserError if the text has a lone surrogate, which UTF-8 cannot encode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"the text is not valid Unicode: {reason_of(error)}") from None
 
 
 def parse_tokenizer_json(content: bytes) -> Tokenizer:
