@@ -37,36 +37,6 @@ def with_added_tokens(*tokens: dict[str, Any]) -> JsonTokenizer:
     return JsonTokenizer(edited(gpt2_content(), added_tokens=[*end, *tokens]))
 
 
-def test_truncation_padding_dropout_and_added_tokens_do_not_act() -> None:
-    model = json.loads(gpt2_content())["model"]
-    template = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": END, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {END: {"id": END, "ids": [50256], "tokens": [END]}},
-    }
-    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    padding = {
-        "strategy": {"Fixed": 900},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "!",
-    }
-    content = edited(
-        gpt2_content(),
-        truncation=truncation,
-        padding=padding,
-        post_processor=template,
-        model={**model, "dropout": 0.5},
-    )
-    tokenizer = JsonTokenizer(content)
-    text = "Truncation, padding and dropout are for other programs. " * 10
-    assert tokenizer.encode(text).tolist() == gpt2().encode(text).tolist()
-    assert tokenizer.to_tokenizer_json() == tokenizer.to_bytes() == content
-
-
 def test_a_vocabulary_may_leave_numbers_out() -> None:
     spec = json.loads(cl100k_like("ab" * 40, 258))
     spec["model"]["vocab"]["ab"] = 300

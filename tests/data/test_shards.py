@@ -72,16 +72,6 @@ def test_a_folder_of_nanogpts_names_is_read_with_and_without_headers(
         assert everything(data.train) == train.tolist() and everything(data.val) == val.tolist()
 
 
-def test_files_are_read_in_the_order_of_their_names_and_validation_comes_last(tmp_path: Path) -> None:
-    for number in (10, 2, 9):
-        write_llmc(tmp_path / f"b_train_{number:03d}.bin", [number])
-    write_llmc(tmp_path / "a_val_0.bin", [90, 91])
-    write_llmc(tmp_path / "other.bin", [200])
-    data = open_shards(tmp_path, 0.1)
-    assert everything(data.train) == [2, 9, 10, 200] and everything(data.val) == [90, 91]
-    assert list(data.files)[-1] == "a_val_0.bin" and len(data.files) == 5
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

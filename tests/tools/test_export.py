@@ -84,6 +84,14 @@ def test_the_tokenizer_acts_in_transformers_as_in_the_run_and_generation_ends_at
         edited(
             plain,
             truncation={"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
+            padding={
+                "strategy": {"Fixed": 900},
+                "direction": "Right",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "!",
+            },
             post_processor=template,
             model={**json.loads(plain)["model"], "dropout": 0.5},
         )
@@ -111,7 +119,7 @@ def test_the_command_writes_all_files_of_a_run_at_a_url_and_says_so_in_one_line(
     """The README has the figures of the run."""
     out = tmp_path / "deep" / "out"
     model = save_run(tmp_path / "run", make_config("gpt2"), CHARACTERS)
-    assert base_command.run_command(main, [f"file://{tmp_path}/run", str(out)]) == 0
+    assert base_command.run_command(main, [f"file://{tmp_path}/run", str(out), "--best"]) == 0
     said = f"step 30 of file://{tmp_path}/run written to {out} as GPT2LMHeadModel\n"
     assert capsys.readouterr() == ("", said)
     assert sorted(path.name for path in out.iterdir()) == FILES
@@ -123,14 +131,6 @@ def test_the_command_writes_all_files_of_a_run_at_a_url_and_says_so_in_one_line(
     assert f"# GPT2LMHeadModel, {parameters:,} parameters" in text
     assert "- steps: 30\n- validation loss, nats per token: 0.5000\n" in text
     assert b"secret" not in b"".join(path.read_bytes() for path in out.iterdir())
-
-
-def test_the_best_snapshot_is_exported_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_run(tmp_path / "run", make_config("modern"), CHARACTERS, step=170, loss=0.5)
-    save_run(tmp_path / "run", make_config("gpt2"), CHARACTERS, step=340, loss=0.75)
-    assert base_command.run_command(main, [str(tmp_path / "run"), str(tmp_path / "out"), "--best"]) == 0
-    assert capsys.readouterr().err.startswith(f"step 170 of {tmp_path / 'run'} written to ")
-    assert open_snapshot(f"{tmp_path}/run@best").manifest.step == 170
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
