@@ -52,9 +52,9 @@ def test_the_tensors_of_a_run_are_those_that_its_manifest_describes(name: Name, 
         for other in (replace(entry, shape=(*entry.shape, 1)), replace(entry, dtype=torch.int32)):
             with pytest.raises(CorruptSnapshot, match=key):
                 check_model(manifest, entries | {key: other}, CHARACTERS)
-    for name in ("model.more", "optimizer.more.step", "optimizer.wte.weight.code", "other"):
-        with pytest.raises(CorruptSnapshot, match=f"{name}.*which its model lacks"):
-            check_model(manifest, entries | {name: entries["model.wte.weight"]}, CHARACTERS)
+    for more in ("model.more", "optimizer.more.step", "optimizer.wte.weight.code", "other"):
+        with pytest.raises(CorruptSnapshot, match=f"{more}.*which its model lacks"):
+            check_model(manifest, entries | {more: entries["model.wte.weight"]}, CHARACTERS)
 
 
 @pytest.mark.parametrize(
