@@ -39,6 +39,7 @@ from support.shards import write_nanogpt
 
 from mingpt.base import events
 from mingpt.config.cli import build, parse, read_file
+from mingpt.data import CharTokenizer
 from mingpt.tools.jobs import ROOT, torchrun
 from mingpt.tools.plan import CUDA_BYTES, estimate
 
@@ -97,6 +98,8 @@ class Bench:
         for name, count in (("train", 10**5 if is_tiny else 10**7), ("val", 10**5)):
             tokens = 50257 * np.random.default_rng(0).random(count) ** 4  # small numbers are frequent
             write_nanogpt(folder / "tokens" / f"{name}.bin", tokens)
+        characters = CharTokenizer("".join(map(chr, range(50257))))
+        (folder / "tokens" / "tokenizer.json").write_bytes(characters.to_bytes())
 
     def left_s(self) -> float:
         left_s = self.deadline - time.monotonic()
@@ -245,7 +248,7 @@ def sampling(bench: Bench) -> Row:
     for samples in (1, 16):
         times = []
         for length in lengths:
-            options = ["--prompt_tokens=1", f"--tokens={length}", f"--num_samples={samples}"]
+            options = ["--prompt=a", f"--tokens={length}", f"--num_samples={samples}"]
             command = [sys.executable, "sample.py", str(run_dir), "--dtype=bfloat16", *options]
             began = time.monotonic()
             common.wait_for_success(Job(command, bench.folder / "sample"), bench.left_s())

@@ -3,11 +3,9 @@
 `can_be_cut` says whether a text can be split into pieces without changing the text's tokens.
 """
 
-import codecs
 import contextlib
 import importlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -44,16 +42,14 @@ END_OF_TEXT = (
 )
 PIECE_CHARACTERS = 1 << 16
 BATCH_CHARACTERS = 1 << 20  # encoded at once; while it encodes, the package needs about 100 bytes per token
-MAX_TOKENS = 1 << 24  # arrays have an element for each token up to the highest
 GPT2 = ("openai-community/gpt2", "tokenizer.json")
 GPT2_REVISION = "607a30d783dfa663caf39e06633721c8d4cfcd7e"  # so that all runs get the same file
-GPT2_FILES = ("encoder.json", "vocab.bpe")  # the vocabulary and the merges, as GPT-2 was published
 
 
 def can_be_cut(spec: dict[str, Any]) -> bool:
     """Return true only if the tokens of the pieces of `split_text` are those of the whole text, for any text.
 
-    `spec` is a parsed tokenizer.json. Raises KeyError, TypeError or AttributeError for an unknown form.
+    `spec` is a parsed tokenizer.json that the package `tokenizers` takes.
     """
     splitter = spec.get("pre_tokenizer") or {}
     return (
@@ -101,16 +97,9 @@ class JsonTokenizer(Tokenizer):
             token: added.special for token, added in self._tokenizer.get_added_tokens_decoder().items()
         }
         self._ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        if not self._ids:
-            raise ValueError("the vocabulary is empty")
-        self._size = max(self._ids.values()) + 1
-        if self._size > MAX_TOKENS:
-            raise ValueError(f"it has token {self._size - 1:,}, and numbers must be below {MAX_TOKENS:,}")
+        self._size = max(self._ids.values()) + 1  # a ValueError if the vocabulary is empty
         self._dtype = np.min_scalar_type(self._size - 1)
-        try:
-            self._can_be_cut = can_be_cut(json.loads(content))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this tokenizer.json is of an unknown form: {reason_of(error)}") from None
+        self._can_be_cut = can_be_cut(json.loads(content))
 
     @classmethod
     def train(cls, text: str) -> "JsonTokenizer":
@@ -147,8 +136,11 @@ class JsonTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the tokens of each text. Raises UserError for a lone surrogate."""
-        for text in texts:
-            check_unicode(text)  # some versions of the package raise TypeError, others encode other text
+        try:
+            for text in texts:  # some versions of the package raise TypeError, others encode other text
+                text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"the text is not valid Unicode: {reason_of(error)}") from None
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
@@ -200,18 +192,6 @@ def load_with_package(content: bytes) -> "PackageTokenizer":
     return tokenizer
 
 
-def check_unicode(text: str) -> None:
-    """Raise UserError if the text has a lone surrogate, which UTF-8 cannot encode, and name the surrogate."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise UserError(
-            f"the text has a lone surrogate (U+{code:04X}) at character {error.start:,}, which is not valid "
-            "Unicode"
-        ) from None
-
-
 def parse_tokenizer_json(content: bytes) -> Tokenizer:
     """Return the tokenizer in a tokenizer.json.
 
@@ -219,7 +199,6 @@ def parse_tokenizer_json(content: bytes) -> Tokenizer:
     content that cannot be used. Raises UserError if a JsonTokenizer is needed and the package `tokenizers` is
     missing.
     """
-    content = content.removeprefix(codecs.BOM_UTF8)
     with contextlib.suppress(ValueError):
         return CharTokenizer.from_bytes(content)
     return JsonTokenizer(content)
@@ -250,26 +229,19 @@ def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
 def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
     """Return the content of a tokenizer.json. `name` is gpt2, or the path or URL of a .json file or a folder.
 
-    Instead of a tokenizer.json, a local folder may hold GPT2_FILES. The result is then made from them. Raises
-    UserError for files that cannot be read or used; the message begins with `setting`, the setting's name.
+    Raises UserError if the file cannot be read; the message begins with `setting`, the setting's name.
     """
     if name == "gpt2":
         return download_gpt2(setting)
-    folder = name.rstrip("/")
     is_file = name.partition("?")[0].endswith(".json")
     try:
-        return download(name if is_file else f"{folder}/tokenizer.json", setting)
+        return download(name if is_file else f"{name.rstrip('/')}/tokenizer.json", setting)
     except AbsentFile:
-        if is_file:
-            raise
-    paths = [os.path.join(folder.removeprefix("file://"), name) for name in GPT2_FILES]
-    if all(map(os.path.isfile, paths)):
-        return read_vocabulary(paths, f"{setting} {folder}")
-    raise UserError(
-        f"{setting} {folder} is neither gpt2, nor a .json file, nor a folder with tokenizer.json, or "
-        f"encoder.json and vocab.bpe{relative_to(folder)}; `python -m mingpt "
-        "prepare --tokenizer bpe` makes a BPE of a text"
-    )
+        raise UserError(
+            f"{setting} {name} is neither gpt2, nor a .json file that exists, nor a folder with "
+            f"tokenizer.json{relative_to(name)}; `python -m mingpt prepare --tokenizer bpe` makes a BPE of a "
+            "text"
+        ) from None
 
 
 def download_gpt2(setting: str) -> bytes:
@@ -284,22 +256,8 @@ def download_gpt2(setting: str) -> bytes:
     except DriverError as error:
         raise UserError(
             f"{setting}=gpt2 cannot be read from Hugging Face's hub: {reason_of(error)}; without a network, "
-            "give the path of its tokenizer.json, or of a folder with its encoder.json and vocab.bpe"
+            "give the path of its tokenizer.json"
         ) from None
-
-
-def read_vocabulary(paths: Sequence[str], source: str) -> bytes:
-    """Return a tokenizer.json made from two files in GPT-2's form: `paths` are (vocabulary, merges).
-
-    Raises UserError if the files cannot be used; the message begins with `source`.
-    """
-    library = import_tokenizers(source)
-    try:
-        package = byte_level_bpe(library.models.BPE.from_file(*paths))
-    except DriverError as error:
-        raise UserError(f"{source} has no vocabulary of GPT-2's form: {reason_of(error)}") from None
-    package.add_special_tokens([name for name in END_OF_TEXT if package.token_to_id(name) is not None])
-    return str(package.to_str()).encode()
 
 
 TOKENIZERS["json"] = JsonTokenizer

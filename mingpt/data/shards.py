@@ -46,7 +46,6 @@ class TokenizerMeta(pydantic.BaseModel):
 
 class FileMeta(pydantic.BaseModel):
     name: str
-    bytes: Count
     sha256: Sha256
 
 
@@ -76,17 +75,12 @@ class ShardFile:
     fingerprint: str
 
 
-def is_validation(name: str) -> bool:
-    """Return whether a name has `val`, `valid` or `validation` in lower case, not beside another letter."""
-    return VALIDATION.search(name) is not None
-
-
 def inspect(path: Path, entry: FileMeta | None) -> ShardFile:
     """Check a file's header and size; return its layout and fingerprint as a ShardFile.
 
-    `entry` is the file's entry in meta.json; None if there is no meta.json. The entry's number of bytes must
-    equal the file's. The entry's SHA-256 is not compared with the file, but is part of the fingerprint.
-    Raises UserError, which names the file, if the file cannot be read or used.
+    `entry` is the file's entry in meta.json; None if there is no meta.json. The entry's SHA-256 is not
+    compared with the file, but is part of the fingerprint. Raises UserError, which names the file, if the
+    file cannot be read or used.
     """
     if not os.path.isfile(path):  # opening a pipe might wait forever
         raise UserError(f"{path} is not a regular file")
@@ -118,11 +112,6 @@ def inspect(path: Path, entry: FileMeta | None) -> ShardFile:
     fingerprint = hashlib.sha256(b"%b\0%d\0" % (os.fsencode(path.name), size) + content).hexdigest()
     if entry is not None:
         fingerprint = hashlib.sha256((entry.sha256 + fingerprint).encode()).hexdigest()
-        if entry.bytes != size:
-            raise UserError(
-                f"{path} has {size:,} bytes, and the meta.json beside it says {entry.bytes:,}: prepare the "
-                "data again"
-            )
     return ShardFile(path, size, tokens, offset, dtype, fingerprint)
 
 
@@ -272,7 +261,7 @@ def open_shards(folder: Path, val_fraction: float) -> ShardData:
             f"{folder / different[0]} is missing, or is not in {folder / 'meta.json'}: copy it there, move "
             "it to another folder, or prepare the data again"
         )
-    train_names = sorted(name for name in names if not is_validation(name))
+    train_names = sorted(name for name in names if not VALIDATION.search(name))
     val_names = sorted(set(names) - set(train_names))
     if not train_names:
         raise UserError(

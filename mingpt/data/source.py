@@ -13,7 +13,6 @@ import logging
 import lzma
 import os
 import re
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -158,28 +157,15 @@ def decompressed(raw: Any, path: str) -> tuple[IO[bytes], str]:
     """Return (a stream of the content of the open file `raw`, the suffix of its name, such as .txt).
 
     `path` is the path or URL of `raw`; its suffix says how the file is compressed, if at all. Reading raises
-    an error if the file is cut or damaged. Raises UserError for a zip that does not hold exactly one file.
+    an error if the file is cut or damaged. Raises UserError for a zip archive.
     """
     stem, suffix = os.path.splitext(name_of(path))
-    inner = os.path.splitext(stem)[1]
     if suffix == ".zip":
-        member = only_member(zipfile.ZipFile(raw), path)
-        return member, os.path.splitext(name_of(member.name))[1] or inner
+        raise UserError(f"{path} is a zip archive: unpack it, and name its files")
     stream: IO[bytes] = io.BufferedReader(raw)  # a network driver may return fewer bytes than asked for
     if suffix not in DECODERS:
         return stream, suffix
-    return io.BufferedReader(PieceStream(decode_frames(stream, DECODERS[suffix]))), inner
-
-
-def only_member(archive: zipfile.ZipFile, path: str) -> IO[bytes]:
-    """Open the only file in a zip. Raises UserError, which names `path`, if there are more files or none."""
-    members = [member for member in archive.infolist() if not member.is_dir()]
-    if len(members) != 1:
-        raise UserError(
-            f"{path} holds {len(members)} files, and a zip of exactly one file can be read: unpack it, and "
-            "name its files"
-        )
-    return archive.open(members[0])
+    return io.BufferedReader(PieceStream(decode_frames(stream, DECODERS[suffix]))), os.path.splitext(stem)[1]
 
 
 def decode_frames(raw: IO[bytes], make_decoder: Callable[[], Any]) -> Iterator[bytes]:

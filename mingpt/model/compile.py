@@ -10,7 +10,6 @@ import importlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,21 +31,10 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class CompileChoice:
-    """Whether the model is to be compiled, and the reason in words."""
-
-    is_compiled: bool
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{'compiled' if self.is_compiled else 'not compiled'}: {self.reason}"
-
-
 def choose_compile(
     config: Config, flops_per_token: float, device_type: str, recorded: bool | None = None
-) -> CompileChoice:
-    """Return whether the model is to be compiled, as trainer.compile says, and why.
+) -> tuple[bool, str]:
+    """Return whether the model is to be compiled, as trainer.compile says, and the reason in words.
 
     `flops_per_token` counts a forward and backward pass; `device_type` is "cpu", "cuda" or "mps". `recorded`
     says whether a compiled model computed the snapshot from which the run resumes; None means that the run
@@ -55,7 +43,7 @@ def choose_compile(
     """
     trainer = config.trainer
     if trainer.compile != "auto":
-        return CompileChoice(trainer.compile, f"trainer.compile={str(trainer.compile).lower()}")
+        return trainer.compile, f"trainer.compile={str(trainer.compile).lower()}"
     if recorded and trainer.recompute != "none":
         raise UserError(
             "the snapshot was computed by a compiled model, and trainer.recompute="
@@ -63,20 +51,15 @@ def choose_compile(
             "by trainer.compile=false snapshot.resume=changed"
         )
     if recorded is not None:
-        return CompileChoice(recorded, "trainer.compile=auto goes on as the snapshot was computed")
+        return recorded, "trainer.compile=auto goes on as the snapshot was computed"
     if trainer.recompute != "none":
-        return CompileChoice(False, f"trainer.recompute={trainer.recompute} does not go with it")
+        return False, f"trainer.recompute={trainer.recompute} does not go with it"
     if device_type not in COMPILE_FLOPS:
-        return CompileChoice(False, f"trainer.compile=auto has no limit for {device_type}")
-    flops, fewest = planned_flops(config, flops_per_token), COMPILE_FLOPS[device_type]
-    return CompileChoice(
-        flops >= fewest, f"the run has {flops:.1e} FLOPs, and trainer.compile=auto compiles from {fewest:.1e}"
-    )
-
-
-def planned_flops(config: Config, flops_per_token: float) -> float:
-    """Return the FLOPs of all steps of a run."""
-    return flops_per_token * config.data.block_size * config.trainer.batch_size * config.trainer.max_steps
+        return False, f"trainer.compile=auto has no limit for {device_type}"
+    tokens = config.data.block_size * trainer.batch_size * trainer.max_steps
+    flops, fewest = flops_per_token * tokens, COMPILE_FLOPS[device_type]
+    reason = f"the run has {flops:.1e} FLOPs, and trainer.compile=auto compiles from {fewest:.1e}"
+    return flops >= fewest, reason
 
 
 def import_compiler() -> None:

@@ -9,9 +9,7 @@
 | dropout | torch's | random bytes, vectorised | random bytes |
 | attention | torch's fused kernel | products, up to MAX_MATH_ATTENTION tokens | likewise, without a cache |
 
-torch's backward passes keep and read more intermediate results than those of `CPUOps`, and copy between the
-layouts of consecutive matrix products. On one core, `CPUOps` shortens a micro-batch of the default run by a
-ninth. The head and its loss have one version, which computes many logits in chunks.
+torch's backward passes keep and read more intermediate results than those of `CPUOps`.
 """
 
 import functools
@@ -130,10 +128,7 @@ class TorchOps:
     """The operations of the model, computed by torch's own functions."""
 
     def rms_norm(self, x: Tensor) -> Tensor:
-        """Divide x by its root mean square along the last dimension.
-
-        Without autocast the result has x's dtype; with autocast, float32 on a GPU, autocast's in CPUOps.
-        """
+        """Return `rms_norm(x)`, which autocast makes float32 on a GPU, and of its own type in CPUOps."""
         return rms_norm(x)
 
     def gelu(self, x: Tensor) -> Tensor:
@@ -214,8 +209,7 @@ class CPUOps(TorchOps):
     def gelu(self, x: Tensor) -> Tensor:
         """Return GELU with the tanh approximation, for bfloat16 from a table of all 65,536 values.
 
-        torch's own kernel computes a hyperbolic tangent for each element in each pass, and takes three times
-        as long as the table.
+        torch's own kernel takes three times as long as the table.
         """
         if x.dtype != torch.bfloat16:
             return super().gelu(x)

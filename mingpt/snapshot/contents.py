@@ -19,7 +19,6 @@ from mingpt.model import GPT, parameter_shapes
 from mingpt.optim import state_shapes
 from mingpt.snapshot.manifest import Manifest, TokenizerFields, max_tokenizer_bytes
 from mingpt.snapshot.reading import Entries
-from mingpt.snapshot.store import Snapshot
 
 
 def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
@@ -110,14 +109,6 @@ def stored_rows(manifest: Manifest) -> RowMap:
     return RowMap(shapes, shard.workers, ("model.", "optimizer.") if shard.weights else ("optimizer.",))
 
 
-def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
-    """Return the tokenizer in a snapshot; None if the run has no tokenizer.
-
-    Raises the errors of `make_tokenizer` and of `Snapshot.read_tokenizer`.
-    """
-    return make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())
-
-
 def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | None:
     """Return a snapshot's tokenizer, whose bytes are `content`; None if the run has no tokenizer.
 
@@ -171,33 +162,28 @@ def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin:
     The weights may have more learned positions than the model: the views leave out the last positions. Raises
     UserError, whose message calls the weights `origin`, if the weights do not fit the model.
     """
-    there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    there = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_shapes(there, shapes, origin)
     return {name: tensor[: shapes[name][0]] if tensor.ndim else tensor for name, tensor in tensors.items()}
 
 
-def check_shapes(
-    there: Mapping[str, tuple[Shape, torch.dtype]], here: Mapping[str, Shape], origin: str
-) -> None:
+def check_shapes(there: Mapping[str, Shape], here: Mapping[str, Shape], origin: str) -> None:
     """Raise UserError if saved weights do not fit a model.
 
-    `there` has the shape and type of each of the weights, and `here` the shape of each parameter of the
-    model, by name. The weights may have any floating-point type, and more learned positions than the model.
-    The error's message calls the weights `origin`.
+    `there` has the shape of each of the weights, and `here` the shape of each parameter of the model, by
+    name. The weights may have more learned positions than the model. The error's message calls the weights
+    `origin`.
     """
     wrong = []
     for name, shape in here.items():
-        found: Any = "missing"
-        if name in there:
-            found, dtype = there[name]
-            if name.endswith("wpe.weight"):
-                if found[0] < shape[0]:
-                    raise UserError(
-                        f"{origin} holds {found[0]} positions and data.block_size is {shape[0]}: set "
-                        f"data.block_size={found[0]}, or less"
-                    )
-                found = (min(found[0], shape[0]), *found[1:])
-            found = found if dtype.is_floating_point else dtype
+        found: Any = there.get(name, "missing")
+        if name in there and name.endswith("wpe.weight"):
+            if found[0] < shape[0]:
+                raise UserError(
+                    f"{origin} holds {found[0]} positions and data.block_size is {shape[0]}: set "
+                    f"data.block_size={found[0]}, or less"
+                )
+            found = (shape[0], *found[1:])
         if found != shape:
             wrong.append(f"{name}: {found} -> {shape}")
     surplus = there.keys() - here.keys()

@@ -22,19 +22,17 @@ def open_snapshot(
     """Return the snapshot in the file or folder `where`, after the checks of `SnapshotStore.read`.
 
     `where` is the path or URL of a snapshot's file, of a run folder, or of a folder of snapshots. Appended
-    to it, "@best" means `best`. In a folder, snapshots are tried from the newest on; with `best`, from the
-    lowest validation loss on. The first snapshot that can be used is returned; snapshots that were tried
-    before are skipped with a log line. With `weights_only`, only the header of the optimizer's file is read.
-    Raises UserError if no snapshot can be used, if `check` raises UserError, or if `best` is given with a
-    file. Also raises UserError if a snapshot that is tried has an unknown schema version, or if the run's
-    config.yaml cannot be used.
+    to it, "@best" means `best`, which is for folders only. In a folder, snapshots are tried from the newest
+    on; with `best`, from the lowest validation loss on. The first snapshot that can be used is returned;
+    snapshots that were tried before are skipped with a log line. With `weights_only`, only the header of the
+    optimizer's file is read.
+    Raises UserError if no snapshot can be used, or if `check` raises UserError. Also raises UserError if a
+    snapshot that is tried has an unknown schema version, or if the run's config.yaml cannot be used.
     """
-    if where.endswith("@best") and not os.path.exists(where):
+    if where.endswith("@best"):
         where, best = where.removesuffix("@best"), True
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)
-    if named is not None and best:
-        raise UserError(f"{where} is one snapshot: give its folder to use the best one there")
     if named is not None:
         try:
             return SnapshotStore(folder or ".").read(named, check, weights_only)

@@ -26,9 +26,8 @@ from mingpt.base.errors import UserError
 from mingpt.base.paths import describe_obstacle, typed_path
 from mingpt.base.urls import redact
 from mingpt.config import Config
-from mingpt.data import Tokenizer
 from mingpt.snapshot import Snapshot, open_snapshot
-from mingpt.snapshot.contents import check_model, snapshot_tokenizer
+from mingpt.snapshot.contents import check_model, make_tokenizer
 from mingpt.snapshot.manifest import validation_loss
 from mingpt.tools.hugging_face import form_of, hf_fields, import_transformers, to_hf
 
@@ -101,7 +100,7 @@ def export(run: str, out: str, best: bool = False) -> str:
             prefix=".mingpt-export-", dir=target, ignore_cleanup_errors=True
         ) as partial:
             snapshot = open_snapshot(run, check_model, weights_only=True, best=best)
-            architecture = write_files(Path(partial), snapshot, snapshot_tokenizer(snapshot))
+            architecture = write_files(Path(partial), snapshot)
             for name in sorted(os.listdir(partial), key=lambda name: name == CONFIG):
                 os.rename(Path(partial) / name, target / name)
     except (OSError, SafetensorError) as error:
@@ -119,11 +118,12 @@ def refuse_files(folder: Path) -> None:
             )
 
 
-def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -> str:
+def write_files(folder: Path, snapshot: Snapshot) -> str:
     """Write model and model card to `folder`; return the name of the model class in transformers.
 
-    Also writes tokenizer.json and tokenizer_config.json, if a tokenizer.json can describe `tokenizer`.
+    Also writes tokenizer.json and tokenizer_config.json, if a tokenizer.json can describe the tokenizer.
     """
+    tokenizer = make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())
     config, manifest, tensors = snapshot.config, snapshot.manifest, snapshot.tensors("model.")
     content = tokenizer.to_tokenizer_json() if tokenizer else None
     end = tokenizer.end_of_text if tokenizer and content else None

@@ -62,8 +62,23 @@ def import_model(source: str, out: str) -> str:
         if SnapshotStore(out).names():
             raise UserError(f"{out} is not empty: give another folder")
         config, tensors, tokenizer = read_model(source)
+        rows = len(tensors["wte.weight"])
+        manifest = Manifest(
+            step=0,
+            windows=0,
+            config=to_dict(config),
+            tokenizer=describe_tokenizer(tokenizer, rows),
+            data=DataFields(path=redact(source), sha256=64 * "0"),  # no data have this hash
+            software=SoftwareFields.model_validate(
+                {"torch": str(torch.__version__), "device": "cpu", "threads": 1, "dtype": "float32"}
+            ),
+        )
+        # The optimizer has done nothing yet: its state is zeros.
+        state = {name: torch.zeros(()).expand(shape) for name, shape in tensor_shapes(config, rows).items()}
+        state |= {f"model.{name}": tensor for name, tensor in tensors.items()}
         store.prepare()
-        save(store, source, config, tensors, tokenizer)
+        saver = SnapshotSaver(store, tokenizer.to_bytes() if tokenizer else None)
+        saver.write_once(manifest, saver.stage(0, state))
     except OSError as error:
         raise UserError(f"{out} cannot be written: {reason_of(error)}") from None
     return f"{source} written to {out}; snapshot.init_from={out} starts a run with its weights"
@@ -155,24 +170,3 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     for other in {tensor.dtype for tensor in found.values()} - FLOATS:
         raise UserError(f"it holds {other}, as quantized models do, and weights are floats of 16 to 64 bits")
     return found
-
-
-def save(
-    store: SnapshotStore, source: str, config: Config, tensors: dict[str, Tensor], tokenizer: Tokenizer | None
-) -> None:
-    """Write a snapshot of step 0, whose optimizer has done nothing yet. Raises OSError if that fails."""
-    rows = len(tensors["wte.weight"])
-    manifest = Manifest(
-        step=0,
-        windows=0,
-        config=to_dict(config),
-        tokenizer=describe_tokenizer(tokenizer, rows),
-        data=DataFields(path=redact(source), sha256=64 * "0"),  # no data have this hash
-        software=SoftwareFields.model_validate(
-            {"torch": str(torch.__version__), "device": "cpu", "threads": 1, "dtype": "float32"}
-        ),
-    )
-    state = {name: torch.zeros(()).expand(shape) for name, shape in tensor_shapes(config, rows).items()}
-    state |= {f"model.{name}": tensor for name, tensor in tensors.items()}
-    saver = SnapshotSaver(store, tokenizer.to_bytes() if tokenizer else None)
-    saver.write_once(manifest, saver.stage(0, state))

@@ -1,30 +1,29 @@
 """Generate text with a trained model: python -m mingpt sample out/default --prompt "..." --tokens 300.
 
 Prints the prompt, then the text, and nothing else; several samples are separated by a line of dashes. A
-sample ends early at an end-of-text token, except with --prompt_tokens.
+sample ends early at an end-of-text token.
 """
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from mingpt.base.command import CommandParser, write_stdout
 from mingpt.base.errors import UserError
 from mingpt.base.files import reason_of
 from mingpt.base.paths import typed_path
-
-if TYPE_CHECKING:
-    import torch
-
-    from mingpt.data import Tokenizer
-    from mingpt.model import GPT
-
+from mingpt.data import Tokenizer
+from mingpt.distributed.device import resolve_dtype
+from mingpt.model import GPT, generate_batch
+from mingpt.snapshot import open_snapshot
+from mingpt.snapshot.contents import check_model, load_weights, make_tokenizer
 
 BATCH = 16  # samples that are generated at once; each has a key/value cache
 SEPARATOR = "---------------\n"
 
 
-def make_parser() -> CommandParser:
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("python -m mingpt sample", __doc__)
     add = parser.add_argument
     add(
@@ -36,13 +35,7 @@ def make_parser() -> CommandParser:
         "URL (default: %(default)s)",
     )
     add("--best", action="store_true", help="the snapshot with the lowest validation loss, not the newest")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument(
-        "--prompt", help="text to continue (default: end-of-text if there is such a token, else a newline)"
-    )
-    prompt.add_argument(
-        "--prompt_tokens", metavar="IDS", help="tokens to continue, as in 464,3290; prints tokens, not text"
-    )
+    add("--prompt", help="text to continue (default: end-of-text if there is such a token, else a newline)")
     add("--tokens", type=int, default=300, help="number of tokens to generate (default: %(default)s)")
     add("--num_samples", type=int, default=1, help="how many samples (default: %(default)s)")
     add(
@@ -68,11 +61,6 @@ def make_parser() -> CommandParser:
         "temperature and top_k (default: all)",
     )
     add("--seed", type=int, default=1, help="the same seed gives the same text (default: %(default)s)")
-    return parser
-
-
-def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser()
     arguments = parser.parse_args(words)
     for name, low in (("tokens", 0), ("num_samples", 1), ("top_k", 1), ("seed", 0), ("temperature", 0)):
         value = getattr(arguments, name)
@@ -84,27 +72,21 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str]) -> int:
-    try:
-        sample(parse_arguments(words))
-    except KeyboardInterrupt:
-        return 130
+    sample(parse_arguments(words))
     return 0
 
 
 def sample(arguments: argparse.Namespace) -> None:
-    from mingpt.distributed.device import resolve_dtype
-    from mingpt.model import GPT
-    from mingpt.snapshot import open_snapshot
-    from mingpt.snapshot.contents import check_model, load_weights, snapshot_tokenizer
-
     device = find_device(arguments.device)
     snapshot = open_snapshot(arguments.run, check_model, weights_only=True, best=arguments.best)
     vocab_size = snapshot.manifest.tokenizer.vocab_size
-    tokenizer = None if arguments.prompt_tokens is not None else snapshot_tokenizer(snapshot)
+    tokenizer = make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())
     if tokenizer is None:
-        text, prompt = "", read_prompt_tokens(arguments.prompt_tokens, vocab_size)
-    else:
-        text, prompt = read_prompt(arguments.prompt, tokenizer)
+        raise UserError(
+            "the run has no tokenizer, so it has no text: continue tokens by mingpt.model.generate_batch, or "
+            "give a new run its weights by snapshot.init_from and a tokenizer by data.tokenizer"
+        )
+    text, prompt = read_prompt(arguments.prompt, tokenizer)
     # The model's tables grow with block_size, so it is only as large as the prompt and the new tokens need.
     block_size = min(snapshot.config.data.block_size, len(prompt) + arguments.tokens)
     model = GPT(snapshot.config.model, vocab_size=vocab_size, block_size=block_size)
@@ -113,10 +95,8 @@ def sample(arguments: argparse.Namespace) -> None:
     write_samples(model, tokenizer, text, prompt, arguments)
 
 
-def find_device(wanted: str) -> "torch.device":
+def find_device(wanted: str) -> torch.device:
     """Return the device that --device names (`wanted`). Raises UserError if the device is unusable."""
-    import torch
-
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -126,14 +106,9 @@ def find_device(wanted: str) -> "torch.device":
 
 
 def write_samples(
-    model: "GPT", tokenizer: "Tokenizer | None", text: str, prompt: list[int], arguments: argparse.Namespace
+    model: GPT, tokenizer: Tokenizer, text: str, prompt: list[int], arguments: argparse.Namespace
 ) -> None:
-    """Write the samples to stdout, each after the prompt `text`; `prompt` has the prompt's tokens.
-
-    Without a tokenizer, write the numbers of the tokens, separated by commas.
-    """
-    from mingpt.model import generate_batch
-
+    """Write the samples to stdout, each after the prompt `text`; `prompt` has the prompt's tokens."""
     seeds = range(arguments.seed, arguments.seed + arguments.num_samples)
     for first in range(0, len(seeds), BATCH):
         batch = seeds[first : first + BATCH]
@@ -145,17 +120,16 @@ def write_samples(
             temperature=arguments.temperature,
             top_k=arguments.top_k,
             top_p=arguments.top_p,
-            vocab_size=len(tokenizer) if tokenizer else None,
-            end=tokenizer.end_of_text if tokenizer else None,
+            vocab_size=len(tokenizer),
+            end=tokenizer.end_of_text,
         )
         rows = list(steps)
         for number in range(len(batch)):
             tokens = [token for token in (row[number] for row in rows) if token is not None]
-            whole = text + tokenizer.decode(tokens) if tokenizer else ",".join(map(str, prompt + tokens))
-            write_stdout(f"{SEPARATOR if first + number else ''}{whole}\n")
+            write_stdout(f"{SEPARATOR if first + number else ''}{text}{tokenizer.decode(tokens)}\n")
 
 
-def read_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
+def read_prompt(text: str | None, tokenizer: Tokenizer) -> tuple[str, list[int]]:
     """Return the text of --prompt and its tokens. None stands for the tokenizer's default prompt.
 
     Raises UserError if the text is empty or cannot be encoded.
@@ -167,16 +141,3 @@ def read_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[int
     if not tokens:
         raise UserError("the prompt is empty and there is nothing to continue: give at least one character")
     return text, tokens
-
-
-def read_prompt_tokens(text: str | None, vocab_size: int) -> list[int]:
-    """Return the tokens of --prompt_tokens.
-
-    Raises UserError if the option is absent, or is anything but numbers below `vocab_size`.
-    """
-    if text is None:
-        raise UserError("the run has no tokenizer: give tokens to continue, as in --prompt_tokens 464,3290")
-    words = text.replace(",", " ").split()
-    if not words or not all(word.isdecimal() and int(word) < vocab_size for word in words):
-        raise UserError(f"--prompt_tokens must be numbers below {vocab_size}, as in 464,3290, not {text!r}")
-    return [int(word) for word in words]

@@ -8,8 +8,6 @@ A run whose snapshots past step 0 are lost or damaged does not silently start ag
 import contextlib
 import logging
 
-import torch
-
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import DriverError, reason_of
 from mingpt.config import Config, differences, to_dict
@@ -143,7 +141,7 @@ def check_model_fits(snapshot: StoredState, config: Config, refusal: str) -> Non
     here = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
     there = {name: shape for name, shape in snapshot.shapes.items() if name.startswith("model.")}
     try:
-        check_shapes({name: (shape, torch.float32) for name, shape in there.items()}, here, "")
+        check_shapes(there, here, "")
     except UserError:
         raise UserError(f"{refusal}: set that back, or choose another run_dir") from None
 

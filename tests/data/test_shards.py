@@ -17,7 +17,7 @@ from support.shards import llmc_header, write_llmc, write_nanogpt
 from mingpt.base.errors import ExpectedError, UserError
 from mingpt.config import DataConfig
 from mingpt.data.corpus import open_data
-from mingpt.data.shards import ShardData, TokenShards, is_validation, open_shards
+from mingpt.data.shards import VALIDATION, ShardData, TokenShards, open_shards
 
 RNG = np.random.default_rng(0)
 
@@ -72,16 +72,6 @@ def test_a_folder_of_nanogpts_names_is_read_with_and_without_headers(
         assert everything(data.train) == train.tolist() and everything(data.val) == val.tolist()
 
 
-def test_files_are_read_in_the_order_of_their_names_and_validation_comes_last(tmp_path: Path) -> None:
-    for number in (10, 2, 9):
-        write_llmc(tmp_path / f"b_train_{number:03d}.bin", [number])
-    write_llmc(tmp_path / "a_val_0.bin", [90, 91])
-    write_llmc(tmp_path / "other.bin", [200])
-    data = open_shards(tmp_path, 0.1)
-    assert everything(data.train) == [2, 9, 10, 200] and everything(data.val) == [90, 91]
-    assert list(data.files)[-1] == "a_val_0.bin" and len(data.files) == 5
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -97,7 +87,7 @@ def test_files_are_read_in_the_order_of_their_names_and_validation_comes_last(tm
     ],
 )
 def test_val_as_a_word_of_the_name_makes_a_file_validation(name: str, expected: bool) -> None:
-    assert is_validation(name) is expected
+    assert bool(VALIDATION.search(name)) is expected
 
 
 @pytest.mark.parametrize("val_fraction", [0.1, 0.37, 0.5, 0.9])
@@ -244,10 +234,6 @@ META_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"damaged: tokenizer\.vocab_size: ",
     ),
     "bytes of validation": (change_meta(val_bytes=-1), "damaged: val_bytes: "),
-    "other bytes": (
-        lambda folder: write_llmc(folder / "train_00001.bin", range(7), wide=True),
-        r"train_00001\.bin has 1,052 bytes.* says 1,038",
-    ),
     "a missing file": (
         lambda folder: (folder / "train_00001.bin").unlink(),
         r"train_00001\.bin is missing.*meta\.json",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mingpt.base.errors import UserError
 from mingpt.config import DataConfig
-from mingpt.data import TOKENIZERS, CharTokenizer, make_corpus
+from mingpt.data import make_corpus
 from mingpt.data.corpus import open_data
 
 TEXT = "Où? Ça, la mer; 海と空。 " * 40
@@ -45,15 +45,6 @@ def test_a_byte_order_mark_changes_nothing() -> None:
     config = DataConfig(block_size=8)
     plain, marked = make_corpus(TEXT.encode(), config), make_corpus(TEXT.encode("utf-8-sig"), config)
     assert marked.fingerprint == plain.fingerprint and marked.vocab_size == plain.vocab_size
-
-
-def test_the_setting_chooses_the_tokenizer_and_auto_takes_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = type("OtherTokenizer", (CharTokenizer,), {})
-    monkeypatch.setitem(TOKENIZERS, "other", other)
-    chosen = make_corpus(TEXT.encode(), DataConfig(block_size=8)).tokenizer
-    assert type(chosen) is CharTokenizer
-    chosen = make_corpus(TEXT.encode(), DataConfig(block_size=8, tokenizer="other")).tokenizer
-    assert type(chosen) is other
 
 
 def test_the_embedding_may_have_more_rows_than_the_tokenizer_has_tokens_and_not_fewer() -> None:

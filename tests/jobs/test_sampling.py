@@ -64,15 +64,10 @@ SEE = "; see python -m mingpt sample --help"
         ),
         (["--temperature", "inf"], f"--temperature must be at least 0 and below 2**63, not inf{SEE}"),
         (["--top_p", "0"], f"--top_p must be above 0 and at most 1, not 0.0{SEE}"),
-        (["--prompt_tokens=--"], "--prompt_tokens must be numbers below 32, as in 464,3290, not '--'"),
         (
             ["--prompt=--"],
             "the character '-' (U+002D, HYPHEN-MINUS) is not in the vocabulary of the 32 characters "
             "trained on",
-        ),
-        (
-            ["--prompt", "a", "--prompt_tokens", "1"],
-            f"argument --prompt_tokens: not allowed with argument --prompt{SEE}",
         ),
     ],
 )

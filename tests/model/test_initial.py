@@ -72,19 +72,10 @@ def test_a_model_has_the_weights_that_are_drawn_by_name_also_if_it_is_filled_lat
         assert torch.equal(tensor, theirs[name]), name
 
 
-class Gains(nn.Module):
-    """A module with a parameter and a buffer that no rule knows."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty(3, dtype=dtype))
-        self.register_buffer("table", torch.empty(2))
-
-
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
-        (Gains(), r"no rule says with which values h\.0\.gain .* begins: give Gains a method initial_weight"),
+        (nn.PReLU(), r"no rule says with which values h\.0\.weight .*: give PReLU a method initial_weight"),
         (nn.GRU(2, 2), r"no rule says with which values h\.0\.weight_ih_l0 "),
         (nn.Linear(2, 2, dtype=torch.float64), r"h\.0\.weight of .* is torch\.float64: make it float32"),
         (

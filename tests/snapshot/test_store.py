@@ -192,11 +192,9 @@ def test_the_best_snapshot_has_the_lowest_validation_loss_of_its_own_step(
         open_snapshot(store.root, best=True)
     for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0)):
         write(store, make_manifest(step, loss))
-    assert open_snapshot(store.root, best=True).manifest.step == 2
+    assert open_snapshot(f"{store.root}@best").manifest.step == 2
     Path(store.path("step_00000002.safetensors")).write_bytes(b"damaged")
     assert open_snapshot(store.root, best=True).manifest.step == 1
     assert [message.partition(":")[0] for message in caplog.messages] == [
         f"snapshot of step 2 in {store.root} skipped"
     ]
-    with pytest.raises(UserError, match=r"step_00000001.json is one snapshot: give its folder"):
-        open_snapshot(store.path("step_00000001.json"), best=True)

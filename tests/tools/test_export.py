@@ -1,6 +1,5 @@
 import json
 import os
-import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,7 +15,7 @@ from mingpt.base import command as base_command
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.data import CharTokenizer, JsonTokenizer
 from mingpt.snapshot import open_snapshot
-from mingpt.snapshot.contents import snapshot_tokenizer
+from mingpt.snapshot.contents import make_tokenizer
 from mingpt.tools.export import export, main
 from mingpt.tools.hugging_face import FORMS
 from mingpt.tools.import_model import import_model
@@ -64,7 +63,7 @@ def test_transformers_loads_what_was_exported_and_computes_the_same(arch: Arch, 
     import_model(str(tmp_path / "out"), str(tmp_path / "back"))
     back = open_snapshot(str(tmp_path / "back"))
     assert all(torch.equal(back.read(f"model.{name}"), weight) for name, weight in ours.named_parameters())
-    its = snapshot_tokenizer(back)
+    its = make_tokenizer(back.manifest, back.read_tokenizer())
     assert its and its.fingerprint() == CharTokenizer(CHARACTERS).fingerprint()
 
 
@@ -85,13 +84,21 @@ def test_the_tokenizer_acts_in_transformers_as_in_the_run_and_generation_ends_at
         edited(
             plain,
             truncation={"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
+            padding={
+                "strategy": {"Fixed": 900},
+                "direction": "Right",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "!",
+            },
             post_processor=template,
             model={**json.loads(plain)["model"], "dropout": 0.5},
         )
     )
     rows = len(bpe) + 7  # more rows than tokens
     save_run(tmp_path / "run", make_config("gpt2"), "".join(map(chr, range(0x100, 0x100 + rows))))
-    monkeypatch.setattr("mingpt.tools.export.snapshot_tokenizer", lambda snapshot: bpe)
+    monkeypatch.setattr("mingpt.tools.export.make_tokenizer", lambda *_: bpe)
     export(str(tmp_path / "run"), str(tmp_path / "out"))
     theirs, tokenizer = load_with_transformers(tmp_path / "out")
     named = f"Enter BEATRIX, with {END} in her hand. " * 5
@@ -112,7 +119,7 @@ def test_the_command_writes_all_files_of_a_run_at_a_url_and_says_so_in_one_line(
     """The README has the figures of the run."""
     out = tmp_path / "deep" / "out"
     model = save_run(tmp_path / "run", make_config("gpt2"), CHARACTERS)
-    assert base_command.run_command(main, [f"file://{tmp_path}/run", str(out)]) == 0
+    assert base_command.run_command(main, [f"file://{tmp_path}/run", str(out), "--best"]) == 0
     said = f"step 30 of file://{tmp_path}/run written to {out} as GPT2LMHeadModel\n"
     assert capsys.readouterr() == ("", said)
     assert sorted(path.name for path in out.iterdir()) == FILES
@@ -124,18 +131,6 @@ def test_the_command_writes_all_files_of_a_run_at_a_url_and_says_so_in_one_line(
     assert f"# GPT2LMHeadModel, {parameters:,} parameters" in text
     assert "- steps: 30\n- validation loss, nats per token: 0.5000\n" in text
     assert b"secret" not in b"".join(path.read_bytes() for path in out.iterdir())
-
-
-def test_the_best_snapshot_is_exported_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run folder whose own name ends with @best is taken as it is."""
-    for run in ("run", "run@best"):
-        save_run(tmp_path / run, make_config("modern"), CHARACTERS, step=170, loss=0.5)
-        save_run(tmp_path / run, make_config("gpt2"), CHARACTERS, step=340, loss=0.75)
-    assert base_command.run_command(main, [str(tmp_path / "run"), str(tmp_path / "out"), "--best"]) == 0
-    assert capsys.readouterr().err.startswith(f"step 170 of {tmp_path / 'run'} written to ")
-    assert open_snapshot(f"{tmp_path}/run@best").manifest.step == 340
-    shutil.rmtree(tmp_path / "run@best")
-    assert open_snapshot(f"{tmp_path}/run@best").manifest.step == 170
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:

@@ -166,7 +166,6 @@ OTHERS: list[tuple[Arch, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
     ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings is False"),
-    ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config is"),
     ("gpt2", {"n_head": 5}, r"n_embd \(24\) must be divisible by .*n_head \(5\)"),
     ("modern", {"intermediate_size": 100}, "intermediate_size is 100, and only 96"),
     ("modern", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
