@@ -200,13 +200,9 @@ class RunLogger:
         self.config_file.retry()
         self.records.flush()
 
-    def failed(self, step: int, why: str, goes_on: bool = False) -> None:
-        """Report that this generation failed after `step`; `why` says why. Closes the sinks.
-
-        The `status` in run.json becomes "failed". With `goes_on` it becomes "stopped", because the job
-        continues on this node; the job's next generation sets "running" again.
-        """
-        self._end("stopped" if goes_on else "failed", step, f"failed: {why}")
+    def failed(self, step: int, why: str) -> None:
+        """Report that this generation failed after `step`; `why` says why. Closes the sinks."""
+        self._end("failed", step, f"failed: {why}")
 
     def ended(
         self,

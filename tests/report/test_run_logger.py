@@ -91,14 +91,6 @@ def test_every_sink_is_told_everything(tmp_path: Path, monkeypatch: pytest.Monke
     assert inputs["software"] == asdict(ENVIRONMENT)
 
 
-@pytest.mark.parametrize(("goes_on", "expected"), [(True, "stopped"), (False, "failed")])
-def test_a_run_that_goes_on_in_the_next_generation_has_not_failed(
-    goes_on: bool, expected: str, tmp_path: Path
-) -> None:
-    make_logger(tmp_path).failed(12, "worker 1 lies", goes_on)
-    assert status(tmp_path) == expected
-
-
 def test_a_run_is_followed_where_it_is_asked_for_and_by_rank_0_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

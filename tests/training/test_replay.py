@@ -13,7 +13,6 @@ from support.jobs import read_history
 from support.ranks import lone_rank, run_ranks
 from support.snapshots import make_manifest
 
-from mingpt.base.errors import NodeRefused, NonRetryableError, PeersMissing
 from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import digest, strategy
@@ -155,18 +154,6 @@ def test_workers_that_need_not_compute_alike_are_not_compared(
 
     assert run_ranks(3, work) == [reason is None] * 3
     assert reason is None or f"{reason}: what they compute is not compared" in caplog.text
-
-
-@pytest.mark.parametrize(("wrong", "goes_on"), [([1], [True, False, True]), ([0, 1, 2], [False] * 3)])
-def test_a_run_has_failed_on_the_nodes_that_do_not_go_on(wrong: list[int], goes_on: list[bool]) -> None:
-    def end_generation(context: DistributedContext) -> Any:
-        computer = Computer(context, {}, {})
-        with pytest.raises((NodeRefused, PeersMissing, NonRetryableError)):
-            computer.end_generation(wrong, "lies")
-        logger: Any = computer.run_logger
-        return logger.failed.call_args.args[2]
-
-    assert run_ranks(3, end_generation) == goes_on
 
 
 @pytest.mark.parametrize(
