@@ -20,7 +20,6 @@ def make_trainer(order: list[str], losses: list[float], **settings: str) -> Any:
     trainer: Any = Trainer.__new__(Trainer)
     trainer.config, trainer.step_losses = build({**SMALL, **settings}), losses
     trainer.state = SimpleNamespace(step=4, windows_seen=32, skipped=(0, 0), loss_scale=None)
-    trainer.sampler = SimpleNamespace(window_starts=lambda first, count: [0] * count)
     trainer.context, trainer.batches = SingleProcess(), SimpleNamespace(error=None)
     trainer.saving = SimpleNamespace(
         last_save_step=0,
