@@ -17,8 +17,7 @@ from mingpt.data import Data, TextData
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import Check, Entries, Found, Manifest, MemorySnapshots, SnapshotStore, StoredState
 from mingpt.snapshot.contents import check_shapes, check_shard, tensor_shapes
-from mingpt.snapshot.manifest import DataFields, is_discarded
-from mingpt.training.run_data import first_difference
+from mingpt.snapshot.manifest import is_discarded
 from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 
 # The settings that can change an evaluation, by the beginnings of their names.
@@ -110,8 +109,11 @@ def check_snapshot(
             "choose another run_dir"
         )
     if manifest.data.sha256 != data.fingerprint:
-        what = describe_other_data(config.data.path, data, url, manifest.data)
-        raise UserError(f"{what}: choose another run_dir, with snapshot.init_from to keep the weights")
+        raise UserError(
+            f"{config.data.path} (sha256 {data.fingerprint[:12]}...) is not the data that the snapshots in "
+            f"{url} were trained on ({manifest.data.sha256[:12]}...): choose another run_dir, with "
+            "snapshot.init_from to keep the weights"
+        )
     if is_restart:
         return []
     if run_id and manifest.run not in (None, run_id) and not config.trainer.eval_only:
@@ -146,24 +148,6 @@ def check_model_fits(snapshot: StoredState, config: Config, refusal: str) -> Non
         check_shapes({name: (shape, torch.float32) for name, shape in there.items()}, here, "")
     except UserError:
         raise UserError(f"{refusal}: set that back, or choose another run_dir") from None
-
-
-def describe_other_data(path: str, data: Data, url: str, then: DataFields) -> str:
-    """Return a clause on how `data`, at `path`, differs from the data that `then` describes.
-
-    `then` is the field `data` in the manifest of a snapshot at `url`.
-    """
-    was, now = then.files, data.files
-    if not was or not now:
-        return (
-            f"{path} (sha256 {data.fingerprint[:12]}...) is not the data that the snapshots in {url} were "
-            f"trained on ({then.sha256[:12]}...)"
-        )
-    name = first_difference(was, now) or "the order of the files, or the split,"
-    return (
-        f"the snapshots in {url} were trained on other token shards than those in {path}: {name} has "
-        "changed, is new or is missing"
-    )
 
 
 def check_nothing_is_lost(

@@ -65,7 +65,7 @@ def test_without_a_tokenizer_prompts_and_samples_are_tokens(start: Start, tmp_pa
     assert refused.returncode == 2 and "must be numbers below 90" in refused.stderr
 
 
-def test_a_shard_that_has_changed_is_named_on_resume(
+def test_shards_of_which_one_has_changed_are_refused_on_resume(
     start: Start, shards: Path, on_shards: Path, tmp_path: Path
 ) -> None:
     copy, run_dir = shutil.copytree(shards, tmp_path / "shards"), tmp_path / "run"
@@ -75,8 +75,7 @@ def test_a_shard_that_has_changed_is_named_on_resume(
     content[-2] ^= 1
     path.write_bytes(content)
     job = start(command(trainer__workers=1, **settings(run_dir, copy)))
-    said = error_of(job)
-    assert "were trained on other token shards" in said and "play_train_000001.bin has changed" in said
+    assert "is not the data that the snapshots in" in error_of(job)
 
 
 def test_sampling_needs_the_snapshot_alone(shards: Path, on_shards: Path) -> None:
