@@ -4,14 +4,12 @@ import io
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
 from mingpt.__main__ import COMMANDS
-from mingpt.base.command import CommandParser, StandardStream
-from mingpt.base.errors import UserError
+from mingpt.base.command import StandardStream
 from mingpt.tools.jobs import clean_environment
 
 # The options of a locale without UTF-8, in which Python does not replace ASCII by UTF-8.
@@ -110,15 +108,3 @@ def test_a_pipe_that_does_not_block_gets_all_output() -> None:
     with open(read_end, "rb") as pipe:
         assert len(pipe.read()) == 1_000_000
     assert program.wait() == 0
-
-
-@pytest.mark.parametrize("type_", [str, Path])
-def test_two_dashes_after_an_equals_sign_are_a_value(type_: type) -> None:
-    parser = CommandParser("program", None)
-    parser.add_argument("--option", type=type_)
-    parser.add_argument("--count", type=int)
-    parser.add_argument("words", nargs="*")
-    assert parser.parse_args(["--option=--"]).option == type_("--")
-    assert parser.parse_args(["--option=--", "--", "--count"]).words == ["--count"]
-    with pytest.raises(UserError, match="invalid int value: '--'"):
-        parser.parse_args(["--count=--"])
