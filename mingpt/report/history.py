@@ -91,16 +91,13 @@ def read_job_start(history: dict[str, Any]) -> int | None:
     return starts[-1] if starts else None
 
 
-def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | None:
-    """Return the content of run_dir/run.json; None if the file is missing, unreadable or damaged.
-
-    Also returns None if `run_id` is given and the file has the id of a different run.
-    """
+def load_history(run_dir: Path) -> dict[str, Any] | None:
+    """Return the content of run_dir/run.json; None if the file is missing, unreadable or damaged."""
     try:
         history: dict[str, Any] = read_json(run_dir / "run.json", History)
     except (OSError, BadJson):
         return None  # RunHistory reports a damaged file
-    return history if run_id in (None, history["id"]) else None
+    return history
 
 
 def mark_ended(run_dir: Path, status: str) -> None:
@@ -380,10 +377,7 @@ class RunHistory:
         """Update the goodput (the share of the time that was not lost), and return the file's content."""
         # A run's time is the time of its generations and of the restarts between them. The time between an
         # orderly stop and the next job does not count.
-        # An older run.json has no `seconds`, and a clock may be set back.
-        trained_s = sum(
-            entry.get("seconds", max(0.0, entry["seen"] - entry["began"])) for entry in self.generations
-        )
+        trained_s = sum(entry.get("seconds", 0.0) for entry in self.generations)
         between_s = sum(
             max(0.0, after["began"] - before["seen"])
             for before, after in pairwise(self.generations)
