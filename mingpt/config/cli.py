@@ -110,26 +110,12 @@ def read_file(path: str) -> dict[str, Any]:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader) or {}
         if not isinstance(content, dict):
             raise yaml.YAMLError("it must hold sections such as 'model:' with settings below them")
-        return join_sections(content)
+        return flatten(content)
     except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the configuration file {path} cannot be read: {reason}") from None
     except (yaml.YAMLError, RecursionError) as error:  # RecursionError: an anchor contains itself
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-
-
-def join_sections(content: dict[str, Any]) -> dict[str, Any]:
-    """Return {dotted key: value} for a file's nested or dotted keys.
-
-    Raises YAMLError if a setting is given in both forms, as model: {n_layer: 2} and as model.n_layer: 2.
-    """
-    flat = dict[str, Any]()
-    for key, value in content.items():
-        part = flatten({key: value})
-        for name in flat.keys() & part.keys():
-            raise yaml.YAMLError(f"{name!r} is repeated, in two forms")
-        flat |= part
-    return flat
 
 
 def build(flat: dict[str, Any]) -> Config:
