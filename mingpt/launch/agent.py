@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mingpt.base.errors import NonRetryableError, UserError
 from mingpt.base.files import temporary_folder
-from mingpt.base.system import allow_open_files, loopback_address, usable_cores
+from mingpt.base.system import LOOPBACK, allow_open_files, usable_cores
 from mingpt.config import Config, check_workers
 from mingpt.distributed.ends import FINISHED, LOST_PEER, STOPPED, TIMED_OUT, GenerationEnd
 from mingpt.distributed.exit import STORAGE_S, before_first_step, write_stderr
@@ -194,7 +194,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
 
     with temporary_folder(AGENT_FOLDER) as folder:
         # `stop_signal` still listens, because this C++ code asks a name resolver, which may not answer.
-        store = TCPStore(loopback_address(), 0, is_master=True, wait_for_workers=False)
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         stop = StopRequest(Path(folder) / "status")
         stop_signal.hand_over(stop.note)
         register_rendezvous(store, stop)

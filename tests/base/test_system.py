@@ -20,7 +20,6 @@ from mingpt.base.system import (
     cgroup_quota,
     check_working_directory,
     count_oom_kills,
-    loopback_address,
     run_within,
     try_within,
     usable_cores,
@@ -80,12 +79,6 @@ def test_work_that_hangs_is_given_up_when_the_limit_is_over() -> None:
     assert not try_within(0.2, hangs.wait)
     assert 0.4 <= time.monotonic() - began < 10
     hangs.set()
-
-
-def test_a_host_without_ipv4_has_a_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loopback_address() == "127.0.0.1"
-    monkeypatch.setattr(socket, "AF_INET", 9999)  # the kernel knows no such family
-    assert loopback_address() == "::1"
 
 
 # Prints the page faults of 8 MB in the first thread, and then in another thread.
