@@ -250,11 +250,7 @@ class RunLogger:
 def is_reported(run_dir: Path) -> bool:
     """Return whether the end of a run is on record: `status` in run.json is not "running".
 
-    Also returns True if run.json is damaged, or if both run.json and metrics.jsonl are missing, as in a copy
-    of the snapshots.
+    Also returns True if run.json is damaged or missing, as in a copy of the snapshots.
     """
-    if not (run_dir / "run.json").exists():
-        was_recording = (run_dir / "metrics.jsonl").exists()
-        return not was_recording
     history = load_history(run_dir)
     return history is None or history.get("status") != "running"

@@ -248,8 +248,7 @@ class Trainer:
         first_window, last_window = state.windows_seen, state.windows_seen + config.batch_size - 1
         what = f"{'gradient' if are_finite else 'loss'} of windows {first_window} to {last_window}"
         is_skipped = config.on_nonfinite == "skip" and not math.isfinite(grad_norm)
-        kept = "the last snapshot is kept" if self.saving.last_save_step else "there is no snapshot yet"
-        sentence = f"step {state.step + 1}: the {what} is not finite; its update is dropped and {kept}"
+        sentence = f"step {state.step + 1}: the {what} is not finite; its update is dropped"
         for data_error in self.context.all_gather_object(self.batches.error):
             if data_error is not None:
                 raise UserError(data_error)
