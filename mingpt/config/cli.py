@@ -57,8 +57,8 @@ def parse(argv: Sequence[str]) -> Config:
 def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Return the config file's path (None if no file is given) and the settings as {dotted key: text}.
 
-    Raises UserError for a second file, a key with two different values, or an option without a value. Does not
-    check whether keys and values are valid.
+    Raises UserError for a second file, a key with two different values, or an option without a value. Does
+    not check whether keys and values are valid.
     """
     path, given, left = None, dict[str, str](), list(argv)
     while left:

@@ -41,7 +41,9 @@ def load_data(config: Config, context: DistributedContext) -> Data:
     if other == 0:
         return data
     hosts = f"{context.places[0].host} and {context.places[other].host}"
-    raise UserError(f"the data in {config.data.path} differ between {hosts}: copy the same files to every node")
+    raise UserError(
+        f"the data in {config.data.path} differ between {hosts}: copy the same files to every node"
+    )
 
 
 def load_corpus(
