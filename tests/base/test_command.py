@@ -1,6 +1,5 @@
 """The frame of the commands: standard streams that are closed, full or of another encoding, and options."""
 
-import io
 import os
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import pytest
 from conftest import ROOT
 
 from mingpt.__main__ import COMMANDS
-from mingpt.base.command import StandardStream
 from mingpt.tools.jobs import clean_environment
 
 # The options of a locale without UTF-8, in which Python does not replace ASCII by UTF-8.
@@ -84,17 +82,6 @@ def test_characters_that_the_encoding_lacks_are_written_as_escapes() -> None:
     done = run(f"-c '{PRINTS}'", "<&-", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stdout) == (0, "caf\\xe9 \\u6d77 \\udcff 0\n")
     assert done.stderr == "\\u6d77\n"
-
-
-def test_a_stream_drops_what_cannot_be_written_and_keeps_the_error() -> None:
-    """Standard output of a library, and of a training job, is not worth an exception."""
-    with open("/dev/full", "wb", buffering=0) as full:
-        raw = StandardStream(full.fileno(), "w", closefd=False)
-        text = io.TextIOWrapper(io.BufferedWriter(raw))
-        for _ in range(3):
-            print("x" * io.DEFAULT_BUFFER_SIZE, file=text, flush=True)
-        text.close()
-        assert raw.error is not None and raw.error.strerror == "No space left on device"
 
 
 def test_a_pipe_that_does_not_block_gets_all_output() -> None:

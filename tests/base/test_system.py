@@ -2,7 +2,6 @@ import math
 import os
 import re
 import resource
-import socket
 import subprocess
 import sys
 import threading
@@ -101,18 +100,6 @@ thread.join()
 """
 
 
-def make_cgroups(tmp_path: Path, membership: str, limits: dict[str, str]) -> tuple[Path, Path]:
-    """Make a membership file, and a mount whose folders have these cpu.max files."""
-    file, mount = tmp_path / "cgroup", tmp_path / "mount"
-    file.write_text(membership)
-    mount.mkdir()
-    for folder, limit in limits.items():
-        place = mount / folder
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "cpu.max").write_text(limit + "\n")
-    return file, mount
-
-
 @pytest.mark.parametrize(
     ("limits", "cores"),
     [
@@ -131,7 +118,12 @@ def make_cgroups(tmp_path: Path, membership: str, limits: dict[str, str]) -> tup
 def test_the_smallest_quota_of_a_cgroup_and_those_above_it_counts(
     limits: dict[str, str], cores: float, tmp_path: Path
 ) -> None:
-    assert cgroup_quota(*make_cgroups(tmp_path, "0::/pod/job\n", limits)) == pytest.approx(cores)
+    (tmp_path / "cgroup").write_text("0::/pod/job\n")
+    for folder, limit in limits.items():
+        place = tmp_path / "mount" / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "cpu.max").write_text(limit + "\n")
+    assert cgroup_quota(tmp_path / "cgroup", tmp_path / "mount") == pytest.approx(cores)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Jobs on token shards, and on texts with a tokenizer.json."""
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +62,6 @@ def test_without_a_tokenizer_prompts_and_samples_are_tokens(start: Start, tmp_pa
     assert numbers[:3] == [5, 6, 7] and len(numbers) == 7 and max(numbers) < 90
     refused = sample(run_dir, "--prompt_tokens", "5,90")
     assert refused.returncode == 2 and "must be numbers below 90" in refused.stderr
-
-
-def test_shards_of_which_one_has_changed_are_refused_on_resume(
-    start: Start, shards: Path, on_shards: Path, tmp_path: Path
-) -> None:
-    copy, run_dir = shutil.copytree(shards, tmp_path / "shards"), tmp_path / "run"
-    shutil.copytree(on_shards, run_dir)
-    path = copy / "play_train_000001.bin"
-    content = bytearray(path.read_bytes())
-    content[-2] ^= 1
-    path.write_bytes(content)
-    job = start(command(trainer__workers=1, **settings(run_dir, copy)))
-    assert "is not the data that the snapshots in" in error_of(job)
 
 
 def test_sampling_needs_the_snapshot_alone(shards: Path, on_shards: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import SMALL, Finish, Start, changed_program, command, error_of, final_hash
 from support.jobs import read_history
-from support.ranks import lone_rank, run_ranks
+from support.ranks import run_ranks
 from support.snapshots import make_manifest
 
 from mingpt.config.cli import build
@@ -129,12 +129,6 @@ def test_the_digest_tells_elements_that_have_changed_places_or_signs() -> None:
     values = torch.randn(3 * strategy.DIGEST_PIECE)
     others = (values, values.roll(strategy.DIGEST_PIECE), -values, values.flip(0))
     assert len({int(digest(one)) for one in others}) == 4 and digest(values) == digest(values.clone())
-
-
-def test_a_single_worker_has_no_copies_to_compare() -> None:
-    computer = Computer(lone_rank(), {}, {})
-    computer.state = Mock(tensors=Mock(side_effect=AssertionError))
-    assert computer.compare_copies() is None
 
 
 @pytest.mark.parametrize(
