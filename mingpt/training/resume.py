@@ -88,9 +88,8 @@ def check_snapshot(
     - The settings that affect the result are those of the snapshot. With snapshot.resume=changed settings may
       differ, but the weights must fit the model, and snapshot.init_from must not have a new value.
 
-    Returns "key: old -> new" for each setting that differs; an empty list in a restart. With
-    trainer.eval_only, only settings that can change an evaluation count. Messages call the snapshot's place
-    `url`.
+    Returns "key: old -> new" for each setting that differs; [] in a restart. With trainer.eval_only, only
+    settings that can change an evaluation count. `url` is the snapshot's place, for messages.
     """
     resume = config.snapshot.resume
     if snapshot is None:
@@ -102,17 +101,15 @@ def check_snapshot(
             raise UserError(f"there is no valid snapshot in {url} to evaluate")
         return []
     manifest = snapshot.manifest
-    step = manifest.step
     if resume == "never" and not is_restart:
         raise UserError(
-            f"{url} holds a snapshot of step {step}, and snapshot.resume=never does not go on from it: "
-            "choose another run_dir"
+            f"{url} holds a snapshot of step {manifest.step}, and snapshot.resume=never does not go on from "
+            "it: choose another run_dir"
         )
     if manifest.data.sha256 != data.fingerprint:
         raise UserError(
-            f"{config.data.path} (sha256 {data.fingerprint[:12]}...) is not the data that the snapshots in "
-            f"{url} were trained on ({manifest.data.sha256[:12]}...): choose another run_dir, with "
-            "snapshot.init_from to keep the weights"
+            f"{config.data.path} is not the data that the snapshots in {url} were trained on: choose another "
+            "run_dir, with snapshot.init_from to keep the weights"
         )
     if is_restart:
         return []
@@ -124,7 +121,7 @@ def check_snapshot(
     changes = changed_settings(manifest, config)
     if config.snapshot.init_from and any(change.startswith("snapshot.init_from:") for change in changes):
         raise UserError(
-            f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {step}: "
+            f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {manifest.step}: "
             "choose another run_dir"
         )
     if config.trainer.eval_only:
