@@ -89,7 +89,7 @@ def test_a_node_whose_network_is_cut_is_left_out_and_rejoins_when_healed(
     assert set(job.exit_codes().values()) == {0}, job.errors()
     generations = read_history(run_dir)["generations"]
     assert [entry["workers"] for entry in generations] == [3, 2, 3]
-    assert generations[1]["end"].endswith(" joined"), "an agent's SIGTERM for it is no stop"
+    assert generations[1]["end"] == "stopped by SIGTERM", "so that the node could join"
     step = job.last_step() // 5 * 5
     undisturbed = tmp_path / "undisturbed"
     alone = start(command(run_dir=undisturbed, **underscored(given)))
