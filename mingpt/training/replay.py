@@ -74,7 +74,7 @@ class Replay:
     def are_alike(self) -> bool:
         """Return whether all workers have processors of one kind and choose the same kernels. Collective.
 
-        If they do not, rank 0 logs that the workers are not compared, and why.
+        If they do not, rank 0 logs that the workers are not compared.
         """
         has = torch.cpu.get_capabilities()
         flags = {name: value for name, value in has.items() if isinstance(value, (bool, str))}
@@ -82,11 +82,10 @@ class Replay:
         kinds = self.context.all_gather_object((device, flags, kernels))
         are_alike = kinds.count(kinds[0]) == len(kinds)
         if not are_alike and self.context.rank == 0:
-            chosen = sorted({kernels for _, _, kernels in kinds})
-            what = "processors of several kinds"
-            if len(chosen) > 1:
-                what = f"different variables that choose kernels ({'; '.join(chosen)})"
-            log.warning(f"the workers have {what}: what they compute is not compared")
+            log.warning(
+                "the workers have different processors, or different variables that choose kernels: what "
+                "they compute is not compared"
+            )
         return are_alike
 
     def is_due(self) -> bool:
@@ -150,8 +149,7 @@ class Replay:
             again = self.context.all_gather_object(*fetch(self.digests(number)))
             named |= {*minority([tuple(one.values()) for one in again])}
             named |= {rank for rank, first in ((owner, owned), (checker, checked)) if again[rank] != first}
-            where = first_difference([owned, checked])
-            ends.append(f"computed a different gradient of micro-batch {number}, first in {where}")
+            ends.append(f"computed a different gradient of micro-batch {number}")
         return (sorted(named), ends[0]) if named else None
 
     def can_read(self, *numbers: int) -> bool:

@@ -7,7 +7,6 @@ import sys
 import pytest
 from conftest import ROOT
 
-from mingpt.__main__ import COMMANDS
 from mingpt.tools.jobs import clean_environment
 
 # The options of a locale without UTF-8, in which Python does not replace ASCII by UTF-8.
@@ -22,19 +21,6 @@ OUTPUTS = {
     "without a reader": ({}, "| true", 1, ""),
 }
 PROGRAMS = ["train.py --help", "train.py --print_config", "sample.py --help", "-m mingpt"]
-HELP_OF_ALL = """
-import importlib, os, sys
-from mingpt.__main__ import COMMANDS, main
-from mingpt.base.command import run_command
-for module, _ in COMMANDS.values():
-    importlib.import_module(f"mingpt.{module}")  # once, and not in each process
-for name in COMMANDS:
-    child = os.fork()
-    if child == 0:
-        sys.exit(run_command(main, [name, "--help"]))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == int(sys.argv[1]), name
-sys.exit(int(sys.argv[1]))
-"""
 
 
 def run(words: str, redirection: str = "", **env: str) -> subprocess.CompletedProcess[str]:
@@ -51,14 +37,6 @@ def test_lost_output_is_one_sentence_unless_its_reader_is_gone(program: str, out
     done = run(program, redirection, **env)
     assert (done.returncode, done.stderr) == (code, sentence)
     assert bool(done.stdout) == (code == 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("output", ["ascii", "full"])
-def test_the_help_of_every_command_is_written_in_the_same_way(output: str) -> None:
-    env, redirection, code, sentence = OUTPUTS[output]
-    done = run(f"-c '{HELP_OF_ALL}' {code}", redirection, **env)
-    assert (done.returncode, done.stderr) == (code, sentence * len(COMMANDS))
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "2>&1 >&- | true"])

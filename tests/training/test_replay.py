@@ -98,7 +98,7 @@ def test_who_differs_from_itself_or_from_most_is_named(
     workers: int, wrong: dict[int, Any], named: list[int] | None, micro_batch: int
 ) -> None:
     found = run_ranks(workers, lambda context: Computer(context, wrong, {}).compare_gradients())
-    where = f"computed a different gradient of micro-batch {micro_batch}, first in b"
+    where = f"computed a different gradient of micro-batch {micro_batch}"
     assert found == [(named, where) if named else None] * workers
 
 
@@ -132,22 +132,22 @@ def test_the_digest_tells_elements_that_have_changed_places_or_signs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "kernels", "reason"),
+    ("kinds", "kernels", "expected"),
     [
-        ("aaa", ("MKL_CBWR=AVX2",) * 3, None),
-        ("aab", ("none",) * 3, "processors of several kinds"),
-        ("aaa", ("none", "MKL_CBWR=AVX2", "none"), "variables that choose kernels (MKL_CBWR=AVX2; none)"),
+        ("aaa", ("MKL_CBWR=AVX2",) * 3, True),
+        ("aab", ("none",) * 3, False),
+        ("aaa", ("none", "MKL_CBWR=AVX2", "none"), False),
     ],
 )
 def test_workers_that_need_not_compute_alike_are_not_compared(
-    kinds: str, kernels: tuple[str, ...], reason: str | None, caplog: pytest.LogCaptureFixture
+    kinds: str, kernels: tuple[str, ...], expected: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def work(context: DistributedContext) -> bool:
         rank = context.rank
         return Computer(context, {}, {}, kinds[rank], kernels[rank]).is_due()
 
-    assert run_ranks(3, work) == [reason is None] * 3
-    assert reason is None or f"{reason}: what they compute is not compared" in caplog.text
+    assert run_ranks(3, work) == [expected] * 3
+    assert ("what they compute is not compared" in caplog.text) != expected
 
 
 @pytest.mark.parametrize(
