@@ -5,7 +5,6 @@ This file imports pydantic, which takes time. A worker must listen for signals b
 
 import codecs
 import contextlib
-import errno
 import functools
 import io
 import json
@@ -27,7 +26,6 @@ from mingpt.base.errors import UserError, meaning_of
 DriverError = Exception
 RETRIES_S = (0.5, 2.0)  # pauses between attempts, for the short failures of object stores
 PIECE_BYTES = 16 << 20  # per request for a large file; drivers end a request to a URL after a few minutes
-LIMITS = {errno.EFBIG: "ulimit -f", errno.EMFILE: "ulimit -n"}  # by errno: the limit that was reached
 MAX_JSON_BYTES = 64 << 20  # per file; a run's or data set's JSON file has a few thousand bytes
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # a mark of UTF-32 is one of these and two NULs
 # Types of values in JSON, for several packages.
@@ -162,13 +160,10 @@ def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable
 def reason_of(error: BaseException) -> str:
     """Return one line that describes an error: its `strerror`, if any, else its type and its message.
 
-    Only the first line of the message is used, up to 300 characters. If a limit of the shell was reached, the
-    result also names the `ulimit` command that shows the limit.
+    Only the first line of the message is used, up to 300 characters.
     """
     lines = str(error).splitlines() or [""]
-    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {lines[0][:300]}"
-    limit = LIMITS.get(getattr(error, "errno", 0))
-    return f"{reason}, see {limit}" if limit else reason
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def decode_text(content: bytes, offset: int = 0) -> str:
@@ -199,7 +194,6 @@ class BadJson(ValueError):
     """
 
     def __init__(self, reason: str, place: tuple[str | int, ...] = ()) -> None:
-        self.place = place
         where = ".".join(str(part)[:100] for part in place)
         super().__init__(f"{where}: {reason}" if where else reason)
 

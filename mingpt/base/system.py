@@ -27,6 +27,7 @@ except ModuleNotFoundError:  # each command imports this file before another mod
 T = TypeVar("T")
 SIOCGIFCONF, SIOCGIFNETMASK = 0x8912, 0x891B
 IFREQ_BYTES, MAX_ADDRESSES = 40, 512
+LOOPBACK = "127.0.0.1"  # unlike localhost, it needs no name resolution
 FILES_OF_AGENT, FILES_PER_WORKER = 24, 6  # open files, measured with up to 8 workers, under fsdp, too
 # Constants of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
@@ -82,16 +83,6 @@ def complete(outcome: Future[T], work: Callable[[], T]) -> None:
         outcome.set_result(work())
     except BaseException as error:
         outcome.set_exception(error)
-
-
-def loopback_address() -> str:
-    """Return 127.0.0.1, or ::1 on a host without IPv4. Unlike localhost, neither needs name resolution."""
-    try:
-        with socket.socket(socket.AF_INET) as probe:
-            probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1"
-    except OSError:
-        return "::1"
 
 
 def ipv4_addresses() -> list[tuple[str, ipaddress.IPv4Interface]]:

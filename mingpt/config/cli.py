@@ -5,10 +5,7 @@ the file. `--section.key value` is accepted, too, instead of `section.key=value`
 DEFAULT_FILE beside train.py is read, if mingpt/ is beside train.py or was installed by pip.
 """
 
-import dataclasses
 import difflib
-import itertools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,14 +57,9 @@ def parse(argv: Sequence[str]) -> Config:
 def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Return the config file's path (None if no file is given) and the settings as {dotted key: text}.
 
-    Raises UserError for a second file, a key with two different values, an option without a value, or spaces
-    around an equals sign, unless the word after it is an existing path. Does not check whether keys and
-    values are valid.
+    Raises UserError for a second file, a key with two different values, or an option without a value. Does
+    not check whether keys and values are valid.
     """
-    for before, word in itertools.pairwise(argv):
-        is_value = before.endswith("=") and "=" not in word and word[:2] != "--" and not os.path.exists(word)
-        if word.startswith("=") or is_value:
-            raise UserError(f"write {before.rstrip('=')}=VALUE without spaces around the =")
     path, given, left = None, dict[str, str](), list(argv)
     while left:
         word = left.pop(0)
@@ -118,30 +110,12 @@ def read_file(path: str) -> dict[str, Any]:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader) or {}
         if not isinstance(content, dict):
             raise yaml.YAMLError("it must hold sections such as 'model:' with settings below them")
-        return join_sections(content)
-    except RecursionError:
-        raise UserError(
-            f"{path} is not valid YAML for settings: an anchor contains itself, or it is nested too deep"
-        ) from None
+        return flatten(content)
     except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the configuration file {path} cannot be read: {reason}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:  # RecursionError: an anchor contains itself
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-
-
-def join_sections(content: dict[str, Any]) -> dict[str, Any]:
-    """Return {dotted key: value} for a file's nested or dotted keys.
-
-    Raises YAMLError if a setting is given in both forms, as model: {n_layer: 2} and as model.n_layer: 2.
-    """
-    flat = dict[str, Any]()
-    for key, value in content.items():
-        part = flatten({key: value})
-        for name in flat.keys() & part.keys():
-            raise yaml.YAMLError(f"{name!r} is repeated, in two forms")
-        flat |= part
-    return flat
 
 
 def build(flat: dict[str, Any]) -> Config:
@@ -153,7 +127,7 @@ def build(flat: dict[str, Any]) -> Config:
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         if key not in known:
-            raise UserError(unknown_key(key, value, known))
+            raise UserError(unknown_key(key, known))
         section, _, name = key.rpartition(".")
         target = nested.setdefault(section, {}) if section else nested
         target[name] = convert(value, known[key])
@@ -184,10 +158,7 @@ def convert(text: Any, setting: Setting) -> Any:
     return typed_path(text, setting.key) if setting.key in PATHS and isinstance(text, str) else text
 
 
-def unknown_key(key: str, value: Any, known: dict[str, Setting]) -> str:
-    if key in (item.name for item in dataclasses.fields(Config)):
-        example = next(full for full in known if full.startswith(key))
-        return f"{key} is a section and takes settings such as {example}, not {value!r}"
+def unknown_key(key: str, known: dict[str, Setting]) -> str:
     near = difflib.get_close_matches(key, known, 1) or [full for full in known if full.endswith(f".{key}")]
     return f"unknown setting '{key}'" + (f"; did you mean '{near[0]}'?" if near else "; see --help")
 

@@ -333,10 +333,6 @@ def check(config: Config) -> None:
             "trainer.recompute does not go with trainer.compile, which chooses by itself what to keep; "
             "drop either"
         )
-    if config.snapshot.init_from and config.snapshot.resume == "must":
-        raise UserError(
-            "snapshot.init_from starts a fresh run and snapshot.resume=must forbids one; drop either"
-        )
 
 
 def check_workers(config: Config, workers: int) -> None:

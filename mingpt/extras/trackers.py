@@ -88,8 +88,7 @@ class InThread(Sink):
         self.thread.start()
 
     def log(self, step: int, values: Values) -> None:
-        if self.thread.is_alive():
-            self.records.put((step, values))
+        self.records.put((step, values))
 
     def close(self) -> None:
         self.records.put(None)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mingpt.base.errors import NonRetryableError, UserError
 from mingpt.base.files import temporary_folder
-from mingpt.base.system import allow_open_files, loopback_address, usable_cores
+from mingpt.base.system import LOOPBACK, allow_open_files, usable_cores
 from mingpt.config import Config, check_workers
 from mingpt.distributed.ends import FINISHED, LOST_PEER, STOPPED, TIMED_OUT, GenerationEnd
 from mingpt.distributed.exit import STORAGE_S, before_first_step, write_stderr
@@ -194,14 +194,17 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
 
     with temporary_folder(AGENT_FOLDER) as folder:
         # `stop_signal` still listens, because this C++ code asks a name resolver, which may not answer.
-        store = TCPStore(loopback_address(), 0, is_master=True, wait_for_workers=False)
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         stop = StopRequest(Path(folder) / "status")
         stop_signal.hand_over(stop.note)
         register_rendezvous(store, stop)
         os.environ[STATUS_FILE] = str(stop.status_file)
         os.environ[AGENT_PID] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-        avoid_names()
+        # Resolving this host's name may fail or take 20 s. On systems other than Linux, gloo resolves it.
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        socket.getfqdn = lambda name="": name or platform.node()  # for torch's events, which nobody reads
         agent = elastic_launch(launch_config(workers, max_restarts, Path(folder)), sys.executable)
         gc.enable()
         # The workers inherit this thread's mask, so these signals wait until a worker's StopSignal unblocks
@@ -229,13 +232,6 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         code, text = job_exit(stop.first is not None, stop.read_status(), codes, end, shlex.join(command))
         write_stderr(text)
     os._exit(code)
-
-
-def avoid_names() -> None:
-    """Keep torch's agent and, on Linux, gloo from resolving this host's name, which may fail or take 20 s."""
-    if sys.platform == "linux":  # elsewhere gloo looks the name up
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    socket.getfqdn = lambda name="": name or platform.node()  # for torch's events, which nobody reads
 
 
 def register_rendezvous(store: "TCPStore", stop: StopRequest) -> None:

@@ -91,16 +91,13 @@ def read_job_start(history: dict[str, Any]) -> int | None:
     return starts[-1] if starts else None
 
 
-def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | None:
-    """Return the content of run_dir/run.json; None if the file is missing, unreadable or damaged.
-
-    Also returns None if `run_id` is given and the file has the id of a different run.
-    """
+def load_history(run_dir: Path) -> dict[str, Any] | None:
+    """Return the content of run_dir/run.json; None if the file is missing, unreadable or damaged."""
     try:
         history: dict[str, Any] = read_json(run_dir / "run.json", History)
     except (OSError, BadJson):
         return None  # RunHistory reports a damaged file
-    return history if run_id in (None, history["id"]) else None
+    return history
 
 
 def mark_ended(run_dir: Path, status: str) -> None:
@@ -121,18 +118,6 @@ def mark_ended(run_dir: Path, status: str) -> None:
 
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def hosts_joined(last: Mapping[str, Any], start: RunStart) -> list[str]:
-    """Return the hosts that joined between generation `last` and the generation that `start` begins.
-
-    `last` is a generation's entry in run.json. An agent stops a generation with SIGTERM so that hosts can
-    join. Returns [] if generation `last` ended in a different way or has no hosts on record, or if `start`
-    begins a new job.
-    """
-    if not start.is_restart or last["end"] != "stopped by SIGTERM":
-        return []
-    return sorted(set(start.hosts) - set(last.get("hosts", start.hosts)))
 
 
 def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str, Any]:
@@ -264,22 +249,18 @@ class RunHistory:
         """Count the steps of generation `last` that are done again, and complete the record of its end.
 
         `last` is the generation's entry in run.json, and `start` begins the next generation. Returns one line
-        about the end of generation `last` if that generation did not record its end, or if hosts joined after
-        `last`. Otherwise returns None.
+        about the end of generation `last`. Returns None if a user has started a new job after an orderly end.
         """
         recorded, waited, was_running = last["to_step"], 0.0, last["end"] == "running"
-        joined = hosts_joined(last, start)
         if was_running:
             last |= find_end(last, start, self.path.with_name("stacks"))
             # In a restart, the time from the last record until now is lost.
             waited = max(0.0, time.time() - last["seen"]) if start.is_restart else 0.0
-        elif joined:
-            last["end"] = f"{', '.join(joined)} joined"
         # After an orderly end, steps are done again only if a user has deleted snapshots.
         self.content["steps_lost"] += max(0, last["to_step"] - start.step)
         repeated = max(0, recorded - start.step) * last.get("step_s", 0.0)
         self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + repeated, 3)
-        if not was_running and not joined:
+        if not was_running and not start.is_restart:
             return None
         return (
             f"{last['end']} at step {last['to_step']}; resumed from {start.step} with "
@@ -290,7 +271,7 @@ class RunHistory:
         """Return one sentence if this job's MAX_REPEATS previous generations failed at the same step.
 
         Otherwise, or if `exact` is false for one of these generations, returns None. A generation that was
-        stopped, or that ended so that hosts could join, has not failed.
+        stopped, for example so that hosts could join, has not failed.
         """
         if not self.generations[-1]["restart"]:
             return None  # a user started the job again, perhaps with the cause removed
@@ -299,7 +280,7 @@ class RunHistory:
         same_step = len({entry["to_step"] for entry in ended}) == 1 and is_exact
         if len(ended) < MAX_REPEATS or not same_step or not all(entry["restart"] for entry in ended[1:]):
             return None
-        if any(entry["end"].startswith("stopped by") or entry["end"].endswith(" joined") for entry in ended):
+        if any(entry["end"].startswith("stopped by") for entry in ended):
             return None  # stopped in order, perhaps for a node that joined or left
         return (
             f"{MAX_REPEATS} generations failed one after the other at step {ended[0]['to_step'] + 1} "
@@ -380,10 +361,7 @@ class RunHistory:
         """Update the goodput (the share of the time that was not lost), and return the file's content."""
         # A run's time is the time of its generations and of the restarts between them. The time between an
         # orderly stop and the next job does not count.
-        # An older run.json has no `seconds`, and a clock may be set back.
-        trained_s = sum(
-            entry.get("seconds", max(0.0, entry["seen"] - entry["began"])) for entry in self.generations
-        )
+        trained_s = sum(entry.get("seconds", 0.0) for entry in self.generations)
         between_s = sum(
             max(0.0, after["began"] - before["seen"])
             for before, after in pairwise(self.generations)

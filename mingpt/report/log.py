@@ -13,20 +13,19 @@ from mingpt.base.urls import RedactingFormatter
 from mingpt.report.metrics import RunStart, Sink, Values
 from mingpt.report.writing import MayWrite, ReportFile
 
-MAX_WAITING_LINES = 1000  # the most lines kept in memory while log.txt cannot be written
 log = logging.getLogger(__name__)
 
 
 class FileHandler(logging.Handler):
     """Appends each log line, with the time, to the file at `path`, if `may_write` (see MayWrite) allows it.
 
-    Lines that cannot be written are kept in memory, at most MAX_WAITING_LINES, and written later.
+    Lines that cannot be written are kept in memory, and written later.
     """
 
     def __init__(self, path: Path, may_write: MayWrite) -> None:
         super().__init__()
         self.setFormatter(RedactingFormatter("%(asctime)s %(message)s"))
-        self.file = ReportFile(path, may_write, MAX_WAITING_LINES)
+        self.file = ReportFile(path, may_write)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.file.append(f"{self.format(record)}\n".encode(errors="backslashreplace"))

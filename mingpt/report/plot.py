@@ -110,8 +110,7 @@ def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = N
             step, lowest = val[:, val[1].argmin()]
             axes.plot(step, lowest, "*", color=color, markersize=12)
             label = f"{name}: lowest {lowest:.4f} at step {step:.0f}"
-        # Without the space, a name that begins with _ would not be in the legend.
-        axes.plot(*val, color=color, marker="o", markersize=3, label=f" {label}")
+        axes.plot(*val, color=color, marker="o", markersize=3, label=label)
         steps, losses = np.hstack((train, val))
         late.extend(losses[steps >= EARLY_SHARE * steps.max(initial=0)])
     if late:
@@ -119,8 +118,7 @@ def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = N
         axes.set_ylim(min(late) - margin, max(late) + margin)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
-    for text in axes.legend(loc="upper right").get_texts():
-        text.set_parse_math(False)
+    axes.legend(loc="upper right")
     return axes
 
 

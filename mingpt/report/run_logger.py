@@ -200,13 +200,9 @@ class RunLogger:
         self.config_file.retry()
         self.records.flush()
 
-    def failed(self, step: int, why: str, goes_on: bool = False) -> None:
-        """Report that this generation failed after `step`; `why` says why. Closes the sinks.
-
-        The `status` in run.json becomes "failed". With `goes_on` it becomes "stopped", because the job
-        continues on this node; the job's next generation sets "running" again.
-        """
-        self._end("stopped" if goes_on else "failed", step, f"failed: {why}")
+    def failed(self, step: int, why: str) -> None:
+        """Report that this generation failed after `step`; `why` says why. Closes the sinks."""
+        self._end("failed", step, f"failed: {why}")
 
     def ended(
         self,
@@ -254,11 +250,7 @@ class RunLogger:
 def is_reported(run_dir: Path) -> bool:
     """Return whether the end of a run is on record: `status` in run.json is not "running".
 
-    Also returns True if run.json is damaged, or if both run.json and metrics.jsonl are missing, as in a copy
-    of the snapshots.
+    Also returns True if run.json is damaged or missing, as in a copy of the snapshots.
     """
-    if not (run_dir / "run.json").exists():
-        was_recording = (run_dir / "metrics.jsonl").exists()
-        return not was_recording
     history = load_history(run_dir)
     return history is None or history.get("status") != "running"

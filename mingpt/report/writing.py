@@ -28,16 +28,13 @@ class ReportFile:
     """A file that is replaced as a whole, or appended to. Several threads may use it. Raises no OSError.
 
     A write that fails is kept, and tried again before the next write, unless `replace` drops it. One log line
-    says when writing begins to fail, and another line when writing works again. At most `max_waiting` writes
-    are kept, then the oldest is dropped; None means no limit. While `may_write` returns False, nothing is
-    written.
+    says when writing begins to fail, and another line when writing works again. While `may_write` returns
+    False, nothing is written.
     """
 
-    def __init__(
-        self, path: Path, may_write: MayWrite = lambda: True, max_waiting: int | None = None
-    ) -> None:
+    def __init__(self, path: Path, may_write: MayWrite = lambda: True) -> None:
         self.path, self.may_write, self.is_failing = path, may_write, False
-        self.waiting: deque[Callable[[], None]] = deque(maxlen=max_waiting)
+        self.waiting = deque[Callable[[], None]]()
         # Reentrant, because `report` appends a line to log.txt, which may be this file.
         self.lock = threading.RLock()
 

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from mingpt.base.system import loopback_address
+from mingpt.base.system import LOOPBACK
 from mingpt.config.settings import ROOT as ROOT
 
 
@@ -25,12 +25,11 @@ def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ()) -> li
     torchrun restarts the ranks at most `restarts` times. `options` are further options of torchrun. By
     default they do what `--standalone` does, but do not resolve this host's name.
     """
-    address = loopback_address()
     one_node = (
         "--nnodes=1",
         "--rdzv_backend=c10d",
-        f"--rdzv_endpoint={address}:0",
-        f"--local_addr={address}",
+        f"--rdzv_endpoint={LOOPBACK}:0",
+        f"--local_addr={LOOPBACK}",
     )
     command = [sys.executable, "-m", "torch.distributed.run", *(options or one_node)]
     return [*command, f"--nproc_per_node={workers}", f"--max-restarts={restarts}"]

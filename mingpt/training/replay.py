@@ -22,7 +22,6 @@ from mingpt.data import mix, to_device
 from mingpt.parallel import digest
 from mingpt.report import RunLogger
 from mingpt.training.run import Run
-from mingpt.training.run_folder import refuse_nodes
 from mingpt.training.saving import Saving
 
 Digests = dict[str, int]  # by the tensor's name
@@ -75,7 +74,7 @@ class Replay:
     def are_alike(self) -> bool:
         """Return whether all workers have processors of one kind and choose the same kernels. Collective.
 
-        If they do not, rank 0 logs that the workers are not compared, and why.
+        If they do not, rank 0 logs that the workers are not compared.
         """
         has = torch.cpu.get_capabilities()
         flags = {name: value for name, value in has.items() if isinstance(value, (bool, str))}
@@ -83,11 +82,10 @@ class Replay:
         kinds = self.context.all_gather_object((device, flags, kernels))
         are_alike = kinds.count(kinds[0]) == len(kinds)
         if not are_alike and self.context.rank == 0:
-            chosen = sorted({kernels for _, _, kernels in kinds})
-            what = "processors of several kinds"
-            if len(chosen) > 1:
-                what = f"different variables that choose kernels ({'; '.join(chosen)})"
-            log.warning(f"the workers have {what}: what they compute is not compared")
+            log.warning(
+                "the workers have different processors, or different variables that choose kernels: what "
+                "they compute is not compared"
+            )
         return are_alike
 
     def is_due(self) -> bool:
@@ -105,16 +103,14 @@ class Replay:
         """If a replay is due before this step, compare the workers' copies and gradients. Collective.
 
         If copies or gradients differ, the snapshots newer than the last replay in which all workers agreed
-        are discarded, and all snapshots in memory (`Saving.discard_after`). Then all ranks of each node with
-        a worker that may be wrong raise NodeRefused. The ranks of all other nodes raise PeersMissing, and may
-        go on in the next generation. But if every node has a worker that may be wrong, all ranks raise
+        are discarded, and all snapshots in memory (`Saving.discard_after`). Then all ranks raise
         NonRetryableError.
         """
         if not self.is_due():
             return
         what = self.compare_copies() or self.compare_gradients()
         if what:
-            self.end_generation(*what)
+            self.end_job(*what)
         self.saving.replayed_step = self.state.step
 
     def compare_copies(self) -> tuple[list[int], str] | None:
@@ -153,8 +149,7 @@ class Replay:
             again = self.context.all_gather_object(*fetch(self.digests(number)))
             named |= {*minority([tuple(one.values()) for one in again])}
             named |= {rank for rank, first in ((owner, owned), (checker, checked)) if again[rank] != first}
-            where = first_difference([owned, checked])
-            ends.append(f"computed a different gradient of micro-batch {number}, first in {where}")
+            ends.append(f"computed a different gradient of micro-batch {number}")
         return (sorted(named), ends[0]) if named else None
 
     def can_read(self, *numbers: int) -> bool:
@@ -188,10 +183,10 @@ class Replay:
             torch.manual_seed(mix(self.config.seed, self.state.step, number))
         return self.strategy.digests(inputs, targets)
 
-    def end_generation(self, ranks: list[int], what: str) -> NoReturn:
+    def end_job(self, ranks: list[int], what: str) -> NoReturn:
         """Call `Saving.discard_after` for the last replay in which all workers agreed. Collective.
 
-        Then raises the error that `check` describes. `ranks` are the ranks that may be wrong. The message
+        Then raises NonRetryableError on all ranks. `ranks` are the ranks that may be wrong. The message
         names their workers, followed by `what`, which says why they may be wrong.
         """
         context, agreed_step, run_logger = self.context, self.saving.replayed_step, self.run_logger
@@ -204,13 +199,8 @@ class Replay:
         if run_logger:
             run_logger.history.note_suspects(self.state.step, agreed_step, workers)
         durable_step = self.saving.discard_after(agreed_step)
-        nodes = {places[rank].node_rank: (places[rank].host, sentence) for rank in ranks}
-        job_goes_on = len(nodes) < len({place.node_rank for place in places})
         if run_logger:
             run_logger.history.note_durable(durable_step)
-            goes_on = job_goes_on and context.launch.node_rank not in nodes
-            run_logger.failed(self.state.step, sentence, goes_on)
+            run_logger.failed(self.state.step, sentence)
         context.all_gather_object(None)  # wait until all ranks have set their snapshots aside
-        if job_goes_on:
-            refuse_nodes(context, nodes)
         raise NonRetryableError(sentence)

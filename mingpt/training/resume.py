@@ -15,8 +15,7 @@ from mingpt.data import Data, TextData
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import Check, Entries, Found, Manifest, MemorySnapshots, SnapshotStore, StoredState
 from mingpt.snapshot.contents import check_shapes, check_shard, tensor_shapes
-from mingpt.snapshot.manifest import DataFields, is_discarded
-from mingpt.training.run_data import first_difference
+from mingpt.snapshot.manifest import is_discarded
 from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 
 # The settings that can change an evaluation, by the beginnings of their names.
@@ -87,9 +86,8 @@ def check_snapshot(
     - The settings that affect the result are those of the snapshot. With snapshot.resume=changed settings may
       differ, but the weights must fit the model, and snapshot.init_from must not have a new value.
 
-    Returns "key: old -> new" for each setting that differs; an empty list in a restart. With
-    trainer.eval_only, only settings that can change an evaluation count. Messages call the snapshot's place
-    `url`.
+    Returns "key: old -> new" for each setting that differs; [] in a restart. With trainer.eval_only, only
+    settings that can change an evaluation count. `url` is the snapshot's place, for messages.
     """
     resume = config.snapshot.resume
     if snapshot is None:
@@ -101,15 +99,16 @@ def check_snapshot(
             raise UserError(f"there is no valid snapshot in {url} to evaluate")
         return []
     manifest = snapshot.manifest
-    step = manifest.step
     if resume == "never" and not is_restart:
         raise UserError(
-            f"{url} holds a snapshot of step {step}, and snapshot.resume=never does not go on from it: "
-            "choose another run_dir"
+            f"{url} holds a snapshot of step {manifest.step}, and snapshot.resume=never does not go on from "
+            "it: choose another run_dir"
         )
     if manifest.data.sha256 != data.fingerprint:
-        what = describe_other_data(config.data.path, data, url, manifest.data)
-        raise UserError(f"{what}: choose another run_dir, with snapshot.init_from to keep the weights")
+        raise UserError(
+            f"{config.data.path} is not the data that the snapshots in {url} were trained on: choose another "
+            "run_dir, with snapshot.init_from to keep the weights"
+        )
     if is_restart:
         return []
     if run_id and manifest.run not in (None, run_id) and not config.trainer.eval_only:
@@ -120,7 +119,7 @@ def check_snapshot(
     changes = changed_settings(manifest, config)
     if config.snapshot.init_from and any(change.startswith("snapshot.init_from:") for change in changes):
         raise UserError(
-            f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {step}: "
+            f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {manifest.step}: "
             "choose another run_dir"
         )
     if config.trainer.eval_only:
@@ -144,24 +143,6 @@ def check_model_fits(snapshot: StoredState, config: Config, refusal: str) -> Non
         check_shapes(there, here, "")
     except UserError:
         raise UserError(f"{refusal}: set that back, or choose another run_dir") from None
-
-
-def describe_other_data(path: str, data: Data, url: str, then: DataFields) -> str:
-    """Return a clause on how `data`, at `path`, differs from the data that `then` describes.
-
-    `then` is the field `data` in the manifest of a snapshot at `url`.
-    """
-    was, now = then.files, data.files
-    if not was or not now:
-        return (
-            f"{path} (sha256 {data.fingerprint[:12]}...) is not the data that the snapshots in {url} were "
-            f"trained on ({then.sha256[:12]}...)"
-        )
-    name = first_difference(was, now) or "the order of the files, or the split,"
-    return (
-        f"the snapshots in {url} were trained on other token shards than those in {path}: {name} has "
-        "changed, is new or is missing"
-    )
 
 
 def check_nothing_is_lost(

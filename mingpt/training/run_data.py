@@ -2,7 +2,6 @@
 
 import logging
 import platform
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -41,20 +40,10 @@ def load_data(config: Config, context: DistributedContext) -> Data:
     other = next((rank for rank, one in enumerate(fingerprints) if one != fingerprints[0]), 0)
     if other == 0:
         return data
-    files, places = context.all_gather_object(data.files), context.places
-    name = first_difference(files[0], files[other]) or "the text, or the order of the files,"
+    hosts = f"{context.places[0].host} and {context.places[other].host}"
     raise UserError(
-        f"the data in {config.data.path} differ between nodes: {name} on {places[other].host} is not that on "
-        f"{places[0].host}; copy the same files to every node"
+        f"the data in {config.data.path} differ between {hosts}: copy the same files to every node"
     )
-
-
-def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
-    """Return the first name that is in only one of the mappings, or whose two fingerprints differ.
-
-    `old` and `new` have the fingerprints of files, by name. Returns None if the mappings are equal.
-    """
-    return next((name for name in [*old, *new] if old.get(name) != new.get(name)), None)
 
 
 def load_corpus(

@@ -239,24 +239,16 @@ class Trainer:
         """
         config, state = self.config.trainer, self.state
         total, in_a_row = state.skipped
-        bad = [number for number, loss in enumerate(self.step_losses) if not math.isfinite(loss)]
-        if math.isfinite(grad_norm) and not bad:
+        are_finite = all(map(math.isfinite, self.step_losses))
+        if math.isfinite(grad_norm) and are_finite:
             state.skipped = total, 0
             if state.loss_scale:
                 state.loss_scale.after_step(is_finite=True)
             return
-        micro_batch_size, windows_seen = config.micro_batch_size, state.windows_seen
-        where = []
-        for number in bad:
-            starts = self.sampler.window_starts(windows_seen + number * micro_batch_size, micro_batch_size)
-            where.append(f"micro-batch {number} (windows at {', '.join(map(str, starts))})")
-        last_window = windows_seen + config.batch_size - 1
-        what = f"gradient of windows {windows_seen} to {last_window}"
-        if where:
-            what = f"loss of {'; '.join(where)}"
+        first_window, last_window = state.windows_seen, state.windows_seen + config.batch_size - 1
+        what = f"{'gradient' if are_finite else 'loss'} of windows {first_window} to {last_window}"
         is_skipped = config.on_nonfinite == "skip" and not math.isfinite(grad_norm)
-        kept = "the last snapshot is kept" if self.saving.last_save_step else "there is no snapshot yet"
-        sentence = f"step {state.step + 1}: the {what} is not finite; its update is dropped and {kept}"
+        sentence = f"step {state.step + 1}: the {what} is not finite; its update is dropped"
         for data_error in self.context.all_gather_object(self.batches.error):
             if data_error is not None:
                 raise UserError(data_error)
@@ -271,7 +263,7 @@ class Trainer:
             state.skipped = total + 1, in_a_row + 1
             if self.run_logger:
                 log.warning(f"step {state.step + 1}: the {what} is not finite; its update is left out")
-                self.run_logger.log_skipped(state.step + 1, windows_seen, last_window, total + 1)
+                self.run_logger.log_skipped(state.step + 1, first_window, last_window, total + 1)
             return
         self.saving.saver.wait()  # all ranks take part in writing a sharded state
         if self.run_logger:

@@ -193,9 +193,8 @@ def test_json_becomes_what_it_is_asked_to_be_and_an_error_names_the_place(tmp_pa
     value = read_json(tmp_path / "file", Point)
     assert value == {"name": "\udc80", "x": 1, "more": ["b"], "other": 2}
     assert check_json(value | {"name": "a"}, Point) == Point("a", 1, ("b",))
-    with pytest.raises(BadJson, match=r"^more\.1: Input should be a valid string$") as caught:
+    with pytest.raises(BadJson, match=r"^more\.1: Input should be a valid string$"):
         check_json({"name": "a", "x": 1, "more": ["b", 3]}, Point)
-    assert caught.value.place == ("more", 1)
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text_or_of_json() -> None:

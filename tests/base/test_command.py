@@ -1,17 +1,12 @@
 """The frame of the commands: standard streams that are closed, full or of another encoding, and options."""
 
-import io
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-from mingpt.__main__ import COMMANDS
-from mingpt.base.command import CommandParser, StandardStream
-from mingpt.base.errors import UserError
 from mingpt.tools.jobs import clean_environment
 
 # The options of a locale without UTF-8, in which Python does not replace ASCII by UTF-8.
@@ -26,19 +21,6 @@ OUTPUTS = {
     "without a reader": ({}, "| true", 1, ""),
 }
 PROGRAMS = ["train.py --help", "train.py --print_config", "sample.py --help", "-m mingpt"]
-HELP_OF_ALL = """
-import importlib, os, sys
-from mingpt.__main__ import COMMANDS, main
-from mingpt.base.command import run_command
-for module, _ in COMMANDS.values():
-    importlib.import_module(f"mingpt.{module}")  # once, and not in each process
-for name in COMMANDS:
-    child = os.fork()
-    if child == 0:
-        sys.exit(run_command(main, [name, "--help"]))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == int(sys.argv[1]), name
-sys.exit(int(sys.argv[1]))
-"""
 
 
 def run(words: str, redirection: str = "", **env: str) -> subprocess.CompletedProcess[str]:
@@ -55,14 +37,6 @@ def test_lost_output_is_one_sentence_unless_its_reader_is_gone(program: str, out
     done = run(program, redirection, **env)
     assert (done.returncode, done.stderr) == (code, sentence)
     assert bool(done.stdout) == (code == 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("output", ["ascii", "full"])
-def test_the_help_of_every_command_is_written_in_the_same_way(output: str) -> None:
-    env, redirection, code, sentence = OUTPUTS[output]
-    done = run(f"-c '{HELP_OF_ALL}' {code}", redirection, **env)
-    assert (done.returncode, done.stderr) == (code, sentence * len(COMMANDS))
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "2>&1 >&- | true"])
@@ -88,17 +62,6 @@ def test_characters_that_the_encoding_lacks_are_written_as_escapes() -> None:
     assert done.stderr == "\\u6d77\n"
 
 
-def test_a_stream_drops_what_cannot_be_written_and_keeps_the_error() -> None:
-    """Standard output of a library, and of a training job, is not worth an exception."""
-    with open("/dev/full", "wb", buffering=0) as full:
-        raw = StandardStream(full.fileno(), "w", closefd=False)
-        text = io.TextIOWrapper(io.BufferedWriter(raw))
-        for _ in range(3):
-            print("x" * io.DEFAULT_BUFFER_SIZE, file=text, flush=True)
-        text.close()
-        assert raw.error is not None and raw.error.strerror == "No space left on device"
-
-
 def test_a_pipe_that_does_not_block_gets_all_output() -> None:
     """Programs such as node set this on the pipes and terminals of their children."""
     read_end, write_end = os.pipe()
@@ -110,15 +73,3 @@ def test_a_pipe_that_does_not_block_gets_all_output() -> None:
     with open(read_end, "rb") as pipe:
         assert len(pipe.read()) == 1_000_000
     assert program.wait() == 0
-
-
-@pytest.mark.parametrize("type_", [str, Path])
-def test_two_dashes_after_an_equals_sign_are_a_value(type_: type) -> None:
-    parser = CommandParser("program", None)
-    parser.add_argument("--option", type=type_)
-    parser.add_argument("--count", type=int)
-    parser.add_argument("words", nargs="*")
-    assert parser.parse_args(["--option=--"]).option == type_("--")
-    assert parser.parse_args(["--option=--", "--", "--count"]).words == ["--count"]
-    with pytest.raises(UserError, match="invalid int value: '--'"):
-        parser.parse_args(["--count=--"])

@@ -2,7 +2,6 @@ import math
 import os
 import re
 import resource
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +19,6 @@ from mingpt.base.system import (
     cgroup_quota,
     check_working_directory,
     count_oom_kills,
-    loopback_address,
     run_within,
     try_within,
     usable_cores,
@@ -82,12 +80,6 @@ def test_work_that_hangs_is_given_up_when_the_limit_is_over() -> None:
     hangs.set()
 
 
-def test_a_host_without_ipv4_has_a_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loopback_address() == "127.0.0.1"
-    monkeypatch.setattr(socket, "AF_INET", 9999)  # the kernel knows no such family
-    assert loopback_address() == "::1"
-
-
 # Prints the page faults of 8 MB in the first thread, and then in another thread.
 FAULTS = """
 import resource, threading
@@ -108,18 +100,6 @@ thread.join()
 """
 
 
-def make_cgroups(tmp_path: Path, membership: str, limits: dict[str, str]) -> tuple[Path, Path]:
-    """Make a membership file, and a mount whose folders have these cpu.max files."""
-    file, mount = tmp_path / "cgroup", tmp_path / "mount"
-    file.write_text(membership)
-    mount.mkdir()
-    for folder, limit in limits.items():
-        place = mount / folder
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "cpu.max").write_text(limit + "\n")
-    return file, mount
-
-
 @pytest.mark.parametrize(
     ("limits", "cores"),
     [
@@ -138,7 +118,12 @@ def make_cgroups(tmp_path: Path, membership: str, limits: dict[str, str]) -> tup
 def test_the_smallest_quota_of_a_cgroup_and_those_above_it_counts(
     limits: dict[str, str], cores: float, tmp_path: Path
 ) -> None:
-    assert cgroup_quota(*make_cgroups(tmp_path, "0::/pod/job\n", limits)) == pytest.approx(cores)
+    (tmp_path / "cgroup").write_text("0::/pod/job\n")
+    for folder, limit in limits.items():
+        place = tmp_path / "mount" / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "cpu.max").write_text(limit + "\n")
+    assert cgroup_quota(tmp_path / "cgroup", tmp_path / "mount") == pytest.approx(cores)
 
 
 @pytest.mark.parametrize(

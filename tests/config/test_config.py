@@ -1,10 +1,8 @@
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT
-from support.settings_read import read_settings
 
 from mingpt.base.errors import UserError
 from mingpt.config import Config, check_workers, differences, flatten, settings, to_dict
@@ -21,19 +19,6 @@ def test_every_shipped_configuration_loads_and_can_be_shared_by_workers(path: Pa
     config = parse([str(path)])
     workers = 2 if path.name == "shakespeare_char.yaml" else 8  # that one is for two cores
     assert config.trainer.batch_size // config.trainer.micro_batch_size >= workers
-
-
-def unread(keys: Sequence[str]) -> list[str]:
-    """The settings of `keys` that no code reads as an attribute of their own section."""
-    paths = [path for path in (ROOT / "mingpt").rglob("*.py") if path.name != "settings.py"]
-    read = read_settings(keys, [path.read_text() for path in (*paths, ROOT / "train.py")])
-    return [key for key in keys if key not in read]
-
-
-def test_every_setting_is_read_as_an_attribute_of_its_own_section() -> None:
-    """An unread setting is found even if a setting of the same name in another section is read."""
-    invented = ["trainer.name", "model.path", "data.every", "model.length", "world_size"]
-    assert unread([*invented, *settings()]) == invented
 
 
 def test_more_workers_than_micro_batches_are_refused() -> None:

@@ -1,7 +1,6 @@
 """Jobs on token shards, and on texts with a tokenizer.json."""
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +58,6 @@ def test_without_a_tokenizer_there_is_no_text(start: Start, tmp_path: Path) -> N
     assert read_metric(run_dir, "val/loss") and not read_metric(run_dir, "val/bits_per_byte")
     refused = sample(run_dir)
     assert refused.returncode == 2 and refused.stderr.startswith("error: the run has no tokenizer, so it has")
-
-
-def test_a_shard_that_has_changed_is_named_on_resume(
-    start: Start, shards: Path, on_shards: Path, tmp_path: Path
-) -> None:
-    copy, run_dir = shutil.copytree(shards, tmp_path / "shards"), tmp_path / "run"
-    shutil.copytree(on_shards, run_dir)
-    path = copy / "play_train_000001.bin"
-    content = bytearray(path.read_bytes())
-    content[-2] ^= 1
-    path.write_bytes(content)
-    job = start(command(trainer__workers=1, **settings(run_dir, copy)))
-    said = error_of(job)
-    assert "were trained on other token shards" in said and "play_train_000001.bin has changed" in said
 
 
 def test_sampling_needs_the_snapshot_alone(shards: Path, on_shards: Path) -> None:

@@ -49,11 +49,11 @@ def test_an_evaluation_draws_the_losses_and_the_end_of_a_run_what_has_come_since
 
 def test_several_runs_are_drawn_in_a_colour_each_and_named() -> None:
     curve, empty = np.array([[0.0, 1.0, 2.0], [3.0, 2.0, 2.5]]), np.empty((2, 0))
-    runs = {"_a$x$": Curves(curve, curve), "b": Curves(curve + 1, empty), "c": Curves(empty, empty)}
+    runs = {"a": Curves(curve, curve), "b": Curves(curve + 1, empty), "c": Curves(empty, empty)}
     assert to_png(draw_curves, runs).startswith(PNG)
     (axes,) = the_figure().axes
     labels = [text.get_text().strip() for text in axes.get_legend().get_texts()]
-    assert labels == ["_a$x$: lowest 2.0000 at step 1", "b", "c"]
+    assert labels == ["a: lowest 2.0000 at step 1", "b", "c"]
     drawn = [line.get_color() for line in axes.lines if line.get_xydata().size]
     assert drawn == ["C0", "C0", "C0", "C1"]
 

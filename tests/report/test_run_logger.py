@@ -91,14 +91,6 @@ def test_every_sink_is_told_everything(tmp_path: Path, monkeypatch: pytest.Monke
     assert inputs["software"] == asdict(ENVIRONMENT)
 
 
-@pytest.mark.parametrize(("goes_on", "expected"), [(True, "stopped"), (False, "failed")])
-def test_a_run_that_goes_on_in_the_next_generation_has_not_failed(
-    goes_on: bool, expected: str, tmp_path: Path
-) -> None:
-    make_logger(tmp_path).failed(12, "worker 1 lies", goes_on)
-    assert status(tmp_path) == expected
-
-
 def test_a_run_is_followed_where_it_is_asked_for_and_by_rank_0_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,5 +201,3 @@ def test_a_run_is_reported_once_its_files_say_so(tmp_path: Path) -> None:
     assert not is_reported(tmp_path), "its status is running"
     logger.ended(3, None, "snapshots")
     assert is_reported(tmp_path)
-    (tmp_path / "run.json").unlink()
-    assert not is_reported(tmp_path), "run.json could never be written"

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from support.ranks import HOST, run_ranks
-from support.shards import write_llmc
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.config.cli import build
@@ -13,27 +12,21 @@ from mingpt.training.run_data import load_data
 
 
 @pytest.mark.parametrize(
-    ("ranks", "other", "round", "expected", "sentence"),
+    ("ranks", "round", "expected", "sentence"),
     [
-        ([0, 1], "text", 1, [UserError, UserError], "differ between nodes: the text, or the order of "),
-        ([0], "", 1, [AbsentFile, AbsentFile], f"1/data does not exist (on {HOST})"),
-        ([1], "", 1, [AbsentFile, AbsentFile], f"0/data does not exist (on {HOST})"),
-        ([0, 1], "shards", 1, [UserError, UserError], "differ between nodes: a_1.bin on "),
-        ([0], "", 2, [PeersMissing, NodeRefused], f"1/data does not exist; the job goes on without {HOST}"),
+        ([0, 1], 1, [UserError, UserError], f"/data differ between {HOST} and {HOST}: copy "),
+        ([0], 1, [AbsentFile, AbsentFile], f"1/data does not exist (on {HOST})"),
+        ([1], 1, [AbsentFile, AbsentFile], f"0/data does not exist (on {HOST})"),
+        ([0], 2, [PeersMissing, NodeRefused], f"1/data does not exist; the job goes on without {HOST}"),
     ],
 )
 def test_a_node_without_the_same_data_is_refused(
-    ranks: list[int], other: str, round: int, expected: list[type], sentence: str, tmp_path: Path
+    ranks: list[int], round: int, expected: list[type], sentence: str, tmp_path: Path
 ) -> None:
     """If the job has begun, it goes on without a node that has none."""
     for rank in ranks:
-        place = tmp_path / str(rank) / "data"
-        folder = place if rank == 1 and other == "shards" else place.parent
-        folder.mkdir(parents=True)
-        if folder == place:
-            write_llmc(place / "a_1.bin", range(99))
-        else:
-            place.write_text(f"the text of {rank}")
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "data").write_text(f"the text of {rank}")
 
     found = run_ranks(
         2, lambda context: load_data(build({"data.path": f"{tmp_path}/{context.rank}/data"}), context), round
