@@ -3,10 +3,11 @@
 The command trains a small model undisturbed, then again while workers are killed, both under torchrun. Kills
 come at random but seeded moments: at start-up, in the forward pass, inside the reduction, in an evaluation,
 in the middle of a save. After a kill the number of workers and the strategy may change. The command compares
-the final tensors, bit for bit, and the loss curves of the two runs. Exit code 0: all is identical, and each
-kill hit a worker; 1: something differs or fails, or a kill hit no worker, and the last line names the seed;
-2: a mistake in the options, or the undisturbed run fails. Ten kills take one to three minutes on two CPU
-cores. Settings such as model.arch=gpt2 change the model.
+the final tensors, bit for bit, and the loss curves of the two runs. It also checks that the workers used the
+tokens that the configuration and the text determine, and no window twice in an epoch. Exit code 0: all is
+identical, and each kill hit a worker; 1: something differs or fails, or a kill hit no worker, and the last
+line names the seed; 2: a mistake in the options, or the undisturbed run fails. Ten kills take one to three
+minutes on two CPU cores. Settings such as model.arch=gpt2 change the model.
 """
 
 import json
@@ -14,6 +15,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,16 +23,16 @@ from typing import Any
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import temporary_folder
-from mingpt.config import DataConfig, project_folder
+from mingpt.config import Config, DataConfig, project_folder
 from mingpt.config.cli import build
-from mingpt.data import read_bytes
+from mingpt.data import make_corpus, read_bytes
 from mingpt.report.history import plural
 from mingpt.snapshot import Manifest, SnapshotStore
 from mingpt.tools.compare import compare, read_run
-from mingpt.tools.fault_injection import Kill, marker
+from mingpt.tools.fault_injection import BATCHES, STEPS, Kill, digest, marker
 from mingpt.tools.jobs import ROOT, clean_environment, torchrun
+from mingpt.training.run import make_sampler
 
-STEPS = 48
 PHASES = ("start-up", "forward", "reduction", "evaluation", "save")
 SETTINGS = {
     "data.block_size": 32, "data.val_fraction": 0.1, "model.n_layer": 2, "model.n_head": 2,
@@ -108,7 +110,7 @@ def find_problems(
     be trained or read, that is a problem, and the SHA-256 is None. Otherwise the disturbed run's folder is
     removed. `workers` is the number of workers at the beginning. `seed` only names the run's folder.
     """
-    folder = work / f"seed-{seed}"
+    config, folder = build(settings), work / f"seed-{seed}"
     try:
         train(folder, workers, kills, settings)
         found = compare(read_run(str(work / "undisturbed" / "run")), read_run(str(folder / "run")))
@@ -119,8 +121,31 @@ def find_problems(
     missed = [number for number in range(len(kills)) if not marker(folder, number).exists()]
     if missed:
         problems.append(f"kills {missed} hit no living worker")
+    problems += find_wrong_tokens(folder, config)
     shutil.rmtree(folder)
     return problems, last.sha256
+
+
+def find_wrong_tokens(folder: Path, config: Config) -> list[str]:
+    """Return what is wrong with the tokens that the workers in `folder` used, a sentence for each problem.
+
+    The workers recorded what they used in BATCHES. A step that was computed again must have the same tokens.
+    """
+    trainer, dataset = config.trainer, make_corpus(read_bytes(config.data), config.data).train
+    sampler = make_sampler(config, dataset, 1, 0, takes_turns=False)
+    starts = sampler.window_starts(0, STEPS * trainer.batch_size)
+    problems = []
+    epochs = [starts[first : first + len(sampler)].tolist() for first in range(0, len(starts), len(sampler))]
+    if any(len(set(epoch)) < len(epoch) for epoch in epochs):
+        problems.append("a window comes twice in an epoch")
+    micro_batches = trainer.batch_size // trainer.micro_batch_size
+    expected = set()
+    for number, windows in enumerate(starts.reshape(-1, trainer.micro_batch_size).tolist()):
+        expected.add((*divmod(number, micro_batches), digest(*dataset.__getitems__(windows))))
+    used = {tuple(json.loads(line)) for line in (folder / BATCHES).read_text().splitlines()}
+    if used != expected:
+        problems.append("the workers used other tokens than configuration and text determine")
+    return problems
 
 
 def last_manifest(folder: Path) -> Manifest:
@@ -165,8 +190,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.kills < 1 or not all(1 <= count <= 8 for count in counts):
         parser.error("--kills must be at least 1 and --workers numbers from 1 to 8, such as 1,2,4")
     with temporary_folder() as name:
-        work = Path(name)
+        work, began = Path(name), time.monotonic()
         settings = train_undisturbed(work, options.settings)
+        write_lines([f"undisturbed: 1 worker, {STEPS} steps, {time.monotonic() - began:.0f} s"])
         kills = make_schedule(options.seed, options.kills, counts)
         for kill in kills:
             then = f"{plural(kill.next_workers, 'worker')}, {kill.next_strategy}"
@@ -174,5 +200,6 @@ def main(arguments: Sequence[str]) -> int:
         problems, digest = find_problems(options.seed, kills, counts[0], work, settings)
         undisturbed = last_manifest(work / "undisturbed").sha256
         write_lines([f"  disturbed    {digest}", f"  undisturbed  {undisturbed}"])
-    write_lines([f"seed {options.seed} broke it: {'; '.join(problems)}" if problems else "identical"])
+    took = f"({time.monotonic() - began:.0f} s)"
+    write_lines([f"seed {options.seed} broke it: {'; '.join(problems)}" if problems else f"identical {took}"])
     return 1 if problems else 0

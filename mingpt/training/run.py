@@ -19,7 +19,7 @@ from mingpt.base.errors import ExpectedError, UserError
 from mingpt.base.files import PIECE_BYTES
 from mingpt.base.rows import Shape, in_batches
 from mingpt.config import Config
-from mingpt.data import Corpus, ElasticSampler, Tokenizer
+from mingpt.data import CharDataset, Corpus, ElasticSampler, Tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment, autocast, enable_determinism
 from mingpt.model import GPT, LossModule, can_compile_block, choose_compile, compile_blocks, import_compiler
@@ -138,15 +138,7 @@ def build_state(
             f"trainer.parallel={trainer.parallel} does not go with trainer.reduction={trainer.reduction}: "
             f"take {', or '.join(' and '.join(pair) for pair in STRATEGIES)}"
         )
-    sampler = ElasticSampler(
-        corpus.train,
-        batch_size=trainer.batch_size,
-        micro_batch_size=trainer.micro_batch_size,
-        seed=config.seed,
-        num_replicas=context.world_size,
-        rank=context.rank,
-        takes_turns=strategy_class.takes_turns,
-    )
+    sampler = make_sampler(config, corpus.train, context.world_size, context.rank, strategy_class.takes_turns)
     sampler.seek(manifest.windows)
     setup = StrategySetup(
         model,
@@ -177,6 +169,25 @@ def build_state(
         model, optimizer, strategy, manifest.step, manifest.windows, manifest.skipped, loss_scale
     )
     return state, sampler
+
+
+def make_sampler(
+    config: Config, dataset: CharDataset, num_replicas: int, rank: int, takes_turns: bool
+) -> ElasticSampler:
+    """Return the sampler of the windows (token sequences) that one rank trains on, at step 0.
+
+    `num_replicas` is the number of ranks. With `takes_turns`, the rank gets every num_replicas-th micro-batch
+    of a step instead of consecutive micro-batches.
+    """
+    return ElasticSampler(
+        dataset,
+        batch_size=config.trainer.batch_size,
+        micro_batch_size=config.trainer.micro_batch_size,
+        seed=config.seed,
+        num_replicas=num_replicas,
+        rank=rank,
+        takes_turns=takes_turns,
+    )
 
 
 def init_weights(state: TrainState, config: Config, context: DistributedContext, start: StartPoint) -> None:

@@ -5,23 +5,33 @@ import os
 import re
 import signal
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from support.snapshots import TENSORS, make_manifest, make_store, write
 
 from mingpt.base.errors import UserError
+from mingpt.config.cli import build
+from mingpt.data import make_corpus
 from mingpt.distributed import Launch
 from mingpt.tools import verify
-from mingpt.tools.fault_injection import FaultInjector, Kill, marker
-from mingpt.tools.verify import PHASES, STEPS, find_problems, make_schedule, train_undisturbed
+from mingpt.tools.fault_injection import STEPS, FaultInjector, Kill, marker
+from mingpt.tools.verify import PHASES, find_problems, make_schedule, train_undisturbed
+from mingpt.training.run import make_sampler
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    work = tmp_path_factory.mktemp("verify")
+    return work, train_undisturbed(work)
 
 
 @pytest.mark.slow
-def test_a_run_that_was_only_killed_passes(tmp_path: Path) -> None:
+def test_a_run_that_was_only_killed_passes(prepared: tuple[Path, dict[str, Any]]) -> None:
     """A worker is killed inside the reduction, and four go on; the other run is identical all the same."""
-    settings = train_undisturbed(tmp_path)
-    assert find_problems(1, [Kill("reduction", 9, 0, 4)], 1, tmp_path, settings)[0] == []
+    work, settings = prepared
+    assert find_problems(1, [Kill("reduction", 9, 0, 4)], 1, work, settings)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -30,22 +40,36 @@ def test_a_run_that_was_only_killed_passes(tmp_path: Path) -> None:
         ("", ""),
         ("tensor", r"^step_00000048\.safetensors differs$"),
         ("kill", r"^kills \[0\] hit no living worker$"),
+        ("batch", r"^the workers used other tokens than configuration and text determine$"),
+        ("sampler", r"^a window comes twice in an epoch$"),
     ],
 )
 def test_each_way_in_which_the_disturbed_run_can_differ_is_a_problem(
-    changed: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changed: str, sentence: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors = dict(TENSORS)
+    settings = verify.SETTINGS | {"data.path": str(text)}
+    config, tensors = build(settings), dict(TENSORS)
+    if changed == "sampler":
+        monkeypatch.setattr("mingpt.data.windows.permute", lambda indices, *_: indices // np.uint64(2))
+    dataset = make_corpus(text.read_bytes(), config.data).train
+    starts = make_sampler(config, dataset, 1, 0, False).window_starts(0, STEPS * 8).tolist()
 
     def train(folder: Path, *_: object) -> None:
         write(make_store(folder / "run"), make_manifest(STEPS), tensors)
+        (folder / "kills.json").write_text("[]")
+        injector = FaultInjector(folder)
+        for number, start in enumerate(starts):
+            injector.on_batch(*divmod(number, 8), *dataset.__getitems__([start]))
 
     monkeypatch.setattr(verify, "train", train)
+    monkeypatch.setattr("mingpt.base.events.subscribe", lambda *_: None)
+    if changed == "batch":
+        starts[9] = starts[8]
     train(tmp_path / "undisturbed")
     if changed == "tensor":
         tensors["model.wte"] = TENSORS["model.wte"] + 1
     kills = [Kill("forward", 9, 0, 1)] * (changed == "kill")
-    problems, _ = find_problems(1, kills, 1, tmp_path, {})
+    problems, _ = find_problems(1, kills, 1, tmp_path, settings)
     assert bool(problems) == bool(changed) and re.search(sentence, "; ".join(problems)), problems
 
 
@@ -56,7 +80,7 @@ def test_a_kill_in_a_save_is_of_the_rank_that_writes(tmp_path: Path, monkeypatch
     monkeypatch.setattr("mingpt.base.events.subscribe", lambda *_: None)
     injector = FaultInjector(tmp_path)
     injector.on_worker_start(Launch(rank=0, world_size=2))
-    injector.on_run_start(SimpleNamespace(step=10))
+    injector.on_step_end(10)
     injector.on_file_progress("step_00000010.safetensors", 60, 100)
     assert killed == [signal.SIGKILL] and marker(tmp_path, 0).exists()
 
