@@ -10,8 +10,8 @@ file is one document.
 DIR must be new or empty. The command writes train_00000.bin, ..., val_00000.bin, ... in llm.c's format there,
 tokenizer.json and, last, meta.json. The validation part is a share of the text: the last documents, counted
 in bytes, or the last characters of a single document. If the tokenizer has an end-of-text token, this token
-follows each document; without one, nothing separates documents. If a text contains the token's name, the
-name is encoded as plain text. If the command was killed, remove DIR and start the command again.
+follows each document; if a text contains the token's name, the name is encoded as plain text. If the
+command was killed, remove DIR and start the command again.
 
 `--tokenizer bpe` trains a byte-level BPE, like GPT-2's, on the training part, up to the place where 4 MB of
 distinct words have been read.
@@ -20,6 +20,7 @@ distinct words have been read.
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import signal
 import struct
@@ -55,11 +56,15 @@ SAMPLE_WORD_BYTES = 4_000_000  # of distinct words: training needs about 120 byt
 SHARD_TOKENS = 100_000_000  # as modded-nanogpt's
 NARROW, WIDE = FORMATS  # headers of shards with tokens of two and of four bytes
 KINDS = {".jsonl": "line", ".ndjson": "line", ".parquet": "row"}  # {suffix: what holds one document}
+END_OF_TEXT = "<|endoftext|>"
 # GPT-2's pattern with words of at most 256 characters: the time of a merge grows with the longest word.
 WORD = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}{1,256}| ?\p{N}{1,256}| ?[^\s\p{L}\p{N}]{1,256}"
     r"|\s{1,256}(?!\S)|\s{1,256}"
 )
+META = "meta.json"
+log = logging.getLogger(__name__)
+UNFINISHED = '{"format": 1, "complete": false}\n'  # in meta.json until all other files are complete
 
 
 def read(names: Sequence[str]) -> Iterator[str]:
@@ -129,14 +134,17 @@ def split(
 def measure(names: Sequence[str]) -> tuple[np.ndarray, set[str]]:
     """Return (bytes of each document as an int64 array, the set of all characters in the documents).
 
-    Raises UserError if there is no text.
+    The log says how many documents contain the text END_OF_TEXT. Raises UserError if there is no text.
     """
-    sizes, alphabet = array("q"), set[str]()
+    sizes, alphabet, marked = array("q"), set[str](), 0
     for text in tqdm(read(names), "counting", unit=" documents", disable=None):
         sizes.append(len(text.encode()))
         alphabet.update(text)
+        marked += END_OF_TEXT in text
     if not any(sizes):
         raise UserError("the files hold no text")
+    if marked:
+        log.warning(f"documents with {END_OF_TEXT} in their text: {marked:,}; there it is plain text")
     return np.array(sizes), alphabet
 
 
@@ -156,7 +164,7 @@ def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
     trainer = library.trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=byte_level.alphabet())
     package.train_from_iterator(sample(texts), trainer)
     package.pre_tokenizer = as_encoded
-    package.add_special_tokens(["<|endoftext|>"])
+    package.add_special_tokens([END_OF_TEXT])
     return str(package.to_str(pretty=True)).encode()
 
 
@@ -245,10 +253,12 @@ def prepare(options: Namespace, out: Path) -> str:
         tokenizer = JsonTokenizer(train_bpe(options.vocab_size, texts))
     else:
         tokenizer = load_named_tokenizer(options.tokenizer, "--tokenizer")
-    with open(out / "meta.json", "x") as file:  # fails if another command writes here
-        file.write('{"format": 1, "complete": false}\n')  # until all other files are complete
+    with open(out / META, "x") as file:  # fails if another command writes here
+        file.write(UNFINISHED)
     header, end = NARROW if len(tokenizer) <= 1 << 16 else WIDE, tokenizer.end_of_text
     ends = [] if end is None else [end]
+    if end is None and len(sizes) > 1:
+        log.warning("the tokenizer has no known end-of-text token: nothing separates the documents")
     train, val, val_bytes = split(names, sizes, val_fraction)
     tokens = 0
     for part, texts, after in (("train", train, ends if len(sizes) > 1 else []), ("val", val, ends)):
@@ -264,7 +274,7 @@ def prepare(options: Namespace, out: Path) -> str:
         "files": [finish_shard(path, header) for path in sorted(out.glob("*.bin"))],
     }
     write_atomic(out / "tokenizer.json", content)
-    write_atomic(out / "meta.json", json.dumps(meta, indent=1) + "\n")
+    write_atomic(out / META, json.dumps(meta, indent=1) + "\n")
     ratio = sizes.sum() / tokens
     return f"{out}: {tokens:,} tokens of {ratio:.2f} bytes, and a vocabulary of {len(tokenizer):,}"
 

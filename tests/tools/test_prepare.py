@@ -21,7 +21,17 @@ import zstandard
 from conftest import ROOT
 from pyarrow import parquet
 from support.faults import FaultyDisk
-from support.prepared import END, digests, mixed, prepared, read_meta, refused, run_apart, tokens_of
+from support.prepared import (
+    END,
+    digests,
+    mixed,
+    prepared,
+    read_meta,
+    refused,
+    run_apart,
+    run_prepare,
+    tokens_of,
+)
 from tokenizers import Tokenizer as PackageTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -321,10 +331,16 @@ def test_a_disk_that_fails_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     assert said == f"error: {tmp_path}/out cannot be written: No space left on device; {way_out}"
 
 
-def test_another_thread_than_the_main_one_can_run_the_command(tmp_path: Path) -> None:
-    """There Python sets no handlers of signals."""
+def test_what_separates_no_documents_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In another thread than the main one, where Python sets no handlers of signals."""
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "one {END} two"}}\n{{"text": "three"}}\n')
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(prepared, PLAY, "--out", tmp_path / "out").result()
+        done = pool.submit(run_prepare, tmp_path / "a.jsonl", "--out", tmp_path / "out").result()
+    assert done.returncode == 0, done.stderr
+    assert caplog.messages == [
+        f"documents with {END} in their text: 1; there it is plain text",
+        "the tokenizer has no known end-of-text token: nothing separates the documents",
+    ]
 
 
 def test_two_commands_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
