@@ -11,6 +11,7 @@ import argparse
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -90,7 +91,7 @@ def write_stdout(text: str) -> None:
 
 
 def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run `command(arguments)`; return its exit code, or 2 after a UserError.
+    """Run `command(arguments)`; return its exit code: 2 after a UserError, 130 after Ctrl-C.
 
     Calls `open_streams` first. Log lines, and the message of a UserError, are written to stderr. Any other
     exception is raised.
@@ -105,6 +106,8 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
     except UserError as error:
         sys.stderr.write(f"error: {redact(str(error))}\n")
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def write_lines(lines: Iterable[str]) -> None:

@@ -40,6 +40,7 @@ END_OF_TEXT = (
     "[EOS]",
     "<EOS_TOKEN>",
 )
+MAX_TOKENS = 1 << 24  # arrays have an element for each token up to the highest
 PIECE_CHARACTERS = 1 << 16
 BATCH_CHARACTERS = 1 << 20  # encoded at once; while it encodes, the package needs about 100 bytes per token
 GPT2 = ("openai-community/gpt2", "tokenizer.json")
@@ -98,8 +99,13 @@ class JsonTokenizer(Tokenizer):
         }
         self._ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self._size = max(self._ids.values()) + 1  # a ValueError if the vocabulary is empty
+        if self._size > MAX_TOKENS:
+            raise ValueError(f"it has token {self._size - 1:,}, and numbers must be below {MAX_TOKENS:,}")
         self._dtype = np.min_scalar_type(self._size - 1)
-        self._can_be_cut = can_be_cut(json.loads(content))
+        try:
+            self._can_be_cut = can_be_cut(json.loads(content))
+        except (KeyError, TypeError, AttributeError) as error:  # the package fills in what a file leaves out
+            raise ValueError(f"this tokenizer.json is of an unknown form: {reason_of(error)}") from None
 
     @classmethod
     def train(cls, text: str) -> "JsonTokenizer":

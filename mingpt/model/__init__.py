@@ -5,7 +5,7 @@ package exports the model, the module that is trained (`LossModule`), generation
 imports neither mingpt.data nor anything that communicates among ranks.
 """
 
-from mingpt.model.compile import can_compile_block, choose_compile, compile_blocks, import_compiler
+from mingpt.model.compile import can_compile_block, choose_compile, compile_blocks
 from mingpt.model.gpt import GPT, LossModule, generate_batch, parameter_shapes
 
 __all__ = [
@@ -15,6 +15,5 @@ __all__ = [
     "choose_compile",
     "compile_blocks",
     "generate_batch",
-    "import_compiler",
     "parameter_shapes",
 ]

@@ -6,7 +6,6 @@ code, which is compiled once. If torch.compile fails, or computes something else
 model is trained without it.
 """
 
-import importlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -60,14 +59,6 @@ def choose_compile(
     flops, fewest = flops_per_token * tokens, COMPILE_FLOPS[device_type]
     reason = f"the run has {flops:.1e} FLOPs, and trainer.compile=auto compiles from {fewest:.1e}"
     return flops >= fewest, reason
-
-
-def import_compiler() -> None:
-    """Import torch.compile's compiler now, so that a later compilation starts sooner.
-
-    Importing the compiler takes longer than importing torch.
-    """
-    importlib.import_module("torch._inductor.compile_fx")
 
 
 def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dtype) -> bool:

@@ -166,6 +166,7 @@ def config_from_hf(theirs: Any) -> ModelConfig:
     check(Config(model=config))
     for name, allowed in FORMS[config.arch].fields(config).items():
         check_field(name, getattr(theirs, name, allowed[0]), allowed)
+    check_field("quantization_config", getattr(theirs, "quantization_config", None), (None,))
     return config
 
 

