@@ -55,10 +55,10 @@ PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 CORE = ("mingpt", "train.py")
 NOT_CORE = ("mingpt/tools", "mingpt/extras", "mingpt/launch/elastic")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_510 + MARGIN["statements"], nodes=85_880 + MARGIN["nodes"]),
-    CORE: Size(statements=9_485 + MARGIN["statements"], nodes=70_070 + MARGIN["nodes"]),
-    ("tests",): Size(statements=12_360),
-    ("benchmarks",): Size(lines=5_240),
+    PROGRAM: Size(statements=10_815 + MARGIN["statements"], nodes=80_025 + MARGIN["nodes"]),
+    CORE: Size(statements=8_695 + MARGIN["statements"], nodes=63_840 + MARGIN["nodes"]),
+    ("tests",): Size(statements=11_405),
+    ("benchmarks",): Size(lines=4_565),
 }
 
 

@@ -19,7 +19,7 @@ from support.runs import STATS, make_run
 from mingpt.config import to_dict
 from mingpt.data import make_corpus
 from mingpt.distributed.device import Environment
-from mingpt.report.metrics import Sink, training_values
+from mingpt.report.metrics import PEAK_FLOPS, Sink, training_values
 from mingpt.report.run_logger import RunLogger, is_reported
 from mingpt.report.writing import read_records
 
@@ -201,3 +201,31 @@ def test_a_run_is_reported_once_its_files_say_so(tmp_path: Path) -> None:
     assert not is_reported(tmp_path), "its status is running"
     logger.ended(3, None, "snapshots")
     assert is_reported(tmp_path)
+
+
+def test_every_metric_of_a_step_has_its_value() -> None:
+    values = training_values(STATS)
+    assert values == values | {
+        "train/loss": 1.5,
+        "lr": 0.01,
+        "grad_norm": 0.7,
+        "tokens": 96 * 32,
+        "tokens_per_s": 8 * 32 / 0.5,
+        "step_s": 0.5,
+        "data_s": 0.1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA GB200", "GB200"),
+        ("Tesla V100-PCIE-16GB", "V100-PCIE"),
+    ],
+)
+def test_utilization_is_the_part_of_the_peak_of_all_devices(name: str, part: str) -> None:
+    expected = 1e6 * (8 * 32 / 0.5) / (2 * PEAK_FLOPS[part])
+    assert training_values(replace(STATS, device_name=name))["mfu"] == pytest.approx(expected)
