@@ -39,6 +39,12 @@ class CommandParser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         write_stdout(self.format_help())
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        value = super()._get_values(action, arg_strings)
+        if value == [] and action.nargs is None:  # some versions of Python drop the first "--", in --x=-- too
+            value = super()._get_values(action, ["--", "--"])
+        return value
+
 
 class StandardStream(io.FileIO):
     """The raw file of stdout or stderr.
