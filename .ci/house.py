@@ -55,8 +55,8 @@ PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 CORE = ("mingpt", "train.py")
 NOT_CORE = ("mingpt/tools", "mingpt/extras", "mingpt/launch/elastic")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=10_815 + MARGIN["statements"], nodes=80_025 + MARGIN["nodes"]),
-    CORE: Size(statements=8_695 + MARGIN["statements"], nodes=63_840 + MARGIN["nodes"]),
+    PROGRAM: Size(statements=10_820 + MARGIN["statements"], nodes=80_070 + MARGIN["nodes"]),
+    CORE: Size(statements=8_700 + MARGIN["statements"], nodes=63_885 + MARGIN["nodes"]),
     ("tests",): Size(statements=11_405),
     ("benchmarks",): Size(lines=4_565),
 }
