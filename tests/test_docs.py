@@ -54,7 +54,7 @@ def check(tree: Path, *commands: str) -> None:
 
 @pytest.mark.slow
 def test_the_additions_of_the_page_on_extending_pass_the_quick_checks(extended: Path) -> None:
-    named = "tests/test_house.py tests/config tests/optim/test_schedule.py tests/report/test_metrics.py"
+    named = "tests/test_house.py tests/config tests/optim/test_optimizer.py tests/report/test_run_logger.py"
     check(extended, "-m ruff check .", "-m ruff format --check .", ".ci/house.py", f"-m pytest -n 0 {named}")
 
 
