@@ -5,7 +5,6 @@ The seconds per step are measured between two records, without evaluations and w
 
 import logging
 import math
-import pkgutil
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from mingpt.base.extras import load_extra, missing
 from mingpt.base.system import usable_cores
 from mingpt.config import to_yaml
 from mingpt.distributed.device import Environment, gpu_facts
@@ -100,7 +100,9 @@ class RunLogger:
         self.sinks = [self.records, *(make_sink(start) for make_sink in SINKS)]
         asked = ["tensorboard" if config.report.tensorboard else None, config.report.tracker]
         for name in filter(None, asked if start.is_main else []):
-            self.sinks.append(pkgutil.resolve_name(TRACKERS[name])(start))
+            make_sink = load_extra(TRACKERS[name])
+            if make_sink:
+                self.sinks.append(make_sink(start))
         self.last = self.records.last  # the last record of each kind, for the manifest
         recorded = self.last.get("train", {"step": 0})["step"]
         if recorded < start.logged_step:
@@ -165,6 +167,8 @@ class RunLogger:
                 f"unused CPU cores: {idle}; more workers would use them without changing the result, more "
                 "trainer.threads would change it"
             )
+        if missing:
+            log.info(f"going on without {', '.join(sorted(missing))}, which this copy of the program lacks")
         for change in self.start.changes:
             log.info(f"changed on purpose: {change}")
 

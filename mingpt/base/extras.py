@@ -1,0 +1,27 @@
+"""Extras: modules of mingpt/extras/ that tables of other packages name, and that a run can do without.
+
+An extra is imported when it is asked for. If its file is not there, a run goes on without it.
+"""
+
+import functools
+import pkgutil
+from typing import Any
+
+missing: list[str] = []  # names of the extras that were asked for and are not there
+
+
+@functools.cache
+def load_extra(entry: str) -> Any:
+    """Return the object that `entry` names, as "module:name"; None if there is no such module.
+
+    In the second case the module's name is appended to `missing`. Raises the errors of importing the module.
+    """
+    module = entry.partition(":")[0]
+    try:
+        return pkgutil.resolve_name(entry)
+    except ModuleNotFoundError as error:
+        is_absent = f"{module}.".startswith(f"{error.name}.")  # the module, or a package that it is in
+        if not is_absent:
+            raise
+    missing.append(module)
+    return None
