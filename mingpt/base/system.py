@@ -1,14 +1,10 @@
-"""Services of the operating system: threads with a time limit, addresses, memory, cores and open files.
+"""Services of the operating system: threads with a time limit, memory, cores and open files.
 
 Work that may hang, on a dead disk for example, runs in a thread, and its caller waits for a limited time.
-IPv4 addresses and their interfaces are read from the Linux kernel, without the program `ip`.
 """
 
 import ctypes
-import ipaddress
 import os
-import socket
-import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -18,15 +14,12 @@ from typing import TypeVar
 from mingpt.base.errors import UserError
 
 try:
-    import fcntl
     import resource
 except ModuleNotFoundError:  # each command imports this file before another module that Windows lacks
     os.write(2, b"error: mingpt-distributed does not run on Windows: use WSL (Windows Subsystem for Linux)\n")
     raise SystemExit(2) from None
 
 T = TypeVar("T")
-SIOCGIFCONF, SIOCGIFNETMASK = 0x8912, 0x891B
-IFREQ_BYTES, MAX_ADDRESSES = 40, 512
 LOOPBACK = "127.0.0.1"  # unlike localhost, it needs no name resolution
 FILES_OF_AGENT, FILES_PER_WORKER = 24, 6  # open files, measured with up to 8 workers, under fsdp, too
 # Constants of glibc's malloc.h.
@@ -83,27 +76,6 @@ def complete(outcome: Future[T], work: Callable[[], T]) -> None:
         outcome.set_result(work())
     except BaseException as error:
         outcome.set_exception(error)
-
-
-def ipv4_addresses() -> list[tuple[str, ipaddress.IPv4Interface]]:
-    """Return (interface's name, IPv4 address and network) for each IPv4 address of this host.
-
-    An interface's primary addresses come before its secondary addresses. Raises OSError if the kernel
-    refuses, as on systems other than Linux.
-    """
-    buffer = bytearray(IFREQ_BYTES * MAX_ADDRESSES)
-    place = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, SIOCGIFCONF, struct.pack("iL", len(buffer), place))
-        used = struct.unpack("iL", answer)[0]
-        for start in range(0, used, IFREQ_BYTES):
-            request = bytes(buffer[start : start + IFREQ_BYTES])
-            mask = fcntl.ioctl(probe, SIOCGIFNETMASK, request)
-            name = request[:16].split(b"\0", 1)[0].decode().split(":")[0]
-            address = f"{socket.inet_ntoa(request[20:24])}/{socket.inet_ntoa(mask[20:24])}"
-            found.append((name, ipaddress.IPv4Interface(address)))
-    return found
 
 
 def use_one_arena() -> None:

@@ -18,10 +18,8 @@ UNSET = "if no launcher has set these, start by `env -u RANK -u WORLD_SIZE pytho
 # Variables by which launchers number their processes. Users of these launchers may set RANK from them.
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID")
 AGENT_FOLDER = "mingpt-"  # prefix of the folder that the agent makes for the status file
-# Set by launch/elastic/handler.py for its workers. JOB and ROUND are the same on all nodes, also after nodes
-# were lost.
-JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
-MEMORY_FILE = "MINGPT_MEMORY_FILE"
+# Set by the rendezvous anynode for its workers, with the same values on all nodes; see anynode/__init__.py.
+JOB, ROUND, STORE_PORT = "ANYNODE_JOB", "ANYNODE_ROUND", "ANYNODE_STORE_PORT"
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Launch:
     local_world_size: int = 1
     node_rank: int = 0
     master_addr: str | None = None  # None: no process group, no other worker
-    master_port: int = 0
+    master_port: int = 0  # of a store that outlives a generation, if the launcher has one
     agent_hosts_store: bool = False  # torchrun's agent, not rank 0, hosts the workers' TCPStore
     # The process id of torchrun's agent, the parent, which starts new workers if these fail; None: no agent.
     agent_pid: int | None = None
@@ -48,7 +46,6 @@ class Launch:
     slurm_tasks: int = 1  # number of tasks in the job step that srun started
     # A worker that ends the job writes the job's exit code to this file; see mingpt.launch.agent.
     status_file: Path | None = None
-    memory_file: Path | None = None  # a worker writes there the folder of the run's snapshots in memory
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -91,7 +88,7 @@ class Launch:
             local_world_size=number("LOCAL_WORLD_SIZE", 1),
             node_rank=number("GROUP_RANK"),
             master_addr=env["MASTER_ADDR"],
-            master_port=number("MASTER_PORT"),
+            master_port=number(STORE_PORT, number("MASTER_PORT")),
             agent_hosts_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             agent_pid=number(AGENT_PID, os.getppid()) if "TORCHELASTIC_RUN_ID" in env else None,
             restart_count=number("TORCHELASTIC_RESTART_COUNT"),
@@ -99,7 +96,6 @@ class Launch:
             job=env.get(JOB),
             rdzv_round=number(ROUND) if ROUND in env else None,
             status_file=Path(env[STATUS_FILE]) if STATUS_FILE in env else None,
-            memory_file=Path(env[MEMORY_FILE]) if MEMORY_FILE in env else None,
             has_known_launcher=any(name in env for name in LAUNCHERS),
         )
 

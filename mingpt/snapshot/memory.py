@@ -41,9 +41,6 @@ from mingpt.snapshot.manifest import Manifest, ShardFields
 from mingpt.snapshot.saver import Keep, SnapshotSaver, Transfer
 from mingpt.snapshot.store import SnapshotStore
 
-# The name of an empty file in a run's folder, which means that the agent is to remove the snapshots in this
-# folder if no generation follows (see `leave_to_agent`). If a generation follows, it first removes the file.
-LEFT_TO_AGENT = "left-to-agent"
 LEFTOVER_S = 24 * 3600.0
 RUN_NAME = re.compile(r"mingpt-[0-9a-f]{32}-[0-9a-f]{8}")  # of a run's folder
 RANK_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+(-copy)?")  # of a folder that a rank writes to
@@ -107,7 +104,7 @@ def rank_folders(root: Path) -> list[Path]:
 
 
 def remove_run(root: Path, belongs: Callable[[str], bool] = lambda name: True) -> None:
-    """Remove those folders of snapshots in a run's folder whose names `belongs` accepts, and LEFT_TO_AGENT.
+    """Remove those folders of snapshots in a run's folder whose names `belongs` accepts.
 
     Only files of snapshots are removed, and then the folders that are empty. So whatever a user has put there
     stays. Errors are ignored. Does nothing if `is_private(root)` is false.
@@ -122,7 +119,6 @@ def remove_run(root: Path, belongs: Callable[[str], bool] = lambda name: True) -
                         remove_quietly(path)
                 folder.rmdir()
     with contextlib.suppress(OSError):  # other workers of this machine have folders there
-        (root / LEFT_TO_AGENT).unlink(missing_ok=True)
         root.rmdir()
 
 
@@ -224,20 +220,16 @@ class MemorySaver:
             self.group = BackgroundGroup(self.rank, len(self.keepers))
 
     def create_folders(self, needed: int) -> None:
-        """Create this rank's folders, and write the path of the run's folder to `launch.memory_file`, if any.
+        """Create this rank's folders.
 
-        The agent reads this file, because the agent may have to remove the run's folder. Raises OSError if a
-        folder cannot be created, if `is_private` is false for the run's folder, or if there is no room for
-        `needed` bytes. The space that older snapshots of the run take counts as room, because new snapshots
-        replace the older ones. Also removes the file LEFT_TO_AGENT.
+        Raises OSError if a folder cannot be created, if `is_private` is false for the run's folder, or if
+        there is no room for `needed` bytes. The space that older snapshots of the run take counts as room,
+        because new snapshots replace the older ones.
         """
         root = self.snapshots.root
         root.mkdir(mode=0o700, exist_ok=True)
         if not is_private(root):
             raise OSError(errno.EPERM, f"{root.name} there is a link, or another user can write to it")
-        (root / LEFT_TO_AGENT).unlink(missing_ok=True)
-        if self.launch.memory_file:
-            self.launch.memory_file.write_text(str(root))
         for saver in self.savers.values():
             Path(saver.store.url).mkdir(exist_ok=True)
         used = sum(path.stat().st_size for path in root.rglob("step_*"))
@@ -360,14 +352,6 @@ class MemorySaver:
                 "kill the run resumes from disk"
             )
         self.remove()
-
-    def leave_to_agent(self) -> None:
-        """Leave the run's snapshots in memory, and mark them for the agent.
-
-        If no generation follows, the agent of launch/elastic removes the snapshots when the agent exits.
-        """
-        if is_private(self.snapshots.root):
-            (self.snapshots.root / LEFT_TO_AGENT).touch()
 
     def remove(self) -> None:
         """Wait until the background write has ended, and remove this rank's snapshots from memory.

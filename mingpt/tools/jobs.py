@@ -12,10 +12,10 @@ from mingpt.config.settings import ROOT as ROOT
 def clean_environment(**more: str) -> dict[str, str]:
     """Return the environment for an independent job: this process's variables, and those in `more`.
 
-    This process's OMP_NUM_THREADS, RANK, WORLD_SIZE, LOCAL_RANK, TORCHELASTIC_* and MINGPT_* are left out,
-    because torchrun or this program sets them for a worker.
+    This process's OMP_NUM_THREADS, RANK, WORLD_SIZE, LOCAL_RANK, TORCHELASTIC_*, ANYNODE_* and MINGPT_* are
+    left out, because a launcher or this program sets them for a worker.
     """
-    dropped = re.compile("OMP_NUM_THREADS|RANK|WORLD_SIZE|LOCAL_RANK|(TORCHELASTIC|MINGPT)_.*")
+    dropped = re.compile("OMP_NUM_THREADS|RANK|WORLD_SIZE|LOCAL_RANK|(TORCHELASTIC|ANYNODE|MINGPT)_.*")
     return {name: value for name, value in os.environ.items() if not dropped.fullmatch(name)} | more
 
 

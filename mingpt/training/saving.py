@@ -322,12 +322,11 @@ class Saving:
         Call this on all ranks. `stopped_by` is the request that stopped this generation; None means that the
         run is complete. JOB_ENDS has the requests after which no generation follows. After any other request,
         nothing is removed if only one of several nodes has the last snapshot on disk. The next generation may
-        need the snapshots in memory. If no generation follows, the agent of launch/elastic removes the
-        snapshots when the agent exits.
+        need the snapshots in memory. If no generation follows, a later start on this node goes on from the
+        snapshots or removes them (see `MemorySnapshots.remove_leftovers`).
         """
-        if self.is_on_one_disk and stopped_by not in (None, *JOB_ENDS):
-            self.memory.leave_to_agent()
-        else:
+        is_needed = self.is_on_one_disk and stopped_by not in (None, *JOB_ENDS)
+        if not is_needed:
             self.remove_memory_snapshots()
 
     def remove_memory_snapshots(self) -> None:

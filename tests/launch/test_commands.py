@@ -19,8 +19,8 @@ import yaml
 from conftest import ROOT, SMALL, Start, final_hash
 from support.jobs import free_port
 
+from anynode.command import torchrun_options
 from mingpt.config.cli import parse
-from mingpt.launch.elastic.command import torchrun_command
 
 LAUNCH = ROOT / "launch"
 SHELL = [path for path in sorted(LAUNCH.rglob("*")) if path.suffix in (".sh", ".sbatch")]
@@ -86,9 +86,8 @@ def test_every_script_parses_and_its_flags_and_settings_are_known(name: str, scr
     for words in launches(script):
         if name == "elastic.sh":
             continue  # this is the script's own usage
-        _, command = torchrun_command(with_values(words))
-        assert "train.py" in command
-        parse(command[command.index("train.py") + 1 :])
+        *_, script_words = torchrun_options(with_values(words))
+        parse(script_words[script_words.index("train.py") + 1 :])
     for line in commands(script):
         if re.search(r"python train\.py", line):
             settings = shlex.split(line.partition("train.py")[2].partition("|")[0].removesuffix(")"))
@@ -110,8 +109,8 @@ def test_the_commands_of_the_page_on_clusters_are_those_of_the_recipes() -> None
             assert not word.startswith("launch/") or (ROOT / word).is_file(), word
         if words[0] == "launch/elastic.sh":
             words[words.index("--local_addr") + 1] = "127.0.0.1"
-            _, command = torchrun_command(words[1:])
-            parse(command[command.index("train.py") + 1 :])
+            *_, script_words = torchrun_options(words[1:])
+            parse(script_words[script_words.index("train.py") + 1 :])
         elif "sbatch" in words[:2]:  # the first word may set a variable
             script = next(number for number, word in enumerate(words) if word.endswith(".sbatch"))
             parse(words[script + 1 :])

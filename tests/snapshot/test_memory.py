@@ -141,7 +141,6 @@ def test_an_orderly_end_removes_the_snapshots_of_all_generations(memory: MemoryS
     save(memory, 5)
     later = make_saver(tmp_path)
     save(later, 10)
-    later.leave_to_agent()
     later.remove()
     assert list(tmp_path.iterdir()) == []
 
@@ -204,7 +203,6 @@ def test_a_folder_to_which_another_user_can_write_is_neither_used_nor_touched(
     assert later.snapshots.stores() == []
     later.snapshots.make_room(-1)
     save(later, 10)
-    later.leave_to_agent()
     later.remove()
     assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == content
     (line,) = caplog.messages

@@ -27,6 +27,7 @@ NEEDED = (
     "train.py",
     "sample.py",
     "mingpt",
+    "anynode",
     "configs",
     "data",
     "docs",

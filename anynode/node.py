@@ -15,10 +15,10 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mingpt.base.files import check_json
-from mingpt.launch.elastic import decisions
-from mingpt.launch.elastic.boards import FORGET_S, Board, Message, Operation, request
-from mingpt.launch.elastic.decisions import FINISHED, LEFT, RUNNING, WAITING, Entry, Pulse, Round
+from anynode import decisions
+from anynode.boards import FORGET_S, Board, Message, Operation, request
+from anynode.decisions import FINISHED, LEFT, RUNNING, WAITING, Entry, Pulse, Round
+from anynode.forms import to_form
 
 DEAD_S = 4.0  # an agent without a new post for so long is not alive
 FRESH_S = 2.0  # a view that is older decides nothing
@@ -215,7 +215,7 @@ class Node:
         return {"id": self.id}
 
     def _on_propose(self, message: Message) -> Message:
-        return {"ok": self.promise(check_json(message["round"], Round))}
+        return {"ok": self.promise(to_form(Round, message["round"]))}
 
     def promise(self, round: Round) -> bool:
         """Promise the leader of `round` to take part in the round, and return True.
@@ -239,7 +239,7 @@ class Node:
                 self._promise = ("", "", 0.0)
 
     def _on_go(self, message: Message) -> Message:
-        return {"ok": self.enter(check_json(message["round"], Round))}
+        return {"ok": self.enter(to_form(Round, message["round"]))}
 
     def enter(self, round: Round) -> bool:
         """Enter `round`: set `entered`, post the state RUNNING, and return True.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mingpt.launch.elastic import boards
-from mingpt.launch.elastic.boards import BoardMemory, FolderBoard, HostBoard, Server, parse_rdzv, request
-from mingpt.launch.elastic.decisions import FINISHED, Entry
+from anynode import boards
+from anynode.boards import BoardMemory, FolderBoard, HostBoard, Server, parse_rdzv, request
+from anynode.decisions import FINISHED, Entry
 
 HERE = "127.0.0.1"
 

@@ -1,4 +1,4 @@
-"""The options of launch/elastic.sh, and the torchrun command that it makes from them."""
+"""The options of `python -m anynode` and launch/elastic.sh, and what torchrun gets for them."""
 
 import signal
 import subprocess
@@ -8,8 +8,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from mingpt.base.errors import UserError
-from mingpt.launch.elastic.command import main, torchrun_command
+from anynode.command import run_node, torchrun_options
 
 GOOD = ["--nnodes", "2:3", "--nproc", "4", "--rdzv", "n1:29400,n2:29400", "--local_addr", "127.0.0.1"]
 
@@ -17,12 +16,12 @@ GOOD = ["--nnodes", "2:3", "--nproc", "4", "--rdzv", "n1:29400,n2:29400", "--loc
 def test_the_options_become_a_torchrun_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    variables, command = torchrun_command([*GOOD, "--", "-m", "mingpt", "doctor", "--", "a=b c"])
+    variables, options, script = torchrun_options([*GOOD, "--", "-m", "mingpt", "doctor", "--", "a=b c"])
     assert variables == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    assert command[-5:] == ["-m", "mingpt", "doctor", "--", "a=b c"]
-    for option in ("--nnodes=2:3", "--nproc_per_node=4", "--rdzv_backend=mingpt", "--rdzv_id=mingpt"):
-        assert option in command
-    assert "--rdzv_endpoint=n1:29400,n2:29400" in command and "--local_addr=127.0.0.1" in command
+    assert script == ["-m", "mingpt", "doctor", "--", "a=b c"]
+    for option in ("--nnodes=2:3", "--nproc_per_node=4", "--rdzv_backend=anynode", "--rdzv_id=anynode"):
+        assert option in options
+    assert "--rdzv_endpoint=n1:29400,n2:29400" in options and "--local_addr=127.0.0.1" in options
 
 
 @pytest.mark.parametrize(
@@ -32,28 +31,31 @@ def test_an_ignored_hangup_stays_ignored(handler: signal.Handlers, options: list
     """By default torchrun handles SIGHUP also under nohup, and ends."""
     before = signal.signal(signal.SIGHUP, handler)
     try:
-        _, command = torchrun_command([*GOOD, "--", "train.py"])
+        _, command, _ = torchrun_options([*GOOD, "--", "train.py"])
     finally:
         signal.signal(signal.SIGHUP, before)
     name = "--signals-to-handle=SIG"
     assert [word.removeprefix(name) for word in command if word.startswith(name)] == options
 
 
-def test_the_command_is_shown_without_a_password_and_started_with_it(
+def test_the_torchrun_command_is_shown_without_what_may_be_a_password(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[str] = []
-    monkeypatch.setattr("os.execve", lambda path, command, environment: started.extend(command))
-    main([*GOOD, "--", "train.py", "snapshot.path=sftp://me:secret@host/run"])
-    assert started[-1] == "snapshot.path=sftp://me:secret@host/run"
-    assert "snapshot.path=sftp://me:***@host/run" in capsys.readouterr().err
+    monkeypatch.setattr("torch.distributed.run.main", started.extend)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "set")
+    run_node([*GOOD, "--", "train.py", "snapshot.path=sftp://me:secret@host/run"])
+    assert started[-2:] == ["train.py", "snapshot.path=sftp://me:secret@host/run"]
+    said = capsys.readouterr().err
+    assert said.startswith("torchrun --nnodes=2:3 ") and said.endswith(" train.py ...\n")
 
 
 def test_what_the_user_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     words = ["--nnodes=2", "--nproc=auto", "--rdzv=a:1,b:2", "--local_addr=localhost", "--rdzv_id=7"]
-    variables, command = torchrun_command([*words, "--", "train.py"])
+    variables, command, _ = torchrun_options([*words, "--", "train.py"])
     assert "GLOO_SOCKET_IFNAME" not in variables and "OMP_NUM_THREADS" not in variables
     assert {"--nnodes=2:2", "--nproc_per_node=auto", "--rdzv_endpoint=a:1,b:2", "--rdzv_id=7"} <= set(command)
     assert "--local_addr=127.0.0.1" in command  # torch would resolve a name on every node anew
@@ -62,41 +64,46 @@ def test_what_the_user_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--nnodes": "3:2"}, "--nnodes is MIN:MAX"),
-        ({"--nnodes": "0:2"}, "--nnodes is MIN:MAX"),
+        ({"--nnodes": "3:2"}, "--nnodes: must be MIN:MAX"),
+        ({"--nnodes": "0:2"}, "--nnodes: must be MIN:MAX"),
         ({"--nnodes": "many"}, "got 'many'"),
-        ({"--nproc": "0"}, "--nproc is a number"),
+        ({"--nproc": "0"}, "--nproc: must be a number"),
         ({"--nproc": "2.5"}, "got '2.5'"),
-        ({"--rdzv": "somewhere"}, "--rdzv is HOST:PORT"),
+        ({"--rdzv": "somewhere"}, "--rdzv: must be HOST:PORT"),
         ({"--rdzv": "/dev/null/meet"}, "cannot be created as a folder: Not a directory"),
         ({"--rdzv": "/dev/null"}, "cannot be created as a folder: File exists"),
         ({"--local_addr": "203.0.113.9"}, "this host, which has 127.0.0.1 (lo)"),
         ({"--local_addr": "no.such.host.invalid"}, "does not resolve"),
         ({"--local_addr": "a..b"}, "does not resolve"),
         ({"--local_addr": None}, "--local_addr"),
-        ({"--rdzv_id": ""}, "--rdzv_id is a name"),
+        ({"--rdzv_id": ""}, "--rdzv_id: must be a name"),
         ({"--more": "1"}, "--more"),
+        ({"--max_restarts": "few"}, "invalid int value: 'few'"),
     ],
 )
-def test_a_wrong_option_is_one_sentence(changes: dict[str, str | None], message: str) -> None:
+def test_a_wrong_option_is_one_sentence(
+    changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = dict(zip(GOOD[::2], GOOD[1::2], strict=True)) | changes
     words = [word for name, value in options.items() if value is not None for word in (name, value)]
-    with pytest.raises(UserError) as error:
-        torchrun_command([*words, "--", "train.py"])
-    assert message in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(SystemExit, match="2"):
+        torchrun_options([*words, "--", "train.py"])
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
 
 
 def test_the_folder_to_meet_is_made_for_this_user_alone(tmp_path: Path) -> None:
     place = tmp_path / "deep" / "meet"
-    _, command = torchrun_command([*GOOD, f"--rdzv={place}", "--", "train.py"])
+    _, command, _ = torchrun_options([*GOOD, f"--rdzv={place}", "--", "train.py"])
     assert f"--rdzv_endpoint={place}" in command
     assert place.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_workers_on_gpus_that_are_not_there_are_refused() -> None:
-    with pytest.raises(UserError, match="sees no GPU"):
-        torchrun_command([*GOOD, "--nproc", "gpu", "--", "train.py"])
+def test_workers_on_gpus_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        torchrun_options([*GOOD, "--nproc", "gpu", "--", "train.py"])
+    assert "torch sees no GPU" in capsys.readouterr().err
 
 
 def test_the_script_works_from_any_folder_and_refuses_in_one_line(tmp_path: Path) -> None:

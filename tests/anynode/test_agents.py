@@ -15,7 +15,7 @@ WORKER = """
 import os, sys, time
 from pathlib import Path
 folder = Path(sys.argv[1])
-names = "RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MINGPT_JOB", "MINGPT_ROUND"
+names = "RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "ANYNODE_JOB", "ANYNODE_ROUND"
 with open(folder / "started", "a") as log:
     log.write(" ".join([sys.argv[2], *(os.environ[name] for name in names)]) + "\\n")
 while not (folder / "stop").exists():
@@ -51,7 +51,7 @@ class Agents:
             self.jobs[number] = Job(command, output, cwd=self.folder, PYTHON=sys.executable)
 
     def started(self) -> list[list[str]]:
-        """A line for each worker that has started: agent, RANK, WORLD_SIZE, ..., MINGPT_ROUND."""
+        """A line for each worker that has started: agent, RANK, WORLD_SIZE, ..., ANYNODE_ROUND."""
         path = self.folder / "started"
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -105,14 +105,14 @@ def new_agents(tmp_path: Path) -> Iterator[Callable[..., Agents]]:
 def test_a_board_on_a_host_of_its_own_will_do(new_agents: Callable[..., Agents], start: Start) -> None:
     agents = new_agents(nnodes="1:1")
     agents.meeting = f"{agents.network}.9:29400"
-    server = start([sys.executable, "-m", "mingpt.launch.elastic", "--serve", agents.meeting])
+    server = start([sys.executable, "-m", "anynode", "--serve", agents.meeting])
     agents.start(1)
     agents.await_round(1, 1)
     agents.finish()
     assert server.is_running() and server.err() == ""
-    second = start([sys.executable, "-m", "mingpt.launch.elastic", "--serve", agents.meeting])
+    second = start([sys.executable, "-m", "anynode", "--serve", agents.meeting])
     assert second.wait() == 2 and second.err().startswith("error: cannot listen")
-    wrong = start([sys.executable, "-m", "mingpt.launch.elastic", "--serve", "here"])
+    wrong = start([sys.executable, "-m", "anynode", "--serve", "here"])
     assert wrong.wait() == 2 and wrong.err().startswith("error: --serve is one HOST:PORT")
 
 

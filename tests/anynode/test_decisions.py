@@ -2,7 +2,7 @@
 
 import pytest
 
-from mingpt.launch.elastic.decisions import (
+from anynode.decisions import (
     FINISHED,
     JOIN_HOLD_S,
     LAG_HOLD_S,

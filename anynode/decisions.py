@@ -8,10 +8,6 @@ without clock, network or torch.
 import ipaddress
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-import pydantic
-from pydantic import StrictInt
 
 WAITING, RUNNING, FINISHED, LEFT = "waiting", "running", "finished", "left"
 FIRST_CALL_S, LAST_CALL_S = 5.0, 1.5  # how long the first round, and later ones, wait for other agents
@@ -25,19 +21,18 @@ LAG_HOLD_S = 4.0
 class Entry:
     """What an agent posts about itself. `counter` grows with each post, as a heartbeat."""
 
-    __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
     id: str
     host: str
     address: str
-    port: StrictInt  # of the agent's server
-    counter: StrictInt = 0
+    port: int  # of the agent's server
+    counter: int = 0
     state: str = WAITING  # or RUNNING, FINISHED, LEFT
     round: str = ""  # id of the round that the agent is in, or was in last; "": none so far
-    number: StrictInt = 0  # of that round in the job, from 1
+    number: int = 0  # of that round in the job, from 1
     members: tuple[str, ...] = ()  # ids of that round's members
     reach: tuple[str, ...] = ()  # ids of the agents that have answered this agent's pings lately
     job: str = ""  # the job's random token; "" before the first round
-    nproc: StrictInt = 0  # workers on this node; 0: not known
+    nproc: int = 0  # workers on this node; 0: not known
 
     @property
     def key(self) -> tuple[int, int, str, str]:
@@ -59,10 +54,11 @@ class Round:
     """
 
     id: str
-    number: StrictInt  # in the job, from 1
+    number: int  # in the job, from 1
     job: str  # the job's random token
     members: tuple[Entry, ...]
-    store_port: StrictInt  # of the workers' TCPStore, on the leader's node
+    store_port: int  # of this round's TCPStore, on the leader's node
+    job_store_port: int  # of the TCPStore there that lives as long as the leader's agent
 
 
 @dataclass

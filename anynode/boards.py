@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mingpt.base.errors import UserError
-from mingpt.base.files import BadJson, check_json, parse_json, write_atomic
-from mingpt.launch.elastic.decisions import FINISHED, Entry
+from anynode.decisions import FINISHED, Entry
+from anynode.forms import parse_json, to_form
 
 MAX_LINE_BYTES = 1 << 24  # the entries of 1,000 agents
 SERVER_TIMEOUT_S = 5.0
@@ -46,9 +45,12 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
             connection.sendall(json.dumps(message).encode() + b"\n")
             with connection.makefile("rb") as reader:
                 line = reader.readline(MAX_LINE_BYTES)
-        return check_json(parse_json(line), Message)
-    except (ValueError, OverflowError) as error:  # BadJson, or a name that IDNA does not allow
+        answer = parse_json(line)
+    except (ValueError, OverflowError) as error:  # not JSON, or a name that IDNA does not allow
         raise OSError(f"{host}:{port} is not an agent of this kind: {error}") from error
+    if not isinstance(answer, dict):
+        raise OSError(f"{host}:{port} is not an agent of this kind: it answered no JSON object")
+    return answer
 
 
 class Server(socketserver.ThreadingTCPServer):
@@ -104,7 +106,9 @@ class FolderBoard:
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = self._folder / f"{mine.id}.json"
-        write_atomic(own, json.dumps(asdict(mine)), sync="nothing")
+        partial = self._folder / f"{mine.id}.partial"
+        partial.write_text(json.dumps(asdict(mine)))
+        os.replace(partial, own)
         now = own.stat().st_mtime  # by the storage's clock, as the times of the other files are
         found = []
         for path in self._folder.glob("*.json"):
@@ -143,8 +147,8 @@ def parse_entries(contents: Iterable[Any]) -> list[Entry]:
     found = []
     for content in contents:
         try:
-            found.append(check_json(parse_json(content) if isinstance(content, bytes) else content, Entry))
-        except BadJson:
+            found.append(to_form(Entry, parse_json(content) if isinstance(content, bytes) else content))
+        except ValueError:
             continue
     return found
 
@@ -200,15 +204,15 @@ def parse_endpoints(text: str) -> list[Endpoint]:
 def parse_rdzv(text: str) -> Path | list[Endpoint]:
     """Return what `text`, the value of --rdzv, names: a list of endpoints, or the path of a folder.
 
-    A text HOST:PORT[,HOST:PORT...] names endpoints; any other text with a slash is a path. Raises UserError
+    A text HOST:PORT[,HOST:PORT...] names endpoints; any other text with a slash is a path. Raises ValueError
     for all other texts.
     """
     endpoints = parse_endpoints(text)
     if endpoints:
         return endpoints
     if "/" not in text or "://" in text:
-        raise UserError(
-            "--rdzv is HOST:PORT[,HOST:PORT...] or a folder that all nodes share, written with a slash, such"
+        raise ValueError(
+            "must be HOST:PORT[,HOST:PORT...] or a folder that all nodes share, written with a slash, such"
             f" as ./rendezvous; got {text!r}"
         )
     return Path(os.path.abspath(text))

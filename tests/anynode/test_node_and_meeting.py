@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from conftest import wait_until
 
-from mingpt.launch.elastic import node as node_module
-from mingpt.launch.elastic.decisions import FINISHED, LEFT, RUNNING, Entry, Round
-from mingpt.launch.elastic.node import Meeting, Node, View
+from anynode import node as node_module
+from anynode.decisions import FINISHED, LEFT, RUNNING, Entry, Round
+from anynode.node import Meeting, Node, View
 
 HERE = "127.0.0.1"
 
@@ -124,7 +124,7 @@ def test_news_of_the_own_jobs_end_count_without_signs_of_life(job: str, is_finis
 
 
 def proposal(leader: str, round: str = "r") -> Round:
-    return Round(round, 4, "job", (other(leader), other("x")), store_port=1)
+    return Round(round, 4, "job", (other(leader), other("x")), store_port=1, job_store_port=2)
 
 
 def test_an_agent_promises_itself_to_one_leader_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """How an agent in this process proposes a round to a peer that a test plays."""
 
 import atexit
+import dataclasses
 import os
 import socket
 import threading
@@ -12,29 +13,27 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.utils.store import barrier
 
-from mingpt.base.errors import UserError
-from mingpt.distributed.launch import MEMORY_FILE
-from mingpt.launch.elastic.boards import FolderBoard, Message, Server, request
-from mingpt.launch.elastic.handler import ElasticRendezvous, RoundStore, assigned_ranks
-from mingpt.launch.elastic.node import Node
-from mingpt.snapshot import MemorySnapshots
-from mingpt.snapshot.memory import LEFT_TO_AGENT
+from anynode.boards import FolderBoard, Message, Server, request
+from anynode.decisions import RUNNING, WAITING, Entry
+from anynode.handler import AnyNodeRendezvous, RoundStore, assigned_ranks, local_workers
+from anynode.node import Node
 
 HERE, PEER = "127.0.0.1", "127.0.0.2"
 
 
 @pytest.fixture
-def new_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ElasticRendezvous]:
-    monkeypatch.setattr(atexit, "register", lambda function: function)
-    monkeypatch.setenv("MINGPT_JOB", "")
-    monkeypatch.setenv("MINGPT_ROUND", "")
+def new_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AnyNodeRendezvous]:
+    monkeypatch.setattr(atexit, "register", lambda *arguments: None)
+    for name in ("ANYNODE_JOB", "ANYNODE_ROUND", "ANYNODE_STORE_PORT"):
+        monkeypatch.setenv(name, "")
 
-    def make(endpoint: str = f"{tmp_path}/meet") -> ElasticRendezvous:
-        return ElasticRendezvous(RendezvousParameters("mingpt", endpoint, "job", 2, 2, HERE, nproc="1"))
+    def make(endpoint: str = f"{tmp_path}/meet") -> AnyNodeRendezvous:
+        return AnyNodeRendezvous(RendezvousParameters("anynode", endpoint, "job", 2, 2, HERE, nproc="1"))
 
     return make
 
@@ -56,7 +55,7 @@ class Peer:
 
 
 def test_a_proposal_that_is_refused_is_tried_again_at_leisure_and_said_once(
-    new_handler: Callable[..., ElasticRendezvous], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    new_handler: Callable[..., AnyNodeRendezvous], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     accepts = threading.Event()
     handler, peer = new_handler(), Peer(tmp_path / "meet", accepts.is_set)
@@ -73,7 +72,7 @@ def test_a_proposal_that_is_refused_is_tried_again_at_leisure_and_said_once(
 
 
 def test_an_agent_whose_port_is_taken_hosts_its_board_once_it_is_free(
-    new_handler: Callable[..., ElasticRendezvous], capsys: pytest.CaptureFixture[str]
+    new_handler: Callable[..., AnyNodeRendezvous], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as taken:
         taken.bind((HERE, 0))
@@ -114,28 +113,52 @@ def test_torchrun_ranks_the_workers_of_unequal_nodes_without_asking_anybody(
     assert ranks == list(range(6))
 
 
-@pytest.mark.parametrize("end", ["finished", "left", "failed"])
-def test_an_agent_that_ends_frees_the_memory_of_its_node_unless_its_workers_failed(
-    end: str, new_handler: Callable[..., ElasticRendezvous], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_each_round_has_a_new_store_and_the_job_keeps_one(
+    new_handler: Callable[..., AnyNodeRendezvous], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes after the job's end, or its workers left snapshots to a next generation. Others' stay."""
-    monkeypatch.setattr(Node, "view", lambda self: SimpleNamespace(finished=True))
-    own, other = [MemorySnapshots(str(tmp_path), run_id, tmp_path).root for run_id in ("own", "other")]
+    """Keys that dead workers left in a round's store would mislead their successors."""
+    handler, peer = new_handler(), Peer(tmp_path / "meet", lambda: True)
+    ports = []
+    for number in (1, 2):
+        peer.node.wait_for_round()
+        info = handler.next_rendezvous()
+        assert (info.rank, info.world_size, os.environ["ANYNODE_ROUND"]) == (0, 2, str(number))
+        of_round, of_job = info.bootstrap_store_info.master_port, int(os.environ["ANYNODE_STORE_PORT"])
+        stores = [TCPStore(HERE, port, is_master=False) for port in (of_round, of_job)]
+        assert [store.check(["from the first round"]) for store in stores] == [False, number == 2]
+        for store in stores:
+            store.set("from the first round", "")
+        ports.append((of_round, of_job))
+    assert ports[0][0] != ports[1][0] and ports[0][1] == ports[1][1]
+
+
+@pytest.mark.parametrize(
+    ("state", "stays_s"), [(RUNNING, 300.0), (WAITING, 2.0), (None, 0.0)], ids=["runs", "waits", "alone"]
+)
+def test_an_agent_stays_for_workers_of_its_round_that_still_run(
+    state: str | None,
+    stays_s: float,
+    new_handler: Callable[..., AnyNodeRendezvous],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    me = Entry("me", "host", HERE, 1, round="r")
+    other = dataclasses.replace(me, id="other", state=state or "")
     handler = new_handler()
-    Path(os.environ[MEMORY_FILE]).write_text(str(own))  # as a worker does
-    for root in (own, other):
-        root.mkdir(mode=0o700)
-        (root / f"{32 * '0'}-0").mkdir()
-    if end == "finished":
-        with pytest.raises(SystemExit, match="0"):
-            handler.next_rendezvous()
-    else:
-        if end == "left":
-            (own / LEFT_TO_AGENT).touch()
-        vars(ElasticRendezvous)["_leave"](handler)
-    assert own.exists() == (end == "failed") and other.exists()
+    monkeypatch.setattr(vars(handler)["_node"], "id", "me")
+    view = SimpleNamespace(me=me, alive=(me, other) if state else (me,))
+    monkeypatch.setattr(Node, "view", lambda self: view)
+    assert vars(AnyNodeRendezvous)["_time_to_stay"](handler) == stays_s
 
 
-def test_torchrun_without_the_script_is_told_to_use_it(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="start it by launch"):
-        ElasticRendezvous(RendezvousParameters("mingpt", f"{tmp_path}/meet", "job", 1, 1, HERE))
+def test_the_number_of_workers_comes_from_torchrun_unless_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = RendezvousParameters("anynode", f"{tmp_path}/meet", "job", 1, 1, HERE)
+    monkeypatch.setattr(
+        "sys.argv", ["/usr/bin/torchrun", "--nproc_per_node=3", "script.py", "--nproc_per_node=4"]
+    )
+    assert local_workers(params) == 3
+    assert local_workers(RendezvousParameters("anynode", "a:1", "job", 1, 1, HERE, nproc="2")) == 2
+    monkeypatch.setattr("sys.argv", ["my_launcher.py"])
+    with pytest.raises(ValueError, match="needs the number of workers"):
+        local_workers(params)

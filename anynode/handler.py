@@ -2,11 +2,11 @@
 
 A round begins when agents agree to start workers together, and lasts until the next restart. The leader, the
 agent with the smallest address, proposes a round to agents that all reach each other. The round starts if all
-these agents accept. The ranks of the nodes are in the order of the agents' addresses. Workers find the job's
-token in MINGPT_JOB and the number of the round in MINGPT_ROUND.
+these agents accept. The ranks of the nodes are in the order of the agents' addresses.
 
-Workers share a torch TCPStore, which the leader hosts. The agents themselves share no store, because a store
-would be lost with its host. Every agent computes the ranks of all workers, so agents need no store.
+The workers of a round share a torch TCPStore, which the leader hosts. The store is new in each round, because
+keys that dead workers left would mislead their successors. The agents themselves share no store, because a
+store would be lost with its host. Every agent computes the ranks of all workers, so agents need no store.
 """
 
 import atexit
@@ -33,12 +33,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from mingpt.base.errors import UserError
-from mingpt.base.files import temporary_folder
-from mingpt.distributed.exit import write_stderr
-from mingpt.distributed.launch import AGENT_FOLDER, JOB, MEMORY_FILE, ROUND
-from mingpt.launch.elastic import decisions
-from mingpt.launch.elastic.boards import (
+from anynode import JOB, ROUND, STORE_PORT, decisions
+from anynode.boards import (
     Board,
     BoardMemory,
     Endpoint,
@@ -50,13 +46,13 @@ from mingpt.launch.elastic.boards import (
     request,
     serve_once_free,
 )
-from mingpt.launch.elastic.decisions import FINISHED, LEFT, Entry, Round
-from mingpt.launch.elastic.node import Meeting, Node
-from mingpt.snapshot.memory import LEFT_TO_AGENT, remove_run
+from anynode.decisions import FINISHED, LEFT, RUNNING, Entry, Round
+from anynode.node import Meeting, Node
 
 PROPOSAL_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 10.0
 LINGER_S = 2.0  # time for others to read that the job is finished
+FINISH_S = 300.0  # time for workers of other nodes to finish, too; torchrun's own limit is the same
 NOTICE_S = 0.3  # time for others to read that this agent has left
 EXIT_S = 1.0  # the longest wait for a board to take the last post
 POLL_S = 0.05
@@ -82,7 +78,7 @@ class RoundStore(HashStore):
 
     `known`, {key: value}, is in the store from the start: the workers' ranks, which torchrun's agents would
     otherwise exchange. torchrun's agents call `wait` to wait for each other at the job's end. Here `wait`
-    returns at once, because a worker exits with 0 only when all workers have ended the job.
+    returns at once, because `AnyNodeRendezvous.shutdown` waits for the other agents.
     """
 
     def __init__(self, known: Mapping[str, str]) -> None:
@@ -97,26 +93,23 @@ class RoundStore(HashStore):
         """Return at once. torchrun's agent calls this when its workers have finished."""
 
 
-class ElasticRendezvous(RendezvousHandler):
-    """The rendezvous of elastic jobs: agents meet in a folder, or at several hosts of which one must live.
+class AnyNodeRendezvous(RendezvousHandler):
+    """The rendezvous `anynode`: agents meet in a folder, or at several hosts of which one must live.
 
-    The constructor raises UserError if the endpoint is neither HOST:PORT[,HOST:PORT...] nor a path with a
-    slash. Also raises UserError if --rdzv_conf has no nproc, the number of workers on this node.
+    The constructor raises ValueError if the endpoint is neither HOST:PORT[,HOST:PORT...] nor a path with a
+    slash. Also raises ValueError if neither --rdzv_conf nor torchrun's command line has the number of workers
+    on this node.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
-        # Imported here: torch's launcher imports this file, a plugin, while the launcher is being imported.
-        from torch.distributed.run import determine_local_world_size
-
-        self._run_id, self._min, self._max = params.run_id, params.min_nodes, params.max_nodes
+        self._backend, self._run_id = params.backend, params.run_id
+        self._min, self._max = params.min_nodes, params.max_nodes
         self._address = params.local_addr or socket.gethostbyname(platform.node())
         rdzv = parse_rdzv(params.endpoint)
         endpoints = [] if isinstance(rdzv, Path) else rdzv
-        nproc = params.get("nproc")
-        if not nproc:
-            raise UserError("--rdzv_backend=mingpt needs --rdzv_conf=nproc=N: start it by launch/elastic.sh")
-        self._node = Node(platform.node(), self._address, determine_local_world_size(nproc))
-        self._tcp_store: TCPStore | None = None
+        self._node = Node(platform.node(), self._address, local_workers(params))
+        self._job_store: TCPStore | None = None
+        self._round_store: TCPStore | None = None
         self._restart: decisions.Restart | None = None
         self._restart_since = 0.0
         operations = self._node.operations() | {"post": BoardMemory().post}
@@ -137,19 +130,15 @@ class ElasticRendezvous(RendezvousHandler):
             if isinstance(rdzv, Path)
             else [HostBoard(host, port, self._run_id) for host, port in rdzv]
         )
-        # Made before `_leave` is registered, so that the folder is removed after `_leave` has run.
-        self._folder = temporary_folder(AGENT_FOLDER)
-        self._memory_file = Path(self._folder.name) / "memory"
-        os.environ[MEMORY_FILE] = str(self._memory_file)
         self._node.start(server.port, boards)
-        atexit.register(flush_stderr)
+        atexit.register(write_stderr, "")
         atexit.register(self._leave)
 
     def _say(self, text: str) -> None:
         write_stderr(f"[rendezvous] {platform.node()} ({self._address}): {text}\n")
 
     def get_backend(self) -> str:
-        return "mingpt"
+        return self._backend
 
     def get_run_id(self) -> str:
         return self._run_id
@@ -161,11 +150,10 @@ class ElasticRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait, without a time limit, until a round with this agent starts; return its RendezvousInfo.
 
-        If this agent leads, it proposes the round. If the job is finished, removes the memory snapshots of
-        this agent's workers and raises SystemExit(0).
+        If this agent leads, it proposes the round. If the job is finished, raises SystemExit(0).
         """
         self._node.wait_for_round()
-        self._restart = None
+        self._restart = self._round_store = None
         meeting, said = Meeting(self._min, self._max, began=time.monotonic()), ""
         while True:
             round = self._node.entered
@@ -174,7 +162,6 @@ class ElasticRendezvous(RendezvousHandler):
             view, now = self._node.view(), time.monotonic()
             if view.finished:
                 self._say("the job is finished")
-                self._free_memory()
                 raise SystemExit(0)
             group = meeting.group_to_propose(view, now)
             if group is not None:
@@ -197,7 +184,17 @@ class ElasticRendezvous(RendezvousHandler):
         """
         number, job = decisions.job_of(group)
         members = tuple(replace(entry, members=(), reach=()) for entry in group)  # without the long lists
-        round = Round(uuid.uuid4().hex, number + 1, job or uuid.uuid4().hex, members, self._host_store())
+        # The job's store runs as long as this agent, a round's store until this agent's next rendezvous.
+        self._job_store = self._job_store or self._host_store()
+        self._round_store = self._round_store or self._host_store()
+        round = Round(
+            id=uuid.uuid4().hex,
+            number=number + 1,
+            job=job or uuid.uuid4().hex,
+            members=members,
+            store_port=self._round_store.port,
+            job_store_port=self._job_store.port,
+        )
         has_promised = self._node.promise(round)
         if not has_promised:
             return "this agent has accepted another proposal"
@@ -222,28 +219,23 @@ class ElasticRendezvous(RendezvousHandler):
         with ThreadPoolExecutor(max(1, len(others))) as threads:
             return list(threads.map(ask, others))
 
-    def _host_store(self) -> int:
-        """Return the port of the workers' TCPStore on this node.
-
-        The first call starts the store, which runs as long as this agent.
-        """
-        if self._tcp_store is None:
-            family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            listener.bind((self._address, 0))  # TCPStore by itself listens on every address
-            listener.listen(1024)
-            self._tcp_store = TCPStore(
-                self._address,
-                listener.getsockname()[1],
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=STORE_TIMEOUT_S),
-                master_listen_fd=listener.detach(),
-            )
-        return self._tcp_store.port
+    def _host_store(self) -> TCPStore:
+        """Start a TCPStore that listens at this node's address, on a free port."""
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind((self._address, 0))  # TCPStore by itself listens on every address
+        listener.listen(1024)
+        return TCPStore(
+            self._address,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=STORE_TIMEOUT_S),
+            master_listen_fd=listener.detach(),
+        )
 
     def _start(self, round: Round) -> RendezvousInfo:
-        os.environ[JOB], os.environ[ROUND] = round.job, str(round.number)
+        os.environ |= {JOB: round.job, ROUND: str(round.number), STORE_PORT: str(round.job_store_port)}
         self._say(f"round {round.number}: {decisions.list_nodes(round.members)}")
         known = assigned_ranks([member.nproc for member in round.members])
         store = RoundStore(known)
@@ -271,34 +263,48 @@ class ElasticRendezvous(RendezvousHandler):
         self._node.end(FINISHED, EXIT_S)
 
     def shutdown(self) -> bool:
-        """Post that the job is FINISHED, and give the other agents up to LINGER_S seconds to read that.
+        """Post that the job is FINISHED, and give the other agents time to read that and to finish, too.
 
-        If an exception is being handled, post nothing: the job goes on without this agent. Returns True.
+        The time is up to FINISH_S seconds while workers of this agent's round still run on other nodes, which
+        may need this agent's stores, else up to LINGER_S seconds. If an exception is being handled, post
+        nothing: the job goes on without this agent. Returns True.
         """
         if sys.exc_info()[0] is None:
             atexit.unregister(self._leave)  # the entry stays for agents that are frozen or cut off
             self._node.end(FINISHED, EXIT_S)
-            deadline = time.monotonic() + LINGER_S
-            while time.monotonic() < deadline and any(
-                entry.id != self._node.id for entry in self._node.view().alive
-            ):
+            began = time.monotonic()
+            while time.monotonic() < began + self._time_to_stay():
                 time.sleep(POLL_S)
         return True
 
-    def _free_memory(self, only_left: bool = False) -> None:
-        """Remove the memory snapshots of this agent's workers, because this agent starts no more workers.
-
-        With `only_left`, remove the snapshots only if the last workers kept them on purpose for a restart.
-        """
-        if self._memory_file.exists():
-            root = Path(self._memory_file.read_text())
-            if not only_left or (root / LEFT_TO_AGENT).exists():
-                remove_run(root)
+    def _time_to_stay(self) -> float:
+        """Return how many seconds after the job's end this agent should stay for the other agents."""
+        view = self._node.view()
+        others = [entry for entry in view.alive if entry.id != self._node.id]
+        is_running = any(entry.state == RUNNING and entry.round == view.me.round for entry in others)
+        if is_running:
+            return FINISH_S
+        return LINGER_S if others else 0.0
 
     def _leave(self) -> None:
         self._node.end(LEFT, EXIT_S)
-        self._free_memory(only_left=True)
         time.sleep(NOTICE_S)
+
+
+def local_workers(params: RendezvousParameters) -> int:
+    """Return the number of workers on this node, from --rdzv_conf=nproc=N or torchrun's --nproc_per_node."""
+    # Imported here: torch's launcher imports this file, a plugin, while the launcher is being imported.
+    from torch.distributed.run import determine_local_world_size, parse_args
+
+    nproc = params.get("nproc")
+    if not nproc:
+        is_torchrun = os.path.basename(sys.argv[0]) in ("torchrun", "run.py")
+        if not is_torchrun:
+            raise ValueError(
+                "without torchrun, the rendezvous needs the number of workers: nproc=N in rdzv_conf"
+            )
+        nproc = parse_args(sys.argv[1:]).nproc_per_node
+    return int(determine_local_world_size(nproc))
 
 
 def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
@@ -313,12 +319,13 @@ def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
     return 0
 
 
-def flush_stderr() -> None:
-    """Flush stderr at this process's exit, before Python flushes it.
+def write_stderr(text: str) -> None:
+    """Write text to stderr, and flush it. If nobody reads stderr any more, replace stderr with /dev/null.
 
-    If nobody reads stderr any more, replace stderr with /dev/null; otherwise Python would exit with 120.
+    Otherwise the error would end this agent, and at its exit Python would exit with 120.
     """
     try:
+        sys.stderr.write(text)
         sys.stderr.flush()
     except OSError:  # the reader of stderr is gone, as srun is when the first node is lost
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

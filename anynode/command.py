@@ -1,0 +1,202 @@
+"""The options of `python -m anynode`, and the torchrun options that they stand for."""
+
+import argparse
+import ctypes
+import errno
+import ipaddress
+import os
+import re
+import shlex
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from anynode.boards import parse_rdzv
+
+MAX_RESTARTS = 1_000  # how often one node's workers may be restarted; each loss of another node counts, too
+MONITOR_INTERVAL_S = 0.1
+DESCRIPTION = "Run torchrun on this node of a job whose nodes may die, join or leave. Start it on every node."
+USAGE = (
+    "python -m anynode --nnodes MIN:MAX --nproc N --rdzv PATH|HOST:PORT[,HOST:PORT...] --local_addr A"
+    " [--rdzv_id ID] [--max_restarts N] -- script.py ..."
+)
+SIOCGIFCONF = 0x8912
+IFREQ_BYTES, MAX_ADDRESSES = 40, 512
+# Errors of a storage that is away for now, and comes back without a change by the user.
+STORAGE_AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that reports a mistake in one line, with exit code 2, and wants whole options."""
+
+    def __init__(self, prog: str, usage: str | None = None, description: str | None = None) -> None:
+        super().__init__(
+            prog, usage, description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def nnodes(text: str) -> str:
+    """Return MIN:MAX for a text MIN or MIN:MAX."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+        raise argparse.ArgumentTypeError(f"must be MIN:MAX with 1 <= MIN <= MAX, such as 2:3; got {text!r}")
+    return f"{match[1]}:{match[2] or match[1]}"
+
+
+def nproc(text: str) -> str:
+    if text not in ("gpu", "cpu", "auto") and not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(
+            f"must be a number of workers from 1, or gpu, cpu or auto; got {text!r}"
+        )
+    if text == "gpu":
+        import torch  # takes a second or two, and torchrun would answer with a traceback
+
+        if not torch.cuda.is_available():
+            raise argparse.ArgumentTypeError("torch sees no GPU on this host; give the number of workers")
+    return text
+
+
+def rdzv(text: str) -> str:
+    """Return the rendezvous endpoint that `text` names. A folder is created, if possible."""
+    try:
+        place = parse_rdzv(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not isinstance(place, Path):
+        return text
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)  # only this user may read it
+    except OSError as error:
+        if error.errno not in STORAGE_AWAY:
+            raise argparse.ArgumentTypeError(
+                f"{place} cannot be created as a folder: {error.strerror}"
+            ) from None
+        # The agent waits for the storage, and logs that.
+    return str(place)
+
+
+def job_name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must be a name for this job; got an empty one")
+    return text
+
+
+def local_address(text: str) -> tuple[str, str]:
+    """Return (the IP address of `text`, the name of the network interface that has this address).
+
+    `text` is a host name or an address that an interface of this host has.
+    """
+    interfaces = dict(ipv4_addresses())  # only interfaces that are up
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        fields = line.split()
+        interfaces[str(ipaddress.ip_address(bytes.fromhex(fields[0])))] = fields[5]
+    known = ", ".join(f"{address} ({name})" for address, name in interfaces.items())
+    try:
+        address = str(socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError):
+        raise argparse.ArgumentTypeError(f"{text} does not resolve; this host has {known}") from None
+    # All of 127.0.0.0/8 belongs to the loopback interface.
+    is_loopback = ipaddress.ip_address(address).is_loopback
+    interface = interfaces.get("127.0.0.1" if is_loopback else address)
+    if interface is None:
+        raise argparse.ArgumentTypeError(f"{text} is on no interface of this host, which has {known}")
+    return address, interface
+
+
+def ipv4_addresses() -> list[tuple[str, str]]:
+    """Return (IPv4 address, name of its interface) for each IPv4 address of this host."""
+    import fcntl  # not on Windows, where a board can be served
+
+    buffer = bytearray(IFREQ_BYTES * MAX_ADDRESSES)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, SIOCGIFCONF, struct.pack("iL", len(buffer), place))
+    used = struct.unpack("iL", answer)[0]
+    requests = [bytes(buffer[start : start + IFREQ_BYTES]) for start in range(0, used, IFREQ_BYTES)]
+    return [
+        (socket.inet_ntoa(request[20:24]), request[:16].split(b"\0", 1)[0].decode().split(":")[0])
+        for request in requests
+    ]
+
+
+def torchrun_options(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    """Return (environment variables to add, torchrun's options, the script and its arguments) for `words`.
+
+    If --rdzv is a folder, the folder is created if possible. Exits with code 2 for a mistake in `words`.
+    """
+    parser = Parser("python -m anynode", USAGE, DESCRIPTION)
+    parser.add_argument(
+        "--nnodes", required=True, type=nnodes, metavar="MIN:MAX", help="a majority, or 1 to survive anything"
+    )
+    parser.add_argument(
+        "--nproc", required=True, type=nproc, metavar="N", help="workers on this node: a number, or gpu"
+    )
+    parser.add_argument(
+        "--rdzv", required=True, type=rdzv, metavar="PLACE", help="a shared folder, or nodes that can host"
+    )
+    parser.add_argument(
+        "--local_addr",
+        required=True,
+        type=local_address,
+        metavar="A",
+        help="this node's address for its peers",
+    )
+    parser.add_argument(
+        "--rdzv_id", default="anynode", type=job_name, metavar="ID", help="one for each job; default: anynode"
+    )
+    parser.add_argument(
+        "--max_restarts", default=MAX_RESTARTS, type=int, metavar="N", help=f"default: {MAX_RESTARTS}"
+    )
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, help="after --: a script, such as train.py, and its arguments"
+    )
+    options = parser.parse_args(words)
+    script = options.script[1:] if options.script[:1] == ["--"] else options.script
+    if not script:
+        parser.error("a script, such as train.py, must follow after --")
+    address, interface = options.local_addr
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
+    variables = {name: value for name, value in wanted.items() if not os.environ.get(name)}
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # under nohup; torchrun would not
+    command = [
+        f"--nnodes={options.nnodes}",
+        f"--nproc_per_node={options.nproc}",
+        f"--max-restarts={options.max_restarts}",
+        f"--monitor_interval={MONITOR_INTERVAL_S}",
+        "--rdzv_backend=anynode",
+        f"--rdzv_endpoint={options.rdzv}",
+        f"--rdzv_id={options.rdzv_id}",
+        f"--rdzv_conf=nproc={options.nproc}",
+        f"--local_addr={address}",
+        *(["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT"] if ignores_hangup else []),
+    ]
+    return variables, command, script
+
+
+def run_node(words: Sequence[str]) -> None:
+    """Run torchrun in this process, with the options that `words` stand for; print them to stderr first.
+
+    The script's arguments are not printed, because they may have passwords.
+    """
+    variables, options, script = torchrun_options(words)
+    shown = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    shown += ["torchrun", *map(shlex.quote, [*options, script[0]]), *(["..."] if script[1:] else [])]
+    sys.stderr.write(f"{' '.join(shown)}\n")
+    sys.stderr.flush()
+    os.environ.update(variables)
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.run import main
+
+    from anynode import rendezvous_backend
+
+    # An installed anynode registers itself. In a clone that is not installed, nothing else does.
+    rendezvous_handler_registry.register("anynode", rendezvous_backend())
+    main([*options, *script])
