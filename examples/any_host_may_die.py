@@ -1,6 +1,6 @@
 """Fit a line on nodes of which any may die, join or leave, with torch alone. Start it on each node:
 
-    python -m anynode --nnodes 1:3 --nproc 1 --rdzv PLACE --local_addr ADDRESS -- any_host_may_die.py FOLDER
+    python -m anynode --nnodes 2:3 --nproc 1 --rdzv PLACE --local_addr ADDRESS -- any_host_may_die.py FOLDER
 
 FOLDER is on this node. Each node keeps the state, and the next round goes on from the newest state that any
 of its nodes has. docs/anynode.md explains the rest.
@@ -27,9 +27,7 @@ steps = [torch.zeros(1) for _ in range(workers)]
 dist.all_gather(steps, state[:1])
 dist.broadcast(state, src=int(torch.cat(steps).argmax()))
 if rank == 0:
-    print(
-        f"round {os.environ['ANYNODE_ROUND']}: {workers} workers go on from step {int(state[0])}", flush=True
-    )
+    print(f"round {os.environ['ANYNODE_ROUND']}: {workers} workers, from step {int(state[0])}", flush=True)
 while state[0] < STEPS:
     generator = torch.Generator().manual_seed(1000 * int(state[0]) + rank)
     x = torch.randn(256, generator=generator)
