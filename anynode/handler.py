@@ -248,7 +248,7 @@ class AnyNodeRendezvous(RendezvousHandler):
         view, now = self._node.view(), time.monotonic()
         restart = None
         if view.is_fresh:
-            restart = decisions.must_restart(view.me, view.alive, self._max)
+            restart = decisions.must_restart(view.me, view.alive, self._max, view.ended)
         if restart != self._restart:
             self._restart, self._restart_since = restart, now
         if restart is None or now - self._restart_since < restart.hold_s:

@@ -3,11 +3,11 @@
     python benchmarks/any_host.py      # each fault 5 times in a shared folder and 5 with hosts: half an hour
     python benchmarks/any_host.py --trials 1 --faults killed --places hosts      # a minute
 
-Needs root. Three nodes in namespaces of this machine, of which two are enough, run examples/any_host_may_die.py
-with one worker each, and keep the state on their own disks. The fault comes at a random moment of ten seconds.
-`killed`: the first node, with rank 0 and the store, is killed with everything on it, and comes back with an
-empty disk. `cut`: the last node loses network and storage until the others go on. `joins`: the last node
-starts late.
+Needs root. Three nodes in namespaces of this machine, of which two are enough, run the script
+examples/any_host_may_die.py with one worker each, and keep the state on their own disks. The fault comes at a
+random moment of ten seconds. `killed`: the first node, with rank 0 and the store, is killed with everything
+on it, and comes back with an empty disk. `cut`: the last node loses network and storage until the others go
+on. `joins`: the last node starts late.
 
 Prints a row per trial, as JSON: `on_s` is the time from the fault to the round of the other nodes (of all, if
 a node joins), `back_s` from a node's return to the round of all three. A trial is ok if all agents exit with

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,8 @@ class Agents:
         if hosts:
             self.meeting = ",".join(f"{self.network}.{number}:29400" for number in (1, 2, 3))
         self.jobs: dict[int, Job] = {}
-        (folder / "worker.py").write_text(WORKER)
+        self.script = folder / "worker.py"
+        self.script.write_text(WORKER)
 
     def start(self, *numbers: int, launcher: Sequence[str] = ()) -> None:
         for number in numbers:
@@ -46,7 +48,8 @@ class Agents:
                 f"--local_addr={self.network}.{number}",
                 "--",
             ]
-            command += ["worker.py", str(self.folder), str(number)]
+            place = self.folder if self.script.parent == self.folder else self.folder / f"node{number}"
+            command += [str(self.script), str(place), str(number)]
             output = self.folder / f"agent-{number}"
             self.jobs[number] = Job(command, output, cwd=self.folder, PYTHON=sys.executable)
 
@@ -85,7 +88,7 @@ class Agents:
     def finish(self) -> None:
         (self.folder / "stop").touch()
         for number, job in self.jobs.items():
-            assert job.wait(30) == 0, f"agent {number}: {job.err()[-3000:]}"
+            assert job.wait(60) == 0, f"agent {number}: {job.err()[-3000:]}"
 
 
 @pytest.fixture
@@ -126,6 +129,25 @@ def test_too_few_agents_say_so_and_obey_sigterm(new_agents: Callable[..., Agents
     job.process.send_signal(signal.SIGTERM)
     job.process.wait(5)
     assert agents.started() == []
+
+
+@pytest.mark.slow
+def test_a_script_with_torch_alone_goes_on_when_the_first_agent_is_killed(
+    new_agents: Callable[..., Agents],
+) -> None:
+    """The worker of this agent lives on, and nothing but the end of the agent tells the others."""
+    agents = new_agents(hosts=True, nnodes="2:3")
+    agents.script = ROOT / "examples" / "any_host_may_die.py"
+    agents.start(1, 2, 3)
+    first, second = agents.jobs[1], agents.jobs[2]
+    first.wait_until(lambda: "round 1: 3 workers, from step 0" in first.out())
+    os.kill(first.pid, signal.SIGKILL)
+    second.wait_until(lambda: re.search("round 2: 2 workers, from step [1-9]", second.out()))
+    agents.start(1)
+    again = agents.jobs[1]
+    again.wait_until(lambda: re.search("round 3: 3 workers, from step [1-9]", again.out()))
+    agents.finish()
+    assert "slope 3.000, offset -2.000" in again.out()
 
 
 @pytest.mark.slow

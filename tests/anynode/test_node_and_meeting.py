@@ -45,10 +45,11 @@ def alive(node: Node) -> set[str]:
 
 
 def test_an_agent_whose_port_refuses_has_ended() -> None:
-    node = started(FakeBoard("board", lambda n: [other("posts", counter=n), other("lies about", counter=7)]))
+    runs = other("runs", state=RUNNING)
+    node = started(FakeBoard("board", lambda n: [other("posts", counter=n), other("lies about"), runs]))
     wait_until(lambda: node.view().is_fresh)
-    wait_until(lambda: {"posts", "lies about"} <= node.view().gone)
-    assert alive(node) == set()
+    wait_until(lambda: {"posts", "lies about", "runs"} <= node.view().gone)
+    assert alive(node) == set() and node.view().ended == (runs,)
 
 
 def test_a_board_whose_copy_is_older_makes_nobody_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +154,7 @@ def test_a_promise_lapses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def view(me: Entry, *others: Entry, gone: str = "", is_fresh: bool = True) -> View:
-    return View(me, (me, *others), frozenset(gone), finished=False, is_fresh=is_fresh, troubles=())
+    return View(me, (me, *others), frozenset(gone), (), finished=False, is_fresh=is_fresh, troubles=())
 
 
 def entry(name: str, **fields: Any) -> Entry:
