@@ -60,7 +60,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=bias)
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
-        """Map (B, T, C) features to (B, T, C); see `TorchOps.attention`, also for `cache`."""
+        """Map (B, T, C) features to (B, T, C); see `Operations.attention`, also for `cache`."""
         qkv = self.c_attn(x)  # (B, T, 3 C)
         dropout = self.dropout if self.training else 0.0
         return self.c_proj(ops_for(x).attention(qkv, self.n_head, positions, dropout, cache))
@@ -69,7 +69,7 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers with 4 C features and an activation between them.
 
-    `activation` is the name of a method of TorchOps.
+    `activation` is the name of a method of Operations.
     """
 
     def __init__(self, config: ModelConfig, activation: str, bias: bool) -> None:

@@ -1,106 +1,50 @@
-"""The CPU's operations have the values of torch's, forward and backward, in float64."""
-
-import math
+"""The operations on a device: those of the table, or torch's own, which compute the same."""
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.models import ARCHITECTURES, Arch, make_model, make_tokens
 from torch import Tensor
 
+from mingpt.base import extras
+from mingpt.config import ModelConfig
+from mingpt.model import GPT, operations
 from mingpt.model.gpt import Dropout
-from mingpt.model.operations import CHUNK, CPU, EPSILON, ROWS, PositionTables, dropout_threshold
 
 
-def gradients(outcome: Tensor, inputs: Tensor) -> Tensor:
-    weights = torch.linspace(-1, 1, outcome.numel(), dtype=outcome.dtype).view(outcome.shape)
-    (gradient,) = torch.autograd.grad(outcome, inputs, weights)
-    return gradient
+def results(arch: Arch, dtype: torch.dtype) -> list[Tensor]:
+    """The loss and every gradient of a model with always the same weights."""
+    model, tokens = make_model(arch), make_tokens()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        loss = model(tokens, tokens.roll(-1, 1))[1]
+    assert loss is not None
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def assert_same(mine: Tensor, plain: Tensor, inputs: Tensor) -> None:
-    torch.testing.assert_close(mine, plain, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(gradients(mine, inputs), gradients(plain, inputs), rtol=1e-8, atol=1e-8)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+def test_without_the_module_of_the_table_a_model_computes_the_same_up_to_rounding(
+    arch: Arch, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = results(arch, dtype)
+    monkeypatch.setitem(operations.OPERATIONS, "cpu", "mingpt.extras.no_such_extra:cpu_operations")
+    monkeypatch.setattr(operations, "loaded", {})
+    monkeypatch.setattr(extras, "missing", [])
+    found = results(arch, dtype)
+    assert operations.loaded == {"cpu": operations.Operations}
+    differences = [
+        float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True)
+    ]
+    assert 0 < max(differences) < tolerance
 
 
-def test_the_norm_and_the_activation_are_those_of_torch() -> None:
-    x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
-    assert_same(CPU.rms_norm(x), F.rms_norm(x, (24,), eps=EPSILON), x)
-    assert_same(CPU.squared_relu(x), F.relu(x).square(), x)
-
-
-@pytest.mark.parametrize("length", [1, 7, ROWS, ROWS + 3, 2 * ROWS + 1])
-@pytest.mark.parametrize("modern", [False, True])
-def test_attention_is_the_product_of_softmax_and_values(length: int, modern: bool) -> None:
-    """The lengths are one block of rows, a part of one, and several blocks."""
-    torch.manual_seed(1)
-    heads, size = 2, 6
-    qkv = torch.randn(2, length, 3 * heads * size, dtype=torch.float64, requires_grad=True)
-    positions = PositionTables(length, size if modern else 0)()
-    mask = torch.full((length, length), float("-inf"), dtype=torch.float64).triu(1)
-    query, key, value = qkv.view(2, length, 3, heads, size).permute(2, 0, 3, 1, 4).unbind(0)
-    if modern:
-        query, key = (positions.rotate(F.rms_norm(part, (size,), eps=EPSILON), 0) for part in (query, key))
-    weights = torch.softmax(query @ key.mT / math.sqrt(size) + mask, -1)
-    plain = (weights @ value).transpose(1, 2).reshape(2, length, heads * size)
-    assert_same(CPU.attention(qkv, heads, positions, 0.0), plain, qkv)
-
-
-def test_attention_with_dropout_has_the_gradient_of_what_it_computed() -> None:
-    """The gradient is compared with finite differences under the same mask."""
-    torch.manual_seed(2)
-    qkv = torch.randn(1, 4, 12, dtype=torch.float64, requires_grad=True)
-    positions = PositionTables(4)()
-
-    def with_same_mask(qkv: Tensor) -> Tensor:
-        torch.manual_seed(3)
-        return CPU.attention(qkv, 2, positions, 0.3)
-
-    assert torch.autograd.gradcheck(with_same_mask, (qkv,))
-    assert not torch.equal(with_same_mask(qkv), CPU.attention(qkv, 2, positions, 0.0))
-
-
-@pytest.mark.parametrize("probability", [0.1, 0.2, 0.5])
-def test_dropout_drops_its_part_everywhere_and_keeps_the_mean(probability: float) -> None:
-    """This holds at each of the eight places that are drawn at once; the mask follows torch's seed."""
-    torch.manual_seed(4)
-    x = torch.ones(1 << 20, requires_grad=True)
-    y = CPU.dropout(x, probability)
-    dropped = (y == 0).float().view(-1, 8).mean(0)
-    torch.testing.assert_close(dropped, torch.full((8,), round(256 * probability) / 256), rtol=0, atol=5e-3)
-    assert abs(float(y.detach().mean()) - 1) < 3e-3
-    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y.detach())
-    torch.manual_seed(4)
-    again, other = CPU.dropout(x, probability), CPU.dropout(x, probability)
-    assert torch.equal(again, y)
-    assert not torch.equal(other, y)
-    assert CPU.dropout(x, 0.0) is x
-
-
-@pytest.mark.parametrize(("dropout", "byte"), [(0.001, 1), (0.1, 26), (0.5, 128), (0.999, 255)])
-def test_a_dropout_probability_is_rounded_to_a_multiple_of_a_256th(dropout: float, byte: int) -> None:
-    assert dropout_threshold(dropout) == (byte, 256 / (256 - byte))
-
-
-def test_gelu_of_every_bfloat16_number_is_the_nearest_to_the_exact_one() -> None:
-    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    x = numbers[numbers.isfinite()].requires_grad_()
-    exact = x.detach().double().requires_grad_()
-    y, expected = CPU.gelu(x), F.gelu(exact, approximate="tanh")
-    assert torch.equal(y, expected.bfloat16())
-    slopes, exact_slopes = torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(expected.sum(), exact)[0]
-    assert torch.equal(slopes, exact_slopes.bfloat16())
-    not_finite = numbers[~numbers.isfinite()]
-    exact_nan = F.gelu(not_finite.double(), approximate="tanh").isnan()
-    assert torch.equal(CPU.gelu(not_finite).isnan(), exact_nan)
-
-
-def test_gelu_of_more_numbers_than_a_chunk_and_of_other_layouts() -> None:
-    torch.manual_seed(4)
-    x = torch.randn(3, CHUNK // 2 + 5, dtype=torch.bfloat16).mT.requires_grad_()
-    y, plain = CPU.gelu(x), F.gelu(x, approximate="tanh")
-    torch.testing.assert_close(y, plain, rtol=1e-2, atol=1e-3)
-    torch.testing.assert_close(gradients(y, x), gradients(plain, x), rtol=2e-2, atol=4e-3)
-    assert CPU.gelu(x.detach().float()).dtype == torch.float32
+def test_operations_are_imported_when_a_model_gets_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import at the first call would break the graph of torch.compile; no call is made on meta."""
+    monkeypatch.setattr(operations, "loaded", {})
+    with torch.device("meta"):
+        model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=2), vocab_size=2, block_size=2)
+    assert not operations.loaded
+    model.to_empty(device="cpu").init_buffers()
+    assert list(operations.loaded) == ["cpu"]
 
 
 @pytest.mark.parametrize("compiling", [False, True])

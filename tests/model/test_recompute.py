@@ -7,8 +7,8 @@ import torch
 from support.models import ARCHITECTURES, CONFIG, Arch, make_tokens
 from torch import Tensor
 
+from mingpt.extras.cpu_ops import MAX_MATH_ATTENTION
 from mingpt.model import GPT
-from mingpt.model.operations import MAX_MATH_ATTENTION
 
 LENGTHS = [40, MAX_MATH_ATTENTION + 8]  # attention written out, and attention of the library
 
