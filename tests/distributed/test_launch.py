@@ -1,11 +1,13 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import anynode
 from mingpt.base.errors import UserError
 from mingpt.distributed import Launch
-from mingpt.distributed.launch import STATUS_FILE
+from mingpt.distributed.launch import JOB, ROUND, STATUS_FILE, STORE_PORT
 
 RENDEZVOUS = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 TORCHRUN = RENDEZVOUS | {
@@ -22,7 +24,7 @@ TORCHRUN = RENDEZVOUS | {
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, STATUS_FILE):
+    for name in (*TORCHRUN, STATUS_FILE, JOB, ROUND, STORE_PORT):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -41,7 +43,8 @@ def test_the_variables_of_torchrun_say_who_a_worker_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     set_environment(monkeypatch, TORCHRUN | {STATUS_FILE: str(tmp_path / "status")})
-    assert Launch.from_environment() == Launch(
+    launch = Launch.from_environment()
+    assert launch == Launch(
         rank=5,
         world_size=8,
         local_rank=1,
@@ -57,6 +60,10 @@ def test_the_variables_of_torchrun_say_who_a_worker_is(
         status_file=tmp_path / "status",
         has_known_launcher=True,
     )
+    set_environment(monkeypatch, {JOB: "token", ROUND: "7", STORE_PORT: "29600"})
+    found = Launch.from_environment()
+    assert found == replace(launch, job="token", rdzv_round=7, master_port=29600)
+    assert {JOB, ROUND, STORE_PORT} == {anynode.JOB, anynode.ROUND, anynode.STORE_PORT}
 
 
 def test_another_launcher_has_no_agent_and_no_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
