@@ -36,7 +36,7 @@ def to_type(wanted: Any, value: Any) -> Any:
         if not isinstance(value, list):
             raise ValueError(f"not a list: {value!r:.100}")
         return tuple(to_type(get_args(wanted)[0], one) for one in value)
-    if dataclasses.is_dataclass(wanted):
+    if isinstance(wanted, type) and dataclasses.is_dataclass(wanted):
         return to_form(wanted, value)
     if type(value) is not wanted:  # true is no integer
         raise ValueError(f"not of type {wanted.__name__}: {value!r:.100}")

@@ -123,6 +123,7 @@ def test_each_round_has_a_new_store_and_the_job_keeps_one(
         peer.node.wait_for_round()
         info = handler.next_rendezvous()
         assert (info.rank, info.world_size, os.environ["ANYNODE_ROUND"]) == (0, 2, str(number))
+        assert info.bootstrap_store_info
         of_round, of_job = info.bootstrap_store_info.master_port, int(os.environ["ANYNODE_STORE_PORT"])
         stores = [TCPStore(HERE, port, is_master=False) for port in (of_round, of_job)]
         assert [store.check(["from the first round"]) for store in stores] == [False, number == 2]
