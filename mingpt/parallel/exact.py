@@ -19,7 +19,7 @@ that one rank adds up.
 
 The two phases send as many bytes as a ring all-reduce if each rank has one partial sum. Ranks whose
 micro-batches do not form one subtree have several partial sums, and send more bytes. DistributedDataParallel
-with the communication hook of hook.py does the same, but imports torch._dynamo, which takes as long as
+with the communication hook of ddp_hook.py does the same, but imports torch._dynamo, which takes as long as
 importing torch, at every start and restart.
 """
 
