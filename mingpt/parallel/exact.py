@@ -9,8 +9,8 @@
 - A bucket is a group of parameters. As soon as the last backward pass has computed the gradients of a bucket,
   the ranks exchange and free the bucket's partial sums. Buckets are exchanged one after the other.
 
-Without shared memory (transport.py), each bucket is exchanged in two phases. A chunk is the part of a vector
-that one rank adds up.
+Without shared memory (mingpt/extras/shared_memory.py), each bucket is exchanged in two phases. A chunk is the
+part of a vector that one rank adds up.
 
 1. All-to-all: each rank sends chunk r of its partial sums to rank r. Rank r adds the chunks that it receives
    along the tree. The result is chunk r of the step's gradient.
