@@ -99,7 +99,7 @@ class DistributedContext(Group):
         common = torch.float16 if self.device.type == "cuda" else torch.float32
         self.dtype = dtypes[0] if len(set(dtypes)) == 1 else common
         connector = connector_for(self.device.type, self.world_size)
-        self.transport = connector.connect(self.rank, addresses, self.all_gather_object, timeout_s)
+        self.transport = connector.connect(self, addresses, timeout_s)
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.device.type == "cuda" and self.world_size > 1:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingpt.base.extras import load_extra
-from mingpt.distributed.group import wait_for
+from mingpt.distributed.group import Group, wait_for
 
 BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
 # The names before torch 2.13 are all_gather_into_tensor and reduce_scatter_tensor.
@@ -210,20 +210,13 @@ class Connector:
 
     address: object = None
 
-    def connect(
-        self,
-        rank: int,
-        addresses: Sequence[Any],
-        all_gather_object: Callable[[bool], list[bool]],
-        timeout_s: float,
-    ) -> Transport:
-        """Return the transport of this rank. Collective.
+    def connect(self, group: Group, addresses: Sequence[Any], timeout_s: float) -> Transport:
+        """Return the transport of this rank of `group`. Collective.
 
         `addresses` has the `address` of each rank, in the order of the ranks. If any address is None, the
-        ranks exchange nothing, and all return a plain Transport. `all_gather_object` is that of Group.
-        `timeout_s` limits each wait for a peer.
+        ranks exchange nothing, and all return a plain Transport. `timeout_s` limits each wait for a peer.
         """
-        return Transport(rank, len(addresses))
+        return Transport(group.rank, group.world_size)
 
 
 def make_connector(device_type: str, world_size: int) -> Connector:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistNetworkError
 
+from mingpt.distributed.group import Group
 from mingpt.distributed.transport import Connector, Reduction, Transport
 
 CREDENTIALS = struct.Struct("iii")  # process, user and group, by SO_PEERCRED
@@ -260,24 +261,18 @@ class SharedMemoryConnector(Connector):
         if address:
             self.address = tuple(address)  # since not every rank can unpickle an Address
 
-    def connect(
-        self,
-        rank: int,
-        addresses: Sequence[Any],
-        all_gather_object: Callable[[bool], list[bool]],
-        timeout_s: float,
-    ) -> Transport:
+    def connect(self, group: Group, addresses: Sequence[Any], timeout_s: float) -> Transport:
         known = [Address(*address) for address in addresses if address]
-        is_possible = len(known) == len(addresses) and len({address.node for address in known}) == 1
+        is_possible = len(known) == group.world_size and len({address.node for address in known}) == 1
         peers = None
         if self.listener and is_possible:
-            peers = meet(self.listener, rank, known, MEETING_SHARE * timeout_s)
+            peers = meet(self.listener, group.rank, known, MEETING_SHARE * timeout_s)
         if self.listener:
             self.listener.close()
-        have_met = all_gather_object(peers is not None) if is_possible else [False]
+        have_met = group.all_gather_object(peers is not None) if is_possible else [False]
         if peers is None or not all(have_met):
-            return Transport(rank, len(addresses))
-        return SharedMemoryTransport(rank, len(addresses), Peers(rank, peers, timeout_s))
+            return Transport(group.rank, group.world_size)
+        return SharedMemoryTransport(group.rank, group.world_size, Peers(group.rank, peers, timeout_s))
 
 
 def node() -> str:

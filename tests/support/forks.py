@@ -43,7 +43,7 @@ def share_memory(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> T
     """Set the context's transport to the one that a worker would use; return the transport. Collective."""
     connector = make_connector("cpu", context.world_size)
     addresses = context.all_gather_object(connector.address)
-    context.transport = connector.connect(context.rank, addresses, context.all_gather_object, timeout_s)
+    context.transport = connector.connect(context, addresses, timeout_s)
     return context.transport
 
 
