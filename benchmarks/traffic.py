@@ -36,7 +36,7 @@ from one_hash import train_forked
 
 from mingpt.base import events
 from mingpt.config.cli import build
-from mingpt.distributed import shared_memory
+from mingpt.distributed.transport import TRANSPORTS
 from mingpt.tools.jobs import ROOT
 from mingpt.tools.plan import estimate, find_vocab_size
 
@@ -120,7 +120,7 @@ def subscribe(folders: list[Path]) -> None:
     recorders: list[Recorder] = []
 
     def start(launch: Any) -> None:
-        shared_memory.node = lambda: f"of worker {launch.rank} alone"  # workers of one node share memory
+        TRANSPORTS.clear()  # workers of one node would share memory
         recorders.append(Recorder(folders[-1] / f"{launch.rank}.json"))
 
     events.subscribe("worker_start", start)

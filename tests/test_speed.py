@@ -85,7 +85,7 @@ for arch in ("modern", "gpt2"):
         model = GPT(ModelConfig(arch), vocab_size=5, block_size=4)
     allocate(model, torch.device("cpu"))
 slow = ("torch._dynamo", "sympy", "torch.distributed.fsdp", "torch.distributed.tensor")
-slow += ("matplotlib", "transformers")
+slow += ("matplotlib", "transformers", "mingpt.extras.ddp_hook", "mingpt.extras.shared_memory")
 sys.exit(", ".join(name for name in slow if name in sys.modules) or 0)
 """
 

@@ -1,8 +1,7 @@
 """What a worker process does besides training: rendezvous, collectives, requests to stop, and exit codes.
 
 A generation is the workers between two restarts; ends.py says in words how a generation ended. transport.py
-decides how tensors travel among ranks: by gloo, by NCCL, or through memory that the workers of one node share
-(shared_memory.py).
+decides how tensors travel among ranks: by gloo, by NCCL, or by a faster transport (mingpt/extras/).
 
 Importing this package does not import torch.
 `Worker`, `Launch`, `StopSignal` (signals.py) and `ProcessExit` work without torch until there is a process

@@ -1,31 +1,30 @@
-"""How tensors travel among the ranks: by gloo or NCCL, or through memory that workers of one node share.
+"""How tensors travel among the ranks: by gloo or NCCL, or by a faster transport that TRANSPORTS names.
 
 `Transport` has the collectives on tensors. Collectives on Python objects, such as settings and errors, are in
 group.py.
 """
 
 import copy
-import itertools
-import math
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mingpt.distributed.group import wait_for
-from mingpt.distributed.shared_memory import Address, Peers, Segments, meet
+from mingpt.base.extras import load_extra
+from mingpt.distributed.group import Group, wait_for
 
 BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
-MEETING_SHARE = 0.25  # the share of timeout_s for which a rank waits for a peer to connect
 # The names before torch 2.13 are all_gather_into_tensor and reduce_scatter_tensor.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# By the type of the ranks' devices: a subclass of Connector, as "module:class". The module is imported when a
+# job of several ranks starts.
+TRANSPORTS = {"cpu": "mingpt.extras.shared_memory:SharedMemoryConnector"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,16 @@ class Reduction:
     gathers: bool  # whether each rank gets the whole sum, not only its chunk of the sum
 
 
+class AllGather(Protocol):
+    """What FSDP2's `set_custom_all_gather` takes. FSDP2 copies a rank's input into the allocated output."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None: ...
+
+
 class Transport:
     """Collectives on tensors in a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
 
@@ -48,7 +57,7 @@ class Transport:
     1-D tensor. A method that takes `pieces`, at least one tensor, concatenates the pieces into a vector.
     """
 
-    fsdp_all_gather: "SharedAllGather | None" = None  # the all-gather that FSDP2 calls; None: FSDP2's own
+    fsdp_all_gather: AllGather | None = None  # the all-gather that FSDP2 calls; None: FSDP2's own
 
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.world_size, self.group = rank, world_size, group
@@ -56,8 +65,8 @@ class Transport:
     def with_own_group(self, timeout_s: float) -> "Transport":
         """Return a copy of this transport with a new process group, for use by another thread. Collective.
 
-        `timeout_s` limits each collective of the new group. If this transport uses shared memory, the copy
-        uses the same memory, so two threads must not use the two transports at the same time. Without a
+        `timeout_s` limits each collective of the new group. In a subclass, the copy shares all but the group
+        with this transport, so two threads must not use the two transports at the same time. Without a
         launcher, also initializes torch's default process group.
         """
         if not dist.is_initialized():  # without a launcher
@@ -82,7 +91,7 @@ class Transport:
     def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start to sum `tensor` over the ranks; return a function that waits and returns the sum.
 
-        With shared memory, this call itself waits. `tensor` may be overwritten. The backend chooses the order
+        In a subclass, this call itself may wait. `tensor` may be overwritten. The backend chooses the order
         of the additions. The result's bits do not depend on that order if nothing is rounded, for example if
         all ranks but one have zeros.
         """
@@ -191,113 +200,28 @@ def chunks_by_rank(vectors: list[list[Tensor]], reduction: Reduction) -> list[Te
     return [empty, *(chunk for of_rank in zip(*chunks, strict=True) for chunk in of_rank)]
 
 
-class SharedMemoryTransport(Transport):
-    """A transport for CPUs of one node.
+class Connector:
+    """Makes a rank's transport when a job starts: this class a plain Transport, a subclass a faster one.
 
-    The methods that this class overrides, and FSDP2's all-gather, use shared memory; all others use gloo.
+    `address` is what other ranks need to reach this rank. It has only Python's own types, so that ranks whose
+    copy of the program lacks the subclass can unpickle it. It is None if this rank can use only a plain
+    Transport.
     """
 
-    def __init__(self, rank: int, world_size: int, peers: Peers) -> None:
-        super().__init__(rank, world_size)
-        self.peers, self.segments = peers, Segments(peers, range(world_size))
-        self.fsdp_all_gather = SharedAllGather(peers)
+    address: object = None
 
-    def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
-        sizes = self.world_size * [tensor.numel()]
-        parts = [part.clone() for part in self.all_gather_parts([tensor.flatten()], sizes)]
-        total = torch.stack(parts).sum(0, dtype=tensor.dtype).view(tensor.shape)
-        return lambda: total
+    def connect(self, group: Group, addresses: Sequence[Any], timeout_s: float) -> Transport:
+        """Return the transport of this rank of `group`. Collective.
 
-    def all_gather_parts(
-        self, pieces: list[Tensor], sizes: list[int], at_once: bool = False
-    ) -> Iterator[Tensor]:
-        dtype = pieces[0].dtype
-        self.segments.begin(max(sizes) * dtype.itemsize)
-        torch.cat(pieces, out=self.segments.of(self.rank, dtype, 0, sizes[self.rank]))
-        self.peers.barrier()
-        for rank, size in enumerate(sizes):
-            yield self.segments.of(rank, dtype, 0, size)
-        self.peers.end()
-
-    def reduce(self, vectors: list[list[Tensor]], reduction: Reduction) -> Tensor:
-        counts, sizes, dtype = reduction.counts, reduction.sizes, reduction.like.dtype
-        size, nbytes = sum(sizes), sum(sizes) * dtype.itemsize
-        self.segments.begin(max(counts) * nbytes)
-        shared = [
-            [self.segments.of(rank, dtype, place * nbytes, size) for place in range(count)]
-            for rank, count in enumerate(counts)
-        ]
-        for pieces, own in zip(vectors, shared[self.rank], strict=True):
-            torch.cat(pieces, out=own)
-        self.peers.barrier()
-        gathered = [vector for of_rank in shared for vector in of_rank]
-        if reduction.gathers and len(gathered) == 2:
-            # Each rank adds all elements: fewer bytes to read than if the ranks shared the work, and only one
-            # barrier. A sum of two vectors has the same bits in either order.
-            total = gathered[0] + gathered[1]
-        else:
-            total = reduction.add([vector.split(sizes)[self.rank] for vector in gathered])
-            if reduction.gathers:
-                self.peers.barrier()  # all ranks have written their chunks of the sum into the first vector
-                total = gathered[0]
-            total = total.clone()
-        self.peers.end()
-        return total
-
-    def empty_scattered(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.segments.begin(math.prod(size) * dtype.itemsize)
-        return self.segments.of(self.rank, dtype, 0, math.prod(size)).view(*size)
-
-    @contextmanager
-    def scattered(self, vector: Tensor) -> Iterator[Sequence[Tensor]]:
-        self.peers.barrier()
-        size = len(vector) // self.world_size
-        first_byte = self.rank * size * vector.element_size()
-        yield [self.segments.of(rank, vector.dtype, first_byte, size) for rank in range(self.world_size)]
-        self.peers.end()
+        `addresses` has the `address` of each rank, in the order of the ranks. If any address is None, the
+        ranks exchange nothing, and all return a plain Transport. `timeout_s` limits each wait for a peer.
+        """
+        return Transport(group.rank, group.world_size)
 
 
-class SharedAllGather:
-    """An all-gather for FSDP2, in which all ranks write to the same shared segment, owned by rank 0.
-
-    Two segments are used alternately. A rank begins a gather only after it has copied the result of the
-    previous gather. So once all ranks are in a gather, no rank reads the other segment.
-    """
-
-    def __init__(self, peers: Peers) -> None:
-        self.peers, self.segments = peers, itertools.cycle([Segments(peers, [0]), Segments(peers, [0])])
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        segments, count = next(self.segments), math.prod(size)
-        segments.begin(count * dtype.itemsize)
-        return segments.of(0, dtype, 0, count).view(*size)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        """Wait for all ranks. FSDP2 has already copied this rank's input to its place in the output."""
-        self.peers.barrier()
-
-
-def connect(
-    rank: int,
-    listener: socket.socket | None,
-    addresses: Sequence[Address | None],
-    all_gather_object: Callable[[bool], list[bool]],
-    timeout_s: float,
-) -> Transport:
-    """Return a transport: through shared memory if all ranks are on one node that allows it. Collective.
-
-    `addresses` has the address at which each rank listens, in the order of the ranks; None for a rank that
-    cannot share memory. `listener` is this rank's listening socket, which is closed here; None if this rank
-    has none. `all_gather_object` is that of Group. `timeout_s` limits each wait for a peer.
-    """
-    known = [address for address in addresses if address]
-    is_possible = len(known) == len(addresses) and len({address.node for address in known}) == 1
-    peers = meet(listener, rank, known, MEETING_SHARE * timeout_s) if listener and is_possible else None
-    if listener:
-        listener.close()
-    have_met = all_gather_object(peers is not None) if is_possible else [False]
-    if peers is None or not all(have_met):
-        return Transport(rank, len(addresses))
-    return SharedMemoryTransport(rank, len(addresses), Peers(rank, peers, timeout_s))
+def make_connector(device_type: str, world_size: int) -> Connector:
+    """Return the Connector that TRANSPORTS names; a plain one if none is named or there, or for one rank."""
+    make = None
+    if world_size > 1 and device_type in TRANSPORTS:
+        make = load_extra(TRANSPORTS[device_type])
+    return make() if make else Connector()

@@ -9,8 +9,8 @@
 - A bucket is a group of parameters. As soon as the last backward pass has computed the gradients of a bucket,
   the ranks exchange and free the bucket's partial sums. Buckets are exchanged one after the other.
 
-Without shared memory (transport.py), each bucket is exchanged in two phases. A chunk is the part of a vector
-that one rank adds up.
+Without shared memory (mingpt/extras/shared_memory.py), each bucket is exchanged in two phases. A chunk is the
+part of a vector that one rank adds up.
 
 1. All-to-all: each rank sends chunk r of its partial sums to rank r. Rank r adds the chunks that it receives
    along the tree. The result is chunk r of the step's gradient.
@@ -19,7 +19,7 @@ that one rank adds up.
 
 The two phases send as many bytes as a ring all-reduce if each rank has one partial sum. Ranks whose
 micro-batches do not form one subtree have several partial sums, and send more bytes. DistributedDataParallel
-with the communication hook of hook.py does the same, but imports torch._dynamo, which takes as long as
+with the communication hook of ddp_hook.py does the same, but imports torch._dynamo, which takes as long as
 importing torch, at every start and restart.
 """
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mingpt.data.windows import micro_batch_shares
 from mingpt.distributed import DistributedContext
-from mingpt.distributed.transport import SharedMemoryTransport
+from mingpt.extras.shared_memory import SharedMemoryTransport
 from mingpt.parallel.exact import make_reduction, naive_sum
 from mingpt.parallel.tree import PartialSums, push
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from mingpt.distributed import DistributedContext, Group, Launch, Place, shared_memory
-from mingpt.distributed.transport import Transport, connect
+from mingpt.distributed import DistributedContext, Group, Launch, Place
+from mingpt.distributed.transport import Transport, make_connector
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
@@ -41,9 +41,9 @@ class ForkedContext(DistributedContext):
 
 def share_memory(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> Transport:
     """Set the context's transport to the one that a worker would use; return the transport. Collective."""
-    listener, address = shared_memory.listen()
-    addresses = context.all_gather_object(address)
-    context.transport = connect(context.rank, listener, addresses, context.all_gather_object, timeout_s)
+    connector = make_connector("cpu", context.world_size)
+    addresses = context.all_gather_object(connector.address)
+    context.transport = connector.connect(context, addresses, timeout_s)
     return context.transport
 
 

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 
@@ -14,10 +15,11 @@ import torch
 from support.forks import fork_ranks, results_of, share_memory
 from support.needs import need, need_proc
 
-from mingpt.distributed import DistributedContext, shared_memory, transport
+from mingpt.distributed import DistributedContext
 from mingpt.distributed.exit import is_lost_peer
-from mingpt.distributed.shared_memory import Address, Peers, Segments, listen, meet
-from mingpt.distributed.transport import SharedMemoryTransport, Transport
+from mingpt.distributed.transport import Transport
+from mingpt.extras import shared_memory
+from mingpt.extras.shared_memory import Address, Peers, Segments, SharedMemoryTransport, listen, meet
 
 TIMEOUT_S = 10.0
 
@@ -147,8 +149,15 @@ def on_another_node(context: DistributedContext) -> bool:
 def refused_on_rank_1(context: DistributedContext) -> bool:
     """Rank 1 behaves as in a sandbox that allows making sockets but not connecting them."""
     if context.rank == 1:
-        vars(transport)["meet"] = lambda *_: None
+        vars(shared_memory)["meet"] = lambda *_: None
     return type(share_memory(context, 4.0)) is Transport
+
+
+def without_the_extra_on_rank_1(context: DistributedContext) -> bool:
+    """Rank 1 can neither import the module nor unpickle its types."""
+    if context.rank == 1:
+        sys.modules["mingpt.extras.shared_memory"] = None  # type: ignore[assignment]
+    return type(share_memory(context)) is Transport
 
 
 def limited_on_rank_1(context: DistributedContext, limit: int) -> bool:
@@ -164,6 +173,7 @@ def limited_on_rank_1(context: DistributedContext, limit: int) -> bool:
         without_memfd_on_rank_1,
         on_another_node,
         refused_on_rank_1,
+        without_the_extra_on_rank_1,
         functools.partial(limited_on_rank_1, limit=resource.RLIMIT_FSIZE),  # ulimit -f
         functools.partial(limited_on_rank_1, limit=resource.RLIMIT_AS),  # ulimit -v
     ],

@@ -1,4 +1,4 @@
-"""Errors of ExactHook; test_ddp.py compares its sums."""
+"""Errors of ExactHook; tests/parallel/test_ddp.py compares its sums."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mingpt.parallel import ExactHook
+from mingpt import parallel
+from mingpt.base import extras
+from mingpt.extras.ddp_hook import ExactHook
 
 
 @pytest.fixture
@@ -42,3 +44,11 @@ def test_a_hook_that_could_only_hang_is_refused(ddp: DistributedDataParallel) ->
     for model, micro_batches in ((ddp, 0), (unused, 2), (frozen, 2)):
         with pytest.raises(ValueError, match="need at least as many micro-batches"):
             ExactHook(model, micro_batches)
+
+
+def test_a_name_whose_extra_is_absent_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parallel.ExactHook is ExactHook and not hasattr(parallel, "NoSuchHook")
+    monkeypatch.setitem(parallel.EXTRAS, "ExactHook", "mingpt.extras.no_such_extra:ExactHook")
+    monkeypatch.setattr(extras, "missing", [])
+    with pytest.raises(ImportError, match="no_such_extra:ExactHook, which this copy of the program lacks"):
+        exec("from mingpt.parallel import ExactHook")

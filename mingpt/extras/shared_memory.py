@@ -1,10 +1,11 @@
-"""Memory that the workers of one node share for their exchanges on the CPU.
+"""A transport for workers of one node that compute on CPUs: tensors travel through memory that they share.
 
-Ranks have segments, which all peers map. A segment is a file of `memfd_create`, which is in no folder, so
-nothing is left of it once all workers are gone. Peers receive the files through Unix sockets. A rank signals
-progress by one byte to each peer, which takes about 5 us between two idle cores. (A rank that waited in a
-busy loop could take the core of the worker that it waits for.) The kernel closes a dead worker's sockets, so
-that waiting peers notice the death at once. An exchange looks like this:
+SharedMemoryConnector connects the workers when a job starts, and makes a SharedMemoryTransport. Ranks have
+segments, which all peers map. A segment is a file of `memfd_create`, which is in no folder, so nothing is
+left of it once all workers are gone. Peers receive the files through Unix sockets. A rank signals progress by
+one byte to each peer, which takes about 5 us between two idle cores. (A rank that waited in a busy loop could
+take the core of the worker that it waits for.) The kernel closes a dead worker's sockets, so that waiting
+peers notice the death at once. An exchange looks like this:
 
     segments.begin(nbytes)
     ... write to `segments.of(rank, ...)`: to this rank's segment, or to parts that no other rank writes ...
@@ -14,21 +15,29 @@ that waiting peers notice the death at once. An exchange looks like this:
 """
 
 import contextlib
+import itertools
+import math
 import mmap
 import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import DistNetworkError
+
+from mingpt.distributed.group import Group
+from mingpt.distributed.transport import Connector, Reduction, Transport
 
 CREDENTIALS = struct.Struct("iii")  # process, user and group, by SO_PEERCRED
 GRANULARITY = 1 << 20  # bytes, of which a segment's size is a multiple
 MAX_CAPACITY = 1 << 36  # bytes; more than any segment has
+MEETING_SHARE = 0.25  # the share of timeout_s for which a rank waits for a peer to connect
 
 
 class Address(NamedTuple):
@@ -149,6 +158,121 @@ class Segments:
         if not count:
             return torch.empty(0, dtype=dtype)  # frombuffer refuses an empty one
         return torch.frombuffer(self.maps[rank], dtype=dtype, count=count, offset=first)
+
+
+class SharedMemoryTransport(Transport):
+    """A transport for CPUs of one node.
+
+    The methods that this class overrides, and FSDP2's all-gather, use shared memory; all others use gloo.
+    """
+
+    def __init__(self, rank: int, world_size: int, peers: Peers) -> None:
+        super().__init__(rank, world_size)
+        self.peers, self.segments = peers, Segments(peers, range(world_size))
+        self.fsdp_all_gather = SharedAllGather(peers)
+
+    def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
+        sizes = self.world_size * [tensor.numel()]
+        parts = [part.clone() for part in self.all_gather_parts([tensor.flatten()], sizes)]
+        total = torch.stack(parts).sum(0, dtype=tensor.dtype).view(tensor.shape)
+        return lambda: total
+
+    def all_gather_parts(
+        self, pieces: list[Tensor], sizes: list[int], at_once: bool = False
+    ) -> Iterator[Tensor]:
+        dtype = pieces[0].dtype
+        self.segments.begin(max(sizes) * dtype.itemsize)
+        torch.cat(pieces, out=self.segments.of(self.rank, dtype, 0, sizes[self.rank]))
+        self.peers.barrier()
+        for rank, size in enumerate(sizes):
+            yield self.segments.of(rank, dtype, 0, size)
+        self.peers.end()
+
+    def reduce(self, vectors: list[list[Tensor]], reduction: Reduction) -> Tensor:
+        counts, sizes, dtype = reduction.counts, reduction.sizes, reduction.like.dtype
+        size, nbytes = sum(sizes), sum(sizes) * dtype.itemsize
+        self.segments.begin(max(counts) * nbytes)
+        shared = [
+            [self.segments.of(rank, dtype, place * nbytes, size) for place in range(count)]
+            for rank, count in enumerate(counts)
+        ]
+        for pieces, own in zip(vectors, shared[self.rank], strict=True):
+            torch.cat(pieces, out=own)
+        self.peers.barrier()
+        gathered = [vector for of_rank in shared for vector in of_rank]
+        if reduction.gathers and len(gathered) == 2:
+            # Each rank adds all elements: fewer bytes to read than if the ranks shared the work, and only one
+            # barrier. A sum of two vectors has the same bits in either order.
+            total = gathered[0] + gathered[1]
+        else:
+            total = reduction.add([vector.split(sizes)[self.rank] for vector in gathered])
+            if reduction.gathers:
+                self.peers.barrier()  # all ranks have written their chunks of the sum into the first vector
+                total = gathered[0]
+            total = total.clone()
+        self.peers.end()
+        return total
+
+    def empty_scattered(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.segments.begin(math.prod(size) * dtype.itemsize)
+        return self.segments.of(self.rank, dtype, 0, math.prod(size)).view(*size)
+
+    @contextlib.contextmanager
+    def scattered(self, vector: Tensor) -> Iterator[Sequence[Tensor]]:
+        self.peers.barrier()
+        size = len(vector) // self.world_size
+        first_byte = self.rank * size * vector.element_size()
+        yield [self.segments.of(rank, vector.dtype, first_byte, size) for rank in range(self.world_size)]
+        self.peers.end()
+
+
+class SharedAllGather:
+    """An all-gather for FSDP2, in which all ranks write to the same shared segment, owned by rank 0.
+
+    Two segments are used alternately. A rank begins a gather only after it has copied the result of the
+    previous gather. So once all ranks are in a gather, no rank reads the other segment.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers, self.segments = peers, itertools.cycle([Segments(peers, [0]), Segments(peers, [0])])
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        segments, count = next(self.segments), math.prod(size)
+        segments.begin(count * dtype.itemsize)
+        return segments.of(0, dtype, 0, count).view(*size)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Wait for all ranks. FSDP2 has already copied this rank's input to its place in the output."""
+        self.peers.barrier()
+
+
+class SharedMemoryConnector(Connector):
+    """Connects the ranks by shared memory if they are on one node that allows it.
+
+    The constructor listens on a socket; `connect` closes it. `address` is None if the system refuses to share
+    memory.
+    """
+
+    def __init__(self) -> None:
+        listener, address = listen()
+        self.listener: socket.socket | None = listener
+        if address:
+            self.address = tuple(address)  # since not every rank can unpickle an Address
+
+    def connect(self, group: Group, addresses: Sequence[Any], timeout_s: float) -> Transport:
+        known = [Address(*address) for address in addresses if address]
+        is_possible = len(known) == group.world_size and len({address.node for address in known}) == 1
+        peers = None
+        if self.listener and is_possible:
+            peers = meet(self.listener, group.rank, known, MEETING_SHARE * timeout_s)
+        if self.listener:
+            self.listener.close()
+        have_met = group.all_gather_object(peers is not None) if is_possible else [False]
+        if peers is None or not all(have_met):
+            return Transport(group.rank, group.world_size)
+        return SharedMemoryTransport(group.rank, group.world_size, Peers(group.rank, peers, timeout_s))
 
 
 def node() -> str:
