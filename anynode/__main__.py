@@ -15,7 +15,7 @@ from anynode.command import Parser, run_node
 
 def serve(words: list[str]) -> None:
     """Serve a board at the address that follows --serve in `words`, until Ctrl-C."""
-    parser = Parser("python -m anynode", description=__doc__)
+    parser = Parser("python -m anynode")
     parser.add_argument("--serve", required=True, metavar="HOST:PORT", help="an address of this host")
     text = parser.parse_args(words).serve
     endpoints = parse_endpoints(text)

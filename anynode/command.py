@@ -26,17 +26,13 @@ USAGE = (
 )
 SIOCGIFCONF = 0x8912
 IFREQ_BYTES, MAX_ADDRESSES = 40, 512
+WrongOption = argparse.ArgumentTypeError  # argparse puts the option's name before its message
 # Errors of a storage that is away for now, and comes back without a change by the user.
 STORAGE_AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports a mistake in one line, with exit code 2, and wants whole options."""
-
-    def __init__(self, prog: str, usage: str | None = None, description: str | None = None) -> None:
-        super().__init__(
-            prog, usage, description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+    """An argument parser that reports a mistake in one line, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
@@ -46,20 +42,18 @@ def nnodes(text: str) -> str:
     """Return MIN:MAX for a text MIN or MIN:MAX."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
-        raise argparse.ArgumentTypeError(f"must be MIN:MAX with 1 <= MIN <= MAX, such as 2:3; got {text!r}")
+        raise WrongOption(f"must be MIN:MAX with 1 <= MIN <= MAX, such as 2:3; got {text!r}")
     return f"{match[1]}:{match[2] or match[1]}"
 
 
 def nproc(text: str) -> str:
     if text not in ("gpu", "cpu", "auto") and not re.fullmatch(r"[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(
-            f"must be a number of workers from 1, or gpu, cpu or auto; got {text!r}"
-        )
+        raise WrongOption(f"must be a number of workers from 1, or gpu, cpu or auto; got {text!r}")
     if text == "gpu":
         import torch  # takes a second or two, and torchrun would answer with a traceback
 
         if not torch.cuda.is_available():
-            raise argparse.ArgumentTypeError("torch sees no GPU on this host; give the number of workers")
+            raise WrongOption("torch sees no GPU on this host; give the number of workers")
     return text
 
 
@@ -68,23 +62,21 @@ def rdzv(text: str) -> str:
     try:
         place = parse_rdzv(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise WrongOption(str(error)) from None
     if not isinstance(place, Path):
         return text
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)  # only this user may read it
     except OSError as error:
         if error.errno not in STORAGE_AWAY:
-            raise argparse.ArgumentTypeError(
-                f"{place} cannot be created as a folder: {error.strerror}"
-            ) from None
+            raise WrongOption(f"{place} cannot be created as a folder: {error.strerror}") from None
         # The agent waits for the storage, and logs that.
     return str(place)
 
 
 def job_name(text: str) -> str:
     if not text:
-        raise argparse.ArgumentTypeError("must be a name for this job; got an empty one")
+        raise WrongOption("must be a name for this job; got an empty one")
     return text
 
 
@@ -102,12 +94,12 @@ def local_address(text: str) -> tuple[str, str]:
     try:
         address = str(socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError):
-        raise argparse.ArgumentTypeError(f"{text} does not resolve; this host has {known}") from None
+        raise WrongOption(f"{text} does not resolve; this host has {known}") from None
     # All of 127.0.0.0/8 belongs to the loopback interface.
     is_loopback = ipaddress.ip_address(address).is_loopback
     interface = interfaces.get("127.0.0.1" if is_loopback else address)
     if interface is None:
-        raise argparse.ArgumentTypeError(f"{text} is on no interface of this host, which has {known}")
+        raise WrongOption(f"{text} is on no interface of this host, which has {known}")
     return address, interface
 
 
@@ -132,7 +124,7 @@ def torchrun_options(words: Sequence[str]) -> tuple[dict[str, str], list[str], l
 
     If --rdzv is a folder, the folder is created if possible. Exits with code 2 for a mistake in `words`.
     """
-    parser = Parser("python -m anynode", USAGE, DESCRIPTION)
+    parser = Parser("python -m anynode", USAGE, DESCRIPTION, allow_abbrev=False)
     parser.add_argument(
         "--nnodes", required=True, type=nnodes, metavar="MIN:MAX", help="a majority, or 1 to survive anything"
     )

@@ -35,8 +35,6 @@ from mingpt.distributed.signals import REASONS, StopSignal
 
 if TYPE_CHECKING:
     import torch
-
-    from mingpt.distributed.transport import Connector
 T = TypeVar("T")
 SLOWEST_START = 3.0  # a worker waits for the others up to this many times as long as its own start took
 # The least time that a worker waits for the others if there is no agent. Without an agent, workers are
@@ -82,15 +80,12 @@ class DistributedContext(Group):
     ) -> None:
         import torch
 
-        from mingpt.distributed.transport import make_connector
-
         super().__init__(launch.rank, launch.world_size, stop_signal)
         self.launch, self.exit = launch, process_exit
         self.threads = launch.threads(threads)
         torch.set_num_threads(self.threads)
         self.rendezvous = self.join_generation(timeout_s) if launch.is_distributed else None
-        connector_for = functools.cache(make_connector)  # one connector for the two calls
-        found = self.gather_on_all(lambda: self.find_own(device, dtype, connector_for))
+        found = self.gather_on_all(lambda: self.find_own(device, dtype))
         devices, dtypes, places, addresses = zip(*found, strict=True)
         check_device_types([device.type for device in devices])
         self.device, self.places = devices[self.rank], list(places)
@@ -98,8 +93,7 @@ class DistributedContext(Group):
         # If dtype=auto means different dtypes on the ranks, take one that all support: all GPUs have float16.
         common = torch.float16 if self.device.type == "cuda" else torch.float32
         self.dtype = dtypes[0] if len(set(dtypes)) == 1 else common
-        connector = connector_for(self.device.type, self.world_size)
-        self.transport = connector.connect(self, addresses, timeout_s)
+        self.transport = self.connector.connect(self, addresses, timeout_s)
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.device.type == "cuda" and self.world_size > 1:
@@ -133,19 +127,18 @@ class DistributedContext(Group):
         )
         return rendezvous
 
-    def find_own(
-        self, wanted: str, dtype: str, connector_for: "Callable[[str, int], Connector]"
-    ) -> "tuple[torch.device, torch.dtype, Place, object]":
-        """Return (device, dtype, place, address) of this rank.
+    def find_own(self, wanted: str, dtype: str) -> "tuple[torch.device, torch.dtype, Place, object]":
+        """Return (device, dtype, place, address) of this rank; make its `connector`, which has the address.
 
-        `wanted` and `dtype` are the settings trainer.device and trainer.dtype. `connector_for` is
-        `make_connector`; the address is that of the connector for this device. Raises UserError if this rank
+        `wanted` and `dtype` are the settings trainer.device and trainer.dtype. Raises UserError if this rank
         lacks the device.
         """
+        from mingpt.distributed.transport import make_connector
+
         device = find_device(wanted, self.launch)
         place = Place(self.launch.node_rank, self.launch.local_rank, platform.node())
-        address = connector_for(device.type, self.world_size).address
-        return device, resolve_dtype(dtype, device), place, address
+        self.connector = make_connector(device.type, self.world_size)
+        return device, resolve_dtype(dtype, device), place, self.connector.address
 
     def connect_gpus(self, timeout_s: float) -> None:
         """Connect the GPUs of all ranks; from now on, StopSignal's thread watches NCCL. Collective.

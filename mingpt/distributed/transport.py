@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,16 +39,6 @@ class Reduction:
     gathers: bool  # whether each rank gets the whole sum, not only its chunk of the sum
 
 
-class AllGather(Protocol):
-    """What FSDP2's `set_custom_all_gather` takes. FSDP2 copies a rank's input into the allocated output."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None: ...
-
-
 class Transport:
     """Collectives on tensors in a process group: gloo for tensors on the CPU, NCCL for those on GPUs.
 
@@ -57,7 +47,7 @@ class Transport:
     1-D tensor. A method that takes `pieces`, at least one tensor, concatenates the pieces into a vector.
     """
 
-    fsdp_all_gather: AllGather | None = None  # the all-gather that FSDP2 calls; None: FSDP2's own
+    fsdp_all_gather: Any = None  # what FSDP2's `set_custom_all_gather` gets; None: FSDP2's own all-gather
 
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.world_size, self.group = rank, world_size, group

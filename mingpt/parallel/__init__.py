@@ -5,9 +5,9 @@ context; the loop is the same for every strategy. ExactHook (mingpt/extras/ddp_h
 uses DistributedDataParallel instead of a strategy.
 """
 
+import pkgutil
 from typing import Any
 
-from mingpt.base.extras import load_extra
 from mingpt.parallel.ddp import DDPReduction
 from mingpt.parallel.exact import ExactReduction
 from mingpt.parallel.fsdp import ExactFSDPReduction, FSDPReduction
@@ -26,10 +26,7 @@ EXTRAS = {"ExactHook": "mingpt.extras.ddp_hook:ExactHook"}
 
 
 def __getattr__(name: str) -> Any:
-    """Return the object of this name in EXTRAS. Raises ImportError if its module is absent."""
+    """Return the object of this name in EXTRAS. Raises ModuleNotFoundError if its module is absent."""
     if name not in EXTRAS:
         raise AttributeError(f"module 'mingpt.parallel' has no attribute {name!r}")
-    found = load_extra(EXTRAS[name])
-    if found is None:
-        raise ImportError(f"mingpt.parallel.{name} is {EXTRAS[name]}, which this copy of the program lacks")
-    return found
+    return pkgutil.resolve_name(EXTRAS[name])
