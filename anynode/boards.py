@@ -45,12 +45,9 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
             connection.sendall(json.dumps(message).encode() + b"\n")
             with connection.makefile("rb") as reader:
                 line = reader.readline(MAX_LINE_BYTES)
-        answer = parse_json(line)
-    except (ValueError, OverflowError) as error:  # not JSON, or a name that IDNA does not allow
+        return dict(parse_json(line))
+    except (ValueError, TypeError, OverflowError) as error:  # no object, or a name that IDNA does not allow
         raise OSError(f"{host}:{port} is not an agent of this kind: {error}") from error
-    if not isinstance(answer, dict):
-        raise OSError(f"{host}:{port} is not an agent of this kind: it answered no JSON object")
-    return answer
 
 
 class Server(socketserver.ThreadingTCPServer):
@@ -111,7 +108,7 @@ class FolderBoard:
         os.replace(partial, own)
         now = own.stat().st_mtime  # by the storage's clock, as the times of the other files are
         found = []
-        for path in self._folder.glob("*.json"):
+        for path in filter(Path.is_file, self._folder.glob("*.json")):  # a pipe would hang
             try:
                 entries = parse_entries([path.read_bytes()])
                 is_finished = [entry.state for entry in entries] == [FINISHED]

@@ -13,11 +13,10 @@ import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from anynode.boards import parse_rdzv
+from anynode.boards import BoardMemory, Server, parse_endpoints, parse_rdzv
 
-MAX_RESTARTS = 1_000  # how often one node's workers may be restarted; each loss of another node counts, too
 MONITOR_INTERVAL_S = 0.1
 DESCRIPTION = "Run torchrun on this node of a job whose nodes may die, join or leave. Start it on every node."
 USAGE = (
@@ -36,6 +35,36 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+class Serve(argparse.Action):
+    """The option --serve HOST:PORT, which serves a board there until Ctrl-C, and runs nothing else."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, text: Any, option: Any = None
+    ) -> None:
+        endpoints = parse_endpoints(text)
+        if len(endpoints) != 1:
+            parser.error(f"--serve is one HOST:PORT, such as 10.0.0.9:29400; got {text!r}")
+        try:
+            Server(*endpoints[0], {"post": BoardMemory().post}).serve_forever()
+        except KeyboardInterrupt:
+            parser.exit()
+        except OSError as error:
+            parser.error(f"cannot listen on {text}: {error.strerror}")
+
+
+def write_stderr(text: str) -> None:
+    """Write text to stderr, if it is open, and flush it. If nobody reads stderr, replace it with /dev/null.
+
+    Otherwise the error would end this agent, and at its exit Python would exit with 120.
+    """
+    try:
+        if sys.stderr:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+    except OSError:  # the reader of stderr is gone, as srun is when the first node is lost
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def nnodes(text: str) -> str:
@@ -71,12 +100,21 @@ def rdzv(text: str) -> str:
         if error.errno not in STORAGE_AWAY:
             raise WrongOption(f"{place} cannot be created as a folder: {error.strerror}") from None
         # The agent waits for the storage, and logs that.
+    else:
+        if not os.access(place, os.W_OK):
+            raise WrongOption(f"{place} cannot be written")
     return str(place)
 
 
 def job_name(text: str) -> str:
-    if not text:
-        raise WrongOption("must be a name for this job; got an empty one")
+    if not text or "/" in text:  # torchrun makes a folder of this name
+        raise WrongOption(f"must be a name for this job, without a slash; got {text!r}")
+    return text
+
+
+def restarts(text: str) -> str:
+    if not text.isdecimal():
+        raise WrongOption(f"must be a number from 0; got {text!r}")
     return text
 
 
@@ -125,35 +163,26 @@ def torchrun_options(words: Sequence[str]) -> tuple[dict[str, str], list[str], l
     If --rdzv is a folder, the folder is created if possible. Exits with code 2 for a mistake in `words`.
     """
     parser = Parser("python -m anynode", USAGE, DESCRIPTION, allow_abbrev=False)
+    for name, check, text in (
+        ("--nnodes", nnodes, "MIN:MAX, where MIN is a majority, or 1 to survive anything"),
+        ("--nproc", nproc, "workers on this node: a number, or gpu"),
+        ("--rdzv", rdzv, "a shared folder, or nodes that can host"),
+        ("--local_addr", local_address, "this node's address for its peers"),
+    ):
+        parser.add_argument(name, required=True, type=check, help=text)
     parser.add_argument(
-        "--nnodes", required=True, type=nnodes, metavar="MIN:MAX", help="a majority, or 1 to survive anything"
+        "--rdzv_id", default="anynode", type=job_name, help="one for each job; default: anynode"
     )
-    parser.add_argument(
-        "--nproc", required=True, type=nproc, metavar="N", help="workers on this node: a number, or gpu"
-    )
-    parser.add_argument(
-        "--rdzv", required=True, type=rdzv, metavar="PLACE", help="a shared folder, or nodes that can host"
-    )
-    parser.add_argument(
-        "--local_addr",
-        required=True,
-        type=local_address,
-        metavar="A",
-        help="this node's address for its peers",
-    )
-    parser.add_argument(
-        "--rdzv_id", default="anynode", type=job_name, metavar="ID", help="one for each job; default: anynode"
-    )
-    parser.add_argument(
-        "--max_restarts", default=MAX_RESTARTS, type=int, metavar="N", help=f"default: {MAX_RESTARTS}"
-    )
+    parser.add_argument("--max_restarts", default="1000", type=restarts, help="of this node; default: 1000")
+    parser.add_argument("--serve", action=Serve, help="HOST:PORT, to serve a board there instead")
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, help="after --: a script, such as train.py, and its arguments"
     )
     options = parser.parse_args(words)
     script = options.script[1:] if options.script[:1] == ["--"] else options.script
-    if not script:
-        parser.error("a script, such as train.py, must follow after --")
+    is_there = script and (script[0].startswith("-") or os.path.isfile(script[0]))  # -m names a module
+    if not is_there:
+        parser.error(f"after -- must be a script, such as train.py, that is there; got {script[:1]}")
     address, interface = options.local_addr
     wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
     variables = {name: value for name, value in wanted.items() if not os.environ.get(name)}
@@ -179,10 +208,10 @@ def run_node(words: Sequence[str]) -> None:
     The script's arguments are not printed, because they may have passwords.
     """
     variables, options, script = torchrun_options(words)
-    shown = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    shown += ["torchrun", *map(shlex.quote, [*options, script[0]]), *(["..."] if script[1:] else [])]
-    sys.stderr.write(f"{' '.join(shown)}\n")
-    sys.stderr.flush()
+    shown = [f"{name}={value}" for name, value in variables.items()]
+    if sys.stderr is None:  # closed: torch's C++ code would write to what is opened next
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
+    write_stderr(f"{shlex.join([*shown, 'torchrun', *options, script[0]])} ...\n")
     os.environ.update(variables)
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.run import main

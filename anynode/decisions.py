@@ -15,7 +15,7 @@ JOIN_HOLD_S = 1.0  # for how long a waiting node, or a larger group, must be see
 # For how long a member must be seen in an older round before the present round ends: a member may be seen in
 # the older round briefly after it has left that round.
 LAG_HOLD_S = 4.0
-ENDED_HOLD_S = 3.0  # for how long an agent must have ended before its round ends, if its workers live on
+ENDED_HOLD_S = 3.0  # for how long an agent must have ended before its round ends, if other workers go on
 
 
 @dataclass(frozen=True)
@@ -175,14 +175,14 @@ class Restart:
 
 
 def must_restart(
-    me: Entry, alive: Collection[Entry], max_nodes: int, ended: Collection[Entry] = ()
+    me: Entry, alive: Collection[Entry], max_nodes: int, ended: Collection[str] = ()
 ) -> Restart | None:
     """Return a Restart if the round of agent `me` has to end for a reason that its workers cannot see.
 
     There are four such reasons; without any, returns None.
 
     - A member is in a different round, or waits for a new round.
-    - A member is in `ended`, the agents that have ended in a round. Its workers may live on.
+    - A member's id is in `ended`, which has agents that have ended before the job. Its workers may live on.
     - The round has fewer than `max_nodes` members, and a waiting agent is linked with all running members.
     - A different round has more running members, or equally many and a smaller id.
     """
@@ -192,9 +192,8 @@ def must_restart(
         if mate.state in (WAITING, RUNNING) and not is_here:
             has_left = mate.round == me.round or mate.number > me.number
             return Restart(f"{mate} is not in the round", 0.0 if has_left else LAG_HOLD_S)
-    for entry in ended:
-        if entry.id in me.members:
-            return Restart(f"the agent of {entry} has ended", ENDED_HOLD_S)
+    if not set(ended).isdisjoint(me.members):
+        return Restart("the agent of a member has ended", ENDED_HOLD_S)
     running = [me, *(mate for mate in mates if mate.state == RUNNING)]
     if len(me.members) < max_nodes:
         for entry in sorted(alive, key=lambda entry: entry.key):

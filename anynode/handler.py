@@ -46,6 +46,7 @@ from anynode.boards import (
     request,
     serve_once_free,
 )
+from anynode.command import write_stderr
 from anynode.decisions import FINISHED, LEFT, RUNNING, Entry, Round
 from anynode.node import Meeting, Node
 
@@ -317,15 +318,3 @@ def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
         if address in found:
             return port
     return 0
-
-
-def write_stderr(text: str) -> None:
-    """Write text to stderr, and flush it. If nobody reads stderr any more, replace stderr with /dev/null.
-
-    Otherwise the error would end this agent, and at its exit Python would exit with 120.
-    """
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except OSError:  # the reader of stderr is gone, as srun is when the first node is lost
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

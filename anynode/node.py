@@ -43,7 +43,7 @@ class View:
     me: Entry
     alive: tuple[Entry, ...]  # of agents that wait or run, including `me`
     gone: frozenset[str]  # ids of agents that have ended, or are silent on boards and network
-    ended: tuple[Entry, ...]  # of agents that have ended without posting FINISHED or LEFT
+    ended: frozenset[str]  # ids of agents that have ended, but have not posted FINISHED
     finished: bool  # an agent of this job, or an agent seen running, has posted FINISHED
     is_fresh: bool
     troubles: tuple[str, ...]  # boards and agents that do not answer, or why they cannot be used
@@ -156,7 +156,7 @@ class Node:
             now = time.monotonic()
             fresh = {name: at for name, at in self._read_at.items() if now - at < FRESH_S}
             me = dataclasses.replace(self._entry, reach=self._reach(now))
-            alive, gone, ended, troubles = [me], set(), list[Entry](), set()
+            alive, gone, ended, troubles = [me], set(), set(), set()
             for id, peer in self._peers.items():
                 entry, pulses = peer.entry, peer.pulses
                 is_alive = any(
@@ -166,8 +166,8 @@ class Node:
                 # An agent that answers pings is not gone, even if it posts nothing: its storage may hang.
                 # Without a fresh board no agent counts as lost.
                 is_lost = bool(fresh) and was_alive and not is_alive and id not in me.reach
-                if peer.has_ended and entry.state == RUNNING:
-                    ended.append(entry)
+                if entry.state == LEFT or (peer.has_ended and entry.state == RUNNING):
+                    ended.add(id)
                 if peer.has_ended or is_lost or (is_alive and entry.state in (FINISHED, LEFT)):
                     gone.add(id)
                 elif is_alive:
@@ -183,7 +183,7 @@ class Node:
                 me=me,
                 alive=tuple(alive),
                 gone=frozenset(gone),
-                ended=tuple(ended),
+                ended=frozenset(ended),
                 # The agent that posted FINISHED may be gone by now, if this agent was frozen or cut off.
                 finished=any(
                     peer.entry.state == FINISHED
@@ -312,7 +312,9 @@ class Meeting:
         """
         if now - self.began < SAY_AFTER_S:
             return None
-        line = decisions.describe_wait(view.me, view.alive, self.min_nodes, view.troubles)
+        line = f"no place to meet can be used; {'; '.join(view.troubles)}"
+        if view.is_fresh:
+            line = decisions.describe_wait(view.me, view.alive, self.min_nodes, view.troubles)
         if line == self._said and now - self._said_at < SAY_EVERY_S:
             return None
         self._said, self._said_at = line, now

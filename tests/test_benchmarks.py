@@ -57,19 +57,16 @@ def test_wherever_a_save_is_cut_short_a_valid_snapshot_is_there() -> None:
 
 
 @pytest.mark.weekly
-def test_the_bytes_and_collectives_of_a_step_are_those_that_plan_asks_for() -> None:
-    """With two rounds, workers and blocks, fsdp gathers each block twice a round, and the root once."""
+def test_the_bytes_and_collectives_of_a_step_are_those_of_its_strategy() -> None:
+    """Under fsdp a model this small is one unit, which is gathered once in each of the two rounds."""
     strategies = ["ddp exact", "fsdp exact", "fsdp fast"]
     words = ["--workers", "2", "--micro_batches", "4", "--optimizers", "adamw", "--strategies", *strategies]
-    ddp, exact, fast, xl = all_rows("benchmarks/traffic.py", *words)
+    ddp, exact, fast = all_rows("benchmarks/traffic.py", *words)
     assert ddp["step"]["calls"] == {"all_to_all": 1, "all_gather": 1, "all_reduce": 1}
     # The last all_gather is for the norms of rows.
-    assert exact["step"]["calls"] == {"all_gather": 2 * (2 * 2 + 1) + 1, "all_to_all": 2 * 3, "all_reduce": 1}
-    for counted in (ddp, exact):
-        assert counted["over_asked"] == pytest.approx(1.0, abs=0.01)
-    assert fast["over_asked"] > 1.2  # gloo's reduce_scatter is an all-reduce
+    assert exact["step"]["calls"] == {"all_gather": 2 + 1, "all_to_all": 2, "all_reduce": 1}
+    assert ddp["step"]["sent"] == pytest.approx(ddp["ring"], rel=0.01)
+    assert fast["step"]["sent"] > 1.2 * exact["step"]["sent"]  # gloo's reduce_scatter is an all-reduce
     for counted in (ddp, exact, fast):
         step = counted["step"]
         assert step["sent"] < step["wire"] < 1.05 * step["sent"] + 1000 * step["messages"]
-    assert ddp["asked"] == ddp["ring"]
-    assert xl["collectives"] == 290 and xl["smallest_bytes"] > 25 << 20

@@ -1,5 +1,6 @@
 """Which agents an agent takes for alive, whom it promises what, and when it proposes which group."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -45,11 +46,12 @@ def alive(node: Node) -> set[str]:
 
 
 def test_an_agent_whose_port_refuses_has_ended() -> None:
-    runs = other("runs", state=RUNNING)
-    node = started(FakeBoard("board", lambda n: [other("posts", counter=n), other("lies about"), runs]))
+    runs, left, done = (other(state, state=state) for state in (RUNNING, LEFT, FINISHED))
+    entries = [other("posts"), other("lies about"), runs, left, done]
+    node = started(FakeBoard("board", lambda n: [dataclasses.replace(entries[0], counter=n), *entries[1:]]))
     wait_until(lambda: node.view().is_fresh)
-    wait_until(lambda: {"posts", "lies about", "runs"} <= node.view().gone)
-    assert alive(node) == set() and node.view().ended == (runs,)
+    wait_until(lambda: {entry.id for entry in entries} <= node.view().gone)
+    assert alive(node) == set() and node.view().ended == {RUNNING, LEFT}
 
 
 def test_a_board_whose_copy_is_older_makes_nobody_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +156,9 @@ def test_a_promise_lapses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def view(me: Entry, *others: Entry, gone: str = "", is_fresh: bool = True) -> View:
-    return View(me, (me, *others), frozenset(gone), (), finished=False, is_fresh=is_fresh, troubles=())
+    return View(
+        me, (me, *others), frozenset(gone), frozenset(), finished=False, is_fresh=is_fresh, troubles=()
+    )
 
 
 def entry(name: str, **fields: Any) -> Entry:
@@ -179,6 +183,7 @@ def test_only_the_leader_proposes_and_in_the_first_round_once_nobody_has_come_fo
 
 def test_an_agent_that_sees_no_board_decides_nothing() -> None:
     a, meeting = entry("a"), Meeting(1, 3, began=0)
+    assert "no place to meet can be used" in str(meeting.line_to_say(view(a, is_fresh=False), 2.0))
     meeting.group_to_propose(view(a), 0.0)
     assert meeting.group_to_propose(view(a, is_fresh=False), 10.0) is None
     assert meeting.group_to_propose(view(a), 11.0) is None  # the count begins anew

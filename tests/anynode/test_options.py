@@ -78,7 +78,9 @@ def test_what_the_user_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
         ({"--local_addr": None}, "--local_addr"),
         ({"--rdzv_id": ""}, "--rdzv_id: must be a name"),
         ({"--more": "1"}, "--more"),
-        ({"--max_restarts": "few"}, "invalid int value: 'few'"),
+        ({"--rdzv_id": "a/b"}, "without a slash; got 'a/b'"),
+        ({"--max_restarts": "-1"}, "must be a number from 0"),
+        ({"--": "nosuch.py"}, "that is there; got ['nosuch.py']"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(
