@@ -51,16 +51,16 @@ class Size:
 
 # What a fork may add to the program; all additions of docs/extending.md fit in it. A fork raises it.
 MARGIN = {"statements": 105, "nodes": 680, "files": 6}
-MAX_FILES = 108 + MARGIN["files"]
+MAX_FILES = 103 + MARGIN["files"]
 # What is counted together, and its budget. The core is what a run needs, without the folders of NOT_CORE.
 PROGRAM = ("mingpt", "anynode", "train.py", "sample.py", "launch")
 CORE = ("mingpt", "train.py")
 NOT_CORE = ("mingpt/tools", "mingpt/extras")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=10_820 + MARGIN["statements"], nodes=80_070 + MARGIN["nodes"]),
-    CORE: Size(statements=8_700 + MARGIN["statements"], nodes=63_885 + MARGIN["nodes"]),
-    ("tests",): Size(statements=11_405),
-    ("benchmarks",): Size(lines=4_565),
+    PROGRAM: Size(statements=10_935 + MARGIN["statements"], nodes=80_700 + MARGIN["nodes"]),
+    CORE: Size(statements=8_260 + MARGIN["statements"], nodes=60_120 + MARGIN["nodes"]),
+    ("tests",): Size(statements=11_540),
+    ("benchmarks",): Size(lines=4_680),
 }
 
 
