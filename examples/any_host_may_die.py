@@ -1,9 +1,8 @@
-"""Fit a line on nodes of which any may die, join or leave, with torch alone. Start it on each node:
+"""Fit a line on nodes of which any may die, join or leave, with torch alone (docs/anynode.md).
 
     python -m anynode --nnodes 2:3 --nproc 1 --rdzv PLACE --local_addr ADDRESS -- any_host_may_die.py FOLDER
 
-FOLDER is on this node. Each node keeps the state, and the next round goes on from the newest state that any
-of its nodes has. docs/anynode.md explains the rest.
+FOLDER is on this node. Each node keeps the state; a round goes on from the newest state of its nodes.
 """
 
 import os
@@ -15,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-STEPS = 600
 path = Path(sys.argv[1]) / "state.pt"
 path.parent.mkdir(parents=True, exist_ok=True)
 dist.init_process_group("gloo", timeout=timedelta(seconds=10))  # a node that is cut off costs this time
@@ -28,13 +26,13 @@ dist.all_gather(steps, state[:1])
 dist.broadcast(state, src=int(torch.cat(steps).argmax()))
 if rank == 0:
     print(f"round {os.environ['ANYNODE_ROUND']}: {workers} workers, from step {int(state[0])}", flush=True)
-while state[0] < STEPS:
-    generator = torch.Generator().manual_seed(1000 * int(state[0]) + rank)
-    x = torch.randn(256, generator=generator)
+while state[0] < 600:
+    torch.manual_seed(1000 * int(state[0]) + rank)
+    x = torch.randn(256)
     error = state[1] * x + state[2] - (3.0 * x - 2.0)
-    gradient = torch.stack([(error * x).mean(), error.mean()])
+    gradient = torch.stack([(error * x).mean(), error.mean()]) / workers
     dist.all_reduce(gradient)
-    state[1:] -= 0.1 * gradient / workers
+    state[1:] -= 0.1 * gradient
     state[0] += 1
     time.sleep(0.05)  # so that there is time to kill a node
     if os.environ["LOCAL_RANK"] == "0":
