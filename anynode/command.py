@@ -107,7 +107,7 @@ def rdzv(text: str) -> str:
 
 
 def job_name(text: str) -> str:
-    if not text or "/" in text:  # torchrun makes a folder of this name
+    if not text.strip(".") or "/" in text:  # it becomes the name of folders; .. would be the one above
         raise WrongOption(f"must be a name for this job, without a slash; got {text!r}")
     return text
 

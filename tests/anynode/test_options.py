@@ -79,6 +79,7 @@ def test_what_the_user_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
         ({"--rdzv_id": ""}, "--rdzv_id: must be a name"),
         ({"--more": "1"}, "--more"),
         ({"--rdzv_id": "a/b"}, "without a slash; got 'a/b'"),
+        ({"--rdzv_id": ".."}, "got '..'"),
         ({"--max_restarts": "-1"}, "must be a number from 0"),
         ({"--": "nosuch.py"}, "that is there; got ['nosuch.py']"),
     ],
