@@ -34,7 +34,7 @@ from common import Tally, argument_parser, row, work_folder
 from faulty_store import FAULTS, FaultyStore
 
 from mingpt.base.rows import RowMap
-from mingpt.snapshot import Keep, Manifest, Snapshot, SnapshotSaver, SnapshotStore
+from mingpt.snapshot import Keep, Manifest, Snapshot, Saver, Store
 from mingpt.snapshot.reading import accept_all
 from mingpt.snapshot.saver import Transfer
 from mingpt.snapshot.search import Reader
@@ -59,7 +59,7 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
 
 def transfer(step: int) -> Transfer:
     """Return the Transfer that writes the tensor files of a step."""
-    return SnapshotSaver(SnapshotStore("memory://")).stage(step, tensors_of(step))
+    return Saver(Store("memory://")).stage(step, tensors_of(step))
 
 
 def manifest(step: int) -> Manifest:
@@ -71,11 +71,11 @@ def manifest(step: int) -> Manifest:
     })  # fmt: skip
 
 
-def saver(store: SnapshotStore) -> SnapshotSaver:
-    return SnapshotSaver(store, tokenizer=b"abc")
+def saver(store: Store) -> Saver:
+    return Saver(store, tokenizer=b"abc")
 
 
-def find_newest(store: SnapshotStore) -> tuple[Snapshot | None, dict[int, str]]:
+def find_newest(store: Store) -> tuple[Snapshot | None, dict[int, str]]:
     """Return the newest valid snapshot, if any, and {step: why a newer snapshot is corrupt}."""
     reader = Reader([store], accept_all, lambda manifest: RowMap({}), rank=0)
     while offers := reader.view().offers:
@@ -85,13 +85,13 @@ def find_newest(store: SnapshotStore) -> tuple[Snapshot | None, dict[int, str]]:
     return (reader.opened[0, offers[0].step] if offers else None), corrupt
 
 
-def write_first_two(store: SnapshotStore) -> None:
+def write_first_two(store: Store) -> None:
     store.prepare()
     for step in (10, 20):
         saver(store).write_once(manifest(step), transfer(step))
 
 
-def verdict(store: SnapshotStore) -> str:
+def verdict(store: Store) -> str:
     """Read the store after a fault, then save step 40; return "ok", or what is wrong."""
     found, corrupt = find_newest(store)
     if found is None:
@@ -114,7 +114,7 @@ def verdict(store: SnapshotStore) -> str:
     return "a partial file is left" if any(name.startswith("partial-") for name in store.names()) else "ok"
 
 
-def save_under_strace(store: SnapshotStore, injection: list[str], log: Path) -> None:
+def save_under_strace(store: Store, injection: list[str], log: Path) -> None:
     """Save step 30 in a child process. strace, with the options `injection`, writes its calls to `log`."""
     job, transfer_30 = saver(store), transfer(30)
     with open(Path(store.root).parent / "metrics.jsonl", "a") as records:
@@ -170,7 +170,7 @@ def system_calls(log: Path) -> list[tuple[str, int, str]]:
 
 def faults_by_strace(work: Path, stride: int) -> Verdicts:
     """Yield verdicts on `kill`, `ENOSPC`, `EIO`. Leaves an undisturbed save in `work` for `power_losses`."""
-    reference = SnapshotStore(str(work / "reference" / "snapshots"))
+    reference = Store(str(work / "reference" / "snapshots"))
     write_first_two(reference)
     save_under_strace(reference, [], work / "reference.log")
     calls = [(name, number) for name, number, _ in system_calls(work / "reference.log")]
@@ -178,7 +178,7 @@ def faults_by_strace(work: Path, stride: int) -> Verdicts:
     for error in ("ENOSPC", "EIO"):
         points += [(error, f"error={error}", name, number) for name, number in calls if name in ON_FILES]
     for place, (fault, what, name, number) in enumerate(points[::stride]):
-        store = SnapshotStore(str(work / f"{fault}-{place}" / "snapshots"))
+        store = Store(str(work / f"{fault}-{place}" / "snapshots"))
         write_first_two(store)
         save_under_strace(store, ["-e", f"inject={name}:{what}:when={number}"], work / "fault.log")
         yield fault, f"{name} {number}", verdict(store)
@@ -263,14 +263,14 @@ def power_losses(work: Path, stride: int) -> Verdicts:
     """Yield the verdicts on `power`, from the operations that `faults_by_strace` has recorded."""
     reference = work / "reference" / "snapshots"
     done, saved = file_operations(work / "reference.log", str(reference)), read_files(reference)
-    first_two = SnapshotStore(str(work / "before" / "snapshots"))
+    first_two = Store(str(work / "before" / "snapshots"))
     write_first_two(first_two)
     before = read_files(Path(first_two.root))
     states: set[DiskState] = set()
     for cut in range(len(done) + 1):
         states.update(states_after(done[:cut], before, saved))
     for number, state in enumerate(sorted(states)[::stride]):
-        store = SnapshotStore(str(work / f"power-{number}" / "snapshots"))
+        store = Store(str(work / f"power-{number}" / "snapshots"))
         store.prepare()
         for name, held in state:
             Path(store.path(name)).write_bytes(held)
@@ -282,7 +282,7 @@ def orders(work: Path, stride: int) -> Verdicts:
     files = [layout for layout, _ in transfer(30).files]
     states = list(itertools.product(("absent", "half", "whole"), repeat=len(files)))
     for number, state in list(enumerate(states))[::stride]:
-        store = SnapshotStore(str(work / f"order-{number}" / "snapshots"))
+        store = Store(str(work / f"order-{number}" / "snapshots"))
         write_first_two(store)
         store.begin(30)
         save_30 = transfer(30)
@@ -295,11 +295,11 @@ def orders(work: Path, stride: int) -> Verdicts:
         yield "order", f"state {number}", verdict(store)
 
 
-def faulty_store() -> tuple[SnapshotStore, FaultyStore]:
+def faulty_store() -> tuple[Store, FaultyStore]:
     """Return a store that has the first two snapshots, and the FaultyStore that holds its files."""
     FaultyStore.store.clear()
     FaultyStore.pseudo_dirs[:] = [""]
-    store = SnapshotStore("memory://bucket/run", (0.0, 0.0))
+    store = Store("memory://bucket/run", (0.0, 0.0))
     files = FaultyStore(skip_instance_cache=True)
     store.files = files
     write_first_two(store)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from mingpt.data import ElasticSampler
 from mingpt.distributed import DistributedContext, Worker, enable_determinism
 from mingpt.parallel import ExactReduction, StrategySetup
-from mingpt.snapshot import Keep, Manifest, SnapshotSaver, SnapshotStore, load_latest
+from mingpt.snapshot import Manifest, Saver, Store, Tier, load_latest
 
 SEED, STEPS, BATCH, MICRO_BATCH, SAVE_EVERY, CLASSES = 1, 900, 96, 8, 20, 6
 
@@ -59,9 +59,9 @@ def train(context: DistributedContext) -> str | None:
     for name, weight in weights.items():  # the momentum, too: load_latest fills tensors that exist
         momentum = optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         state |= {f"model.{name}": weight, f"optimizer.{name}.momentum_buffer": momentum}
-    store = SnapshotStore("own_loop")
-    saver, found = SnapshotSaver(store), load_latest(store, state, context)
-    context.on_rank(0, store.prepare)
+    tier = Tier("disk", Store("own_loop"), keep=2)
+    saver, found = Saver([tier]), load_latest(tier.store, state, context)
+    context.on_rank(0, tier.store.prepare)
     step = found.step if found else 0
     sampler.seek(step * BATCH)
     batches = iter(DataLoader(data, batch_size=MICRO_BATCH, sampler=sampler))
@@ -86,10 +86,10 @@ def train(context: DistributedContext) -> str | None:
         if context.rank == 0 and step % 50 == 0:
             print(f"step {step}  loss {sum(losses_of_all) / len(losses_of_all):.4f}", flush=True)
         if step % SAVE_EVERY == 0 or step == STEPS or context.agreed_stop:
-            context.on_rank(0, partial(saver.save, Manifest(step=step, windows=step * BATCH), state, Keep(2)))
+            context.on_rank(0, partial(saver.save, Manifest(step=step, windows=step * BATCH), state))
     context.on_rank(0, saver.wait)
-    if saver.error:
-        raise saver.error
+    if tier.error:
+        raise tier.error
     if context.rank == 0 and step == STEPS:
         content = b"".join(weight.cpu().numpy().tobytes() for weight in weights.values())
         print("weights", hashlib.sha256(content).hexdigest())

@@ -9,7 +9,7 @@ import functools
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -204,20 +204,19 @@ class DistributedContext(Group):
         return values
 
     def reduce_step_status(
-        self, losses: "torch.Tensor", newest_written: int = 0
-    ) -> Callable[[], tuple[list[float], int]]:
+        self, losses: "torch.Tensor", counts: Sequence[int] = ()
+    ) -> Callable[[], tuple[list[float], list[int]]]:
         """Start to exchange the ranks' losses and requests to stop; return a function that waits. Collective.
 
         `losses` has an element for each micro-batch of the step: zero if another rank computes the loss.
-        `newest_written` is the step of the newest snapshot that this generation has written to disk; it is
-        zero on all ranks but one. All ranks must also call the returned function, which returns (losses of
-        all micro-batches, the snapshot's step). That function sets `agreed_stop` if any rank has received a
+        `counts` are integers that are added up over the ranks. All ranks must also call the returned function,
+        which returns (losses of all micro-batches, sums of the counts). That function sets `agreed_stop` if any rank has received a
         request to stop. If the losses are on a CUDA GPU, the exchange begins only in that function.
         """
         import torch
 
         reasons = [float(self.stop_signal.reason == name) for name in REASONS]
-        status = torch.tensor([newest_written, *reasons], dtype=torch.float64)
+        status = torch.tensor([*counts, *reasons], dtype=torch.float64)
 
         @functools.cache
         def begin() -> Callable[[], torch.Tensor]:
@@ -226,14 +225,12 @@ class DistributedContext(Group):
         if not losses.is_cuda:  # copying losses from a GPU waits for the GPU
             begin()
 
-        def wait() -> tuple[list[float], int]:
+        def wait() -> tuple[list[float], list[int]]:
             values = begin()().tolist()
             self.exit.note_progress()
-            count = len(losses)
-            self.agree_to_stop(
-                [name for name, value in zip(REASONS, values[count + 1 :], strict=True) if value]
-            )
-            return values[:count], int(values[count])
+            summed, asked = values[len(losses) :], values[len(losses) + len(counts) :]
+            self.agree_to_stop([name for name, value in zip(REASONS, asked, strict=True) if value])
+            return values[: len(losses)], [int(value) for value in summed[: len(counts)]]
 
         return wait
 

@@ -55,13 +55,14 @@ class Change(pydantic.BaseModel):
     settings: list[Annotated[str, pydantic.Field(pattern=": .* -> ")]]
 
 
-class Suspects(pydantic.BaseModel):
-    """Workers that may have computed wrongly.
+class Distrusted(pydantic.BaseModel):
+    """Snapshots of steps after `after` that generations before `before_generation` wrote.
 
-    Snapshots of steps after `after` are not used.
+    They are not used, because `workers` may have computed wrongly. Generations are numbered from 1.
     """
 
     after: Count
+    before_generation: Count
     workers: list[str]
 
 
@@ -78,7 +79,7 @@ class History(pydantic.BaseModel):
     seconds_lost: Seconds = 0.0
     job_began: Seconds = 0.0
     goodput: Seconds = 1.0
-    suspects: list[Suspects] = []
+    distrusted: list[Distrusted] = []
     inputs: dict[str, Any] = {}
 
 
@@ -299,17 +300,17 @@ class RunHistory:
         """Record that the run has skipped `count` updates so far."""
         self.record({"updates_skipped": count}, {})
 
-    def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
+    def note_distrusted(self, step: int, after: int, before_generation: int, workers: list[str]) -> None:
         """Record that `workers` may have computed wrongly, as found after `step`.
 
-        Snapshots of steps after `after` are not used. Also sets `durable_step` to 0. Call this before any of
-        these snapshots is set aside (renamed): the record must exist even if this worker is killed during the
-        renames.
+        Snapshots of steps after `after`, written before generation `before_generation`, are not used. Also
+        sets `durable_step` to 0. Call this before any of these snapshots is set aside (renamed): the record
+        must exist even if this worker is killed during the renames.
         """
-        entry = {"step": step, "after": after, "workers": workers}
-        suspects = [*self.content.get("suspects", []), entry]
+        entry = {"step": step, "after": after, "before_generation": before_generation, "workers": workers}
+        distrusted = [*self.content.get("distrusted", []), entry]
         # The durable step is not known until the snapshots are set aside.
-        self.record({"suspects": suspects, "durable_step": 0}, {})
+        self.record({"distrusted": distrusted, "durable_step": 0}, {})
 
     def note_step(self, step: int, step_s: float | None, phases: dict[str, float] | None = None) -> None:
         """Record that this generation has completed `step`.

@@ -1,7 +1,6 @@
 """What a snapshot of a run must hold: the names, shapes and types of its tensors, and its tokenizer.
 
-Names, shapes and types are checked before any weight is read. A snapshot in memory may hold only one rank's
-part of a sharded state (see `check_shard`).
+Names, shapes and types are checked before any weight is read.
 """
 
 import hashlib
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UserError
-from mingpt.base.rows import RowMap, Shape
+from mingpt.base.rows import Shape
 from mingpt.config import Config
 from mingpt.data import Tokenizer, kind_of, load_tokenizer
 from mingpt.model import GPT, parameter_shapes
@@ -27,22 +26,8 @@ def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     The state is a model's parameters and the optimizer's state, in float32, and the tokenizer, if the run has
     one. The manifest's configuration describes the model. Other tensors raise CorruptSnapshot. `entries` has
     the types and shapes of the snapshot's tensors, and `tokenizer` the tokenizer's bytes (None: there are
-    none). No tensor is read. Raises UserError if a training loop of the user's own, not a run, wrote the
-    snapshot.
-    """
-    if manifest.shard:
-        raise CorruptSnapshot("it is a part of a sharded state")
-    check_shard(manifest, entries, tokenizer)
-
-
-def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-    """Check that a snapshot holds a run's whole state, or one rank's part of it; else raise CorruptSnapshot.
-
-    If `manifest.shard` is None, the snapshot must hold the whole state. Otherwise it must hold the rows of
-    each sharded tensor that rank `manifest.shard.rank` held. Such a part must hold all tensors that are not
-    sharded, or none of them. A part with these tensors must also hold the run's tokenizer, if any. A
-    tokenizer.json is not parsed here, because that takes a long time. For the arguments and the UserError see
-    `check_model`.
+    none). No tensor is read, and no tokenizer.json is parsed, because that takes a long time. Raises UserError
+    if a training loop of the user's own, not a run, wrote the snapshot.
     """
     missing = sorted({"config", "tokenizer", "data", "software"} - manifest.model_fields_set)
     if len(missing) == 4:  # not corrupt: a different program wrote the snapshot, which stays as it is
@@ -55,32 +40,27 @@ def check_shard(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     if manifest.settings.model.n_layer > len(entries):
         raise CorruptSnapshot(f"its {len(entries)} tensors cannot have config.model.n_layer blocks")
     try:
-        rows, rank = stored_rows(manifest), manifest.shard.rank if manifest.shard else 0
+        shapes = tensor_shapes(manifest.settings, manifest.tokenizer.vocab_size)
     except UserError as error:
         raise CorruptSnapshot(f"its configuration is that of no model: {error}") from None
-    unsharded = {name for name in rows.shapes if not rows.by_rank(name)}
-    has_unsharded = not manifest.shard or bool(entries.keys() & unsharded)
-    wanted = rows.shapes.keys() - (set() if has_unsharded else unsharded)
-    for name in sorted(wanted):
+    for name, shape in sorted(shapes.items()):
         if name not in entries:
             raise CorruptSnapshot(f"its tensor file lacks {name}")
-        shape = rows.shapes[name]
-        shape = (len(rows.of(name, rank)), *shape[1:]) if shape else shape
         if entries[name].shape != shape:
             raise CorruptSnapshot(
                 f"its tensor {name} has shape {list(entries[name].shape)}, not {list(shape)}"
             )
         if entries[name].dtype != torch.float32:
             raise CorruptSnapshot(f"its tensor {name} has type {entries[name].dtype}, not float32")
-    surplus = sorted(entries.keys() - wanted)
+    surplus = sorted(entries.keys() - shapes.keys())
     if surplus:
         raise CorruptSnapshot(f"its tensor file holds {surplus[0]!r}, which its model lacks")
-    if manifest.tokenizer.kind == "none" and tokenizer is not None:
-        raise CorruptSnapshot("its manifest tells of no tokenizer, and there is one")
-    if has_unsharded and manifest.tokenizer.kind != "none":
+    if manifest.tokenizer.kind == "none":
+        if tokenizer is not None:
+            raise CorruptSnapshot("its manifest tells of no tokenizer, and there is one")
+    elif tokenizer is None or manifest.tokenizer.kind != "json":
         try:
-            if tokenizer is None or manifest.tokenizer.kind != "json":
-                load_carried(manifest, tokenizer)  # raises if there are no bytes
+            load_carried(manifest, tokenizer)  # raises if there are no bytes
         except ValueError as error:
             raise CorruptSnapshot(f"its tokenizer is damaged: {error}") from None
 
@@ -95,18 +75,6 @@ def tensor_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
     states = state_shapes(parameter_shapes(config.model, **sizes, is_trained=True), config.optimizer)
     shapes = {f"model.{name}": shape for name, shape in parameters.items()}
     return shapes | {f"optimizer.{name}": shape for name, shape in states.items()}
-
-
-def stored_rows(manifest: Manifest) -> RowMap:
-    """Return which rows each part of a saved state holds; `manifest` is the manifest of any of the parts.
-
-    A state that is not sharded is a single part. A part may lack the tensors that are not sharded. Raises
-    UserError if no model can have the configuration in the manifest.
-    """
-    shapes, shard = tensor_shapes(manifest.settings, manifest.tokenizer.vocab_size), manifest.shard
-    if shard is None:
-        return RowMap(shapes)
-    return RowMap(shapes, shard.workers, ("model.", "optimizer.") if shard.weights else ("optimizer.",))
 
 
 def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | None:

@@ -12,6 +12,7 @@ upload that fails, but a killed process aborts nothing: give the bucket a lifecy
 import contextlib
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -91,6 +92,8 @@ class FileStore:
         self.unreadable: dict[int, str] = {}
         # Step -> validation loss at that step (None: not measured), from manifests that were read or written.
         self.losses: dict[int, float | None] = {}
+        # (the lowest validation loss of a snapshot that is kept, that snapshot's step); step -1: there is none
+        self.best: tuple[float, int] = (math.inf, -1)
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"

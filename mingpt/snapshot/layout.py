@@ -6,7 +6,7 @@ the tokenizer, if any, in `step_00001200.tokenizer`. Sampling and export can the
 state unread. The place of a tensor in its file depends only on the names, types and shapes of the tensors in
 this file.
 
-A save copies the tensors into a `StagingBuffer`, which is allocated once. The copy is then hashed and written
+A save copies the tensors into a `Staging`, which is allocated once. The copy is then hashed and written
 in the background.
 """
 
@@ -31,6 +31,8 @@ FILE_NAME = re.compile(r"step_([0-9]{8,19})\.(json|safetensors|optimizer\.safete
 UNFINISHED = re.compile(r"partial-step_([0-9]{8,19})")
 # What a killed job leaves: a mark of an unfinished save, or a file that was being written.
 LEFTOVER = re.compile(rf"partial-({FILE_NAME.pattern}|(partial-)?step_[0-9]{{8,19}}|probe-[0-9a-f]{{32}})")
+# A file of a snapshot that is set aside: see Store.quarantine.
+SET_ASIDE = re.compile(rf"(damaged|suspect)-[1-9][0-9]*-{FILE_NAME.pattern}")
 KINDS = ("safetensors", "optimizer.safetensors")  # of tensor files, weights first
 TOKENIZER = "tokenizer"  # the kind of the file with the tokenizer's bytes
 OPTIMIZER = "optimizer."  # prefix of the names of optimizer state
@@ -77,8 +79,8 @@ def step_of(name: str, kind: str | None = None) -> int | None:
 
 
 def is_snapshot_file(name: str) -> bool:
-    """Return whether `name` is the name of a snapshot's file, or of what a killed job leaves (LEFTOVER)."""
-    return bool(FILE_NAME.fullmatch(name) or LEFTOVER.fullmatch(name))
+    """Return whether `name` is that of a snapshot's file, perhaps set aside, or of what a killed job leaves."""
+    return any(pattern.fullmatch(name) for pattern in (FILE_NAME, SET_ASIDE, LEFTOVER))
 
 
 def steps_in(names: Iterable[str], kind: str | None = None) -> list[int]:
@@ -116,7 +118,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class FileLayout:
+class Layout:
     """The plan of a safetensors file: its first bytes, and where each tensor begins in the file."""
 
     name: str
@@ -129,7 +131,7 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def make_layout(specs: Mapping[str, TensorSpec], step: int) -> list[FileLayout]:
+def make_layout(specs: Mapping[str, TensorSpec], step: int) -> list[Layout]:
     """Return the layouts of the tensor files of `step`: the weights, then the optimizer's state, if any.
 
     `specs` describes the tensors as the files hold them: whole, or only one rank's rows. Tensors whose names
@@ -141,7 +143,7 @@ def make_layout(specs: Mapping[str, TensorSpec], step: int) -> list[FileLayout]:
     return [file_layout(file_name(step, kind), group) for kind, group in zip(KINDS, groups, strict=False)]
 
 
-def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
+def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> Layout:
     """Return the layout of the file `name`, which holds all tensors of `specs`.
 
     The tensors are sorted by the size of an element, largest first, so that each tensor is aligned. Tensors
@@ -150,7 +152,7 @@ def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
     return lay_out(name, dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))))
 
 
-def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
+def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> Layout:
     """Return the layout of the file `name`, which holds the tensors in the order of `specs`, without gaps."""
     entries, begins, position = dict[str, Any](), dict[str, int](), 0
     for tensor, spec in specs.items():
@@ -162,10 +164,10 @@ def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
     begins = {tensor: len(header) + begin for tensor, begin in begins.items()}
-    return FileLayout(name, header, begins, len(header) + position)
+    return Layout(name, header, begins, len(header) + position)
 
 
-class StagingBuffer:
+class Staging:
     """CPU memory for a copy of tensors that have the names, types and shapes of `tensors`.
 
     The constructor allocates the memory; `fill` copies tensors into it. If any of `tensors` is on a GPU, the

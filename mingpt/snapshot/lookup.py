@@ -11,7 +11,7 @@ from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.config.cli import read_file
 from mingpt.snapshot.layout import step_of, steps_in
 from mingpt.snapshot.reading import Check, accept_all
-from mingpt.snapshot.store import Snapshot, SnapshotStore
+from mingpt.snapshot.store import Snapshot, Store
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def open_snapshot(
     where: str, check: Check = accept_all, weights_only: bool = False, best: bool = False
 ) -> Snapshot:
-    """Return the snapshot in the file or folder `where`, after the checks of `SnapshotStore.read`.
+    """Return the snapshot in the file or folder `where`, after the checks of `Store.read`.
 
     `where` is the path or URL of a snapshot's file, of a run folder, or of a folder of snapshots. Appended
     to it, "@best" means `best`, which is for folders only. In a folder, snapshots are tried from the newest
@@ -35,12 +35,12 @@ def open_snapshot(
     named = step_of(name)
     if named is not None:
         try:
-            return SnapshotStore(folder or ".").read(named, check, weights_only)
+            return Store(folder or ".").read(named, check, weights_only)
         except (CorruptSnapshot, UnreadableSnapshot) as error:
             raise UserError(f"the snapshot {where} cannot be used: {error}") from None
     problems: list[str] = []
     for place in possible_places(where):
-        store = SnapshotStore(place)
+        store = Store(place)
         try:
             names = store.list_names()
         except UnreadableSnapshot as error:

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -19,9 +19,9 @@ from mingpt.base.files import MAX_JSON_BYTES, BadJson, Count, RunId, Sha256, bad
 from mingpt.config import Config, check
 from mingpt.snapshot.layout import TOKENIZER, are_files_of, file_name
 
-SCHEMA = 3
+SCHEMA = 4
+READS = (3, 4)  # schema 3 lacks `generation`; in it only a snapshot in memory has `after`
 MAX_BYTES = 4 << 20  # of a manifest; once it is parsed, each byte may take 30 bytes of memory
-MAX_WORKERS = 4096  # of a sharded state: a RowMap lists the rows of each
 CONFIG = pydantic.TypeAdapter(Config)
 
 Name = Annotated[str, pydantic.Field(max_length=200)]
@@ -91,25 +91,6 @@ class FileRecord(Part):
     bytes: Count
 
 
-class ShardFields(pydantic.BaseModel):
-    """Which part of a sharded state a snapshot in memory holds: the rows of rank `rank`.
-
-    The snapshot may also hold the tensors that are not sharded.
-    """
-
-    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
-    rank: Count
-    workers: int = pydantic.Field(ge=1, le=MAX_WORKERS)
-    weights: bool  # whether not only the optimizer's state but also the model's weights are sharded
-    generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # a random id, the same on all ranks
-
-    @pydantic.model_validator(mode="after")
-    def check_rank(self) -> "ShardFields":
-        if self.rank >= self.workers:
-            raise ValueError(f"there is no rank {self.rank} of {self.workers} workers")
-        return self
-
-
 class LossScaleFields(pydantic.BaseModel):
     """The loss scale of a run in float16, which is a power of two.
 
@@ -146,12 +127,11 @@ class Manifest(Part):
     # and agreed. None: there was no such step, or the step is not recorded.
     evaluated_step: Count | None = None
     replayed_step: Count | None = None
-    discarded_after: list[Count] = []  # see is_discarded
+    generation: Count = 0  # number, in the run, of the generation that wrote the snapshot; 0: not recorded
     # Numbers of updates that were left out: in all, and in a row up to this step.
     skipped: Annotated[list[Count], pydantic.Field(min_length=2, max_length=2)] = [0, 0]
     loss_scale: LossScaleFields | None = None  # of a run in float16
-    after: Count = 0  # only of a snapshot in memory: the newest step on disk when this snapshot was saved
-    shard: ShardFields | None = None  # only of a snapshot in memory that holds one rank's part of the state
+    after: Count = 0  # the newest step on disk when this snapshot was saved
     files: list[FileRecord] = []  # weights, optimizer's state, tokenizer; the last two may be missing
     sha256: Sha256 = 64 * "0"  # see joint_sha256
     bytes: Count = 0  # of all files
@@ -177,14 +157,14 @@ class Manifest(Part):
         return self.model_copy(update=listed)
 
 
-def is_discarded(manifest: Manifest, discarded_after: Sequence[int]) -> bool:
+def is_distrusted(manifest: Manifest, distrusted: Iterable[tuple[int, int]]) -> bool:
     """Return whether a snapshot may hold wrong results of a worker.
 
-    Each time that workers compute differently, the last step at which they agreed is added to the run's list
-    `discarded_after`. A manifest holds the list as it was when the manifest was written. The results may be
-    wrong if a step earlier than the snapshot's own step was added to the list later.
+    Each time that workers compute differently, run.json gets an entry (after, before_generation): the last
+    step at which the workers agreed, and the number of the next generation. What earlier generations saved
+    after that step may be wrong.
     """
-    return any(manifest.step > step for step in discarded_after[len(manifest.discarded_after) :])
+    return any(manifest.step > after and manifest.generation < before for after, before in distrusted)
 
 
 def joint_sha256(records: Sequence[FileRecord]) -> str:
@@ -287,10 +267,10 @@ def check_schema(manifest: dict[str, Any]) -> None:
     schema = manifest.get("schema")
     if type(schema) is not int or schema < 1:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")
-    if schema != SCHEMA:
+    if schema not in READS:
         raise UserError(
             f"the snapshot of step {manifest.get('step')!r:.20} has schema version {schema!r:.20}, "
-            f"and this program reads version {SCHEMA}: go on with the version that wrote it, or choose "
+            f"and this program reads versions {READS[0]} and {SCHEMA}: go on with the version that wrote it, or choose "
             "another run_dir"
         )
 

@@ -1,22 +1,20 @@
-"""Write snapshots in the background, one at a time, and remove old ones.
+"""Save a state in the background to one or several tiers: a disk or URL, and the nodes' memory.
 
-A save first waits until the previous save is written, then copies the tensors into a staging buffer. A
-background thread then writes the weights, the optimizer's state and the tokenizer to a file each, and the
-manifest last. A rank that holds the whole state writes the state by itself. A sharded state is saved by all
-ranks together. The main rank receives the other ranks' rows, one tensor after the other, and writes all rows.
-The files do not depend on the sharding. The ranks' background threads exchange the rows over a process group
-of their own.
+A save copies the tensors to a staging buffer between two steps. A background thread then writes the copy to
+each tier that is due: the weights, the optimizer's state and the tokenizer to a file each. The manifest comes
+last, once all ranks have agreed that these files are complete. Then old snapshots are removed.
 
-A `SnapshotSaver` writes to a disk, to a URL or to a node's memory. A sharded state is saved to memory
-differently: each rank's rows are a separate snapshot (memory.py).
+A snapshot in any tier is whole, and its files do not depend on the number of workers. If each rank holds the
+whole state, each writer of a tier writes by itself. The writer of a sharded state receives the other ranks'
+rows, tensor by tensor, in pieces of at most PIECE_BYTES. Two writers on different nodes receive the same
+rows. The ranks' background threads exchange the rows over a process group of their own.
 """
 
-import functools
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,92 +24,220 @@ from mingpt.base.files import PIECE_BYTES, reason_of
 from mingpt.base.rows import RowMap
 from mingpt.distributed.exit import is_lost_peer
 from mingpt.distributed.group import BackgroundGroup
-from mingpt.snapshot.layout import FileLayout, StagingBuffer, TensorSpec, make_layout, memory_of
+from mingpt.snapshot.layout import Layout, Staging, TensorSpec, make_layout, memory_of
 from mingpt.snapshot.manifest import FileRecord, Manifest
-from mingpt.snapshot.store import SnapshotStore
+from mingpt.snapshot.store import Store
 
-# Takes a tensor's name; returns (rank, size in bytes) for each rank's rows that go into the file, in order.
-Sources = Callable[[str], Sequence[tuple[int, int]]]
-NO_LOSS = math.inf, -1  # stands for (validation loss, step) if no snapshot has a validation loss
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Keep(NamedTuple):
-    """Which snapshots a saver keeps when it removes old ones."""
+@dataclass
+class Tier:
+    """A place for snapshots, when to save there, what to keep, and which ranks write.
 
-    last: int  # the number of newest snapshots that are kept
-    best: bool = False  # whether the snapshot with the lowest validation loss is also kept
-    # The last step at which the workers agreed (replay.py): the newest snapshot up to this step is also kept.
-    replayed_step: int = 0
+    `every` is a number of steps, or 0 for no periodic saves. `keep` is the number of newest snapshots that
+    stay. With `keep_best`, the snapshot with the lowest validation loss also stays. The ranks `writers` write whole snapshots; the first of them is the main writer. With
+    `may_skip`, a save is left out while an earlier one is being written. With `is_durable`, the tier outlives
+    the node, and the last step of a generation is saved there.
+    """
+
+    name: str  # "disk" or "memory"
+    store: Store
+    every: int = 1
+    keep: int = 3
+    writers: Sequence[int] = (0,)
+    keep_best: bool = False
+    may_skip: bool = False
+    is_durable: bool = True
+    replaces: list[Store] = field(default_factory=list)  # the first snapshot here makes these stores needless
+    begun: int = -1  # step of the newest save that was begun, or that the store held at first; -1 for none
+    written: int = 0  # step of the newest snapshot that this generation has written; 0 for none
+    error: Exception | None = None  # of the last write, on this or the main writer; None if it succeeded
+
+    def is_due(self, step: int, status: "Status") -> bool:
+        """Return whether to save `step` to this tier. A pure function of its arguments and the settings."""
+        if status.is_end:
+            return self.is_durable and self.begun < step
+        if self.may_skip and (status.is_busy or (not self.is_durable and status.is_memory_off)):
+            return False
+        is_wanted = status.is_wanted and self.is_durable and not self.may_skip
+        return is_wanted or (self.every > 0 and step % self.every == 0)
 
 
-class Transfer:
-    """Writes the tensor files of one snapshot on rank `writer`, to which the other ranks send their rows.
+class Status(NamedTuple):
+    """What decides, besides settings and step, whether a save is due."""
 
-    `layouts` has a plan of each file, and `staging` holds this rank's rows. `sources` takes a tensor's name.
-    It returns (rank, size in bytes) for each rank whose rows go into the file, in the order of the rows. The
-    writer goes through the tensors in a file's order. The writer receives the rows of one rank after the
-    other, at most PIECE_BYTES at a time. The writer and each rank that sends construct a Transfer, with the
-    sent tensors in the same order, and call `write_files`. A rank that only sends may call `exchange`
-    instead, then wait for `sent`.
+    is_end: bool = False  # this generation makes no later step
+    is_wanted: bool = False  # the step is to be on disk, for its validation loss
+    is_busy: bool = False  # a rank that takes part in a save is still writing the previous one
+    is_memory_off: bool = False  # saving to memory has failed on a rank
+
+
+def attempt(work: Callable[[], None]) -> Exception | None:
+    """Call `work`; return the error that it raises, or None."""
+    try:
+        work()
+    except Exception as error:  # each driver raises exceptions of its own
+        return error
+    return None
+
+
+class Saver:
+    """Saves a state to `tiers`, one save at a time. Each rank of a run has a Saver.
+
+    `rows` says which rows each rank holds; without it, this rank holds the whole state. If the state is
+    sharded, all ranks save together, and constructing the Saver and saving are collective. `tokenizer` has
+    the tokenizer's bytes (None: there is no tokenizer). After a failed write, on a full disk for example,
+    training continues: `Tier.error` keeps the error, and the next save tries again.
     """
 
     def __init__(
-        self,
-        layouts: Sequence[FileLayout],
-        staging: StagingBuffer,
-        sources: Sources,
-        group: BackgroundGroup,
-        writer: int = 0,
+        self, tiers: Sequence[Tier], tokenizer: bytes | None = None, rows: RowMap | None = None, rank: int = 0
     ) -> None:
-        self.staging, self.sources, self.group, self.writer = staging, sources, group, writer
-        self.is_writer = group.rank == writer
-        self.files = [(layout, self.chunks(layout)) for layout in layouts]
-        self.sent: list[Any] = []  # the sends that this rank has begun, to be waited for
+        self.tiers, self.tokenizer, self.rows, self.rank = list(tiers), tokenizer, rows or RowMap({}), rank
+        self.is_sharded = bool(self.rows.sharded)
+        self.group = BackgroundGroup(rank, self.rows.workers) if self.is_sharded else BackgroundGroup(0, 1)
+        self.staging: Staging | None = None
+        self.thread: threading.Thread | None = None
 
-    def write_files(self, store: SnapshotStore) -> list[FileRecord]:
-        """On the writer, write all files and return their records; on other ranks, send rows and return [].
+    def takes_part(self, tier: Tier) -> bool:
+        """Return whether this rank has work to do in a save to `tier`."""
+        return self.is_sharded or self.rank in tier.writers
 
-        On the writer, the files are durable on return. An error in writing is raised only on the writer,
-        after the writer has received all rows. The error of a lost peer is raised on the ranks that notice
-        the loss.
+    def allocate(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocate the staging buffer for tensors like `tensors`, unless that is done.
+
+        A rank that writes no tier has a place only for its rows of the sharded tensors.
         """
-        try:
-            return [store.write_file(layout, chunks) for layout, chunks in self.files if self.is_writer]
-        except Exception as error:  # each driver raises exceptions of its own
-            if is_lost_peer(error):
-                self.files = []  # no more rows arrive
-            raise
-        finally:
-            self.exchange()
-            self.group.wait(self.sent)
+        if self.staging is None:
+            if not self.is_sharded:
+                self.rows = RowMap({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+            is_writer = any(self.rank in tier.writers for tier in self.tiers)
+            names = [name for name in tensors if is_writer or self.rows.by_rank(name)]
+            self.staging = Staging({name: tensors[name] for name in names})
 
-    def exchange(self) -> None:
-        """Exchange the rows that `write_files` has not exchanged.
+    def save(
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        tiers: Sequence[Tier] | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait for the previous save, copy this rank's tensors, and begin to write them to `tiers`.
 
-        A rank that is not the writer begins to send its rows. The writer drops the rows that it receives
-        here.
+        `tiers` are some of the Saver's tiers; None means all. On return the tensors may change. The background
+        thread calls `before` before it writes to a durable tier.
         """
-        for _, chunks in self.files:
-            for _ in chunks:
+        self.wait()
+        self.allocate(tensors)
+        assert self.staging
+        self.staging.fill(tensors)
+        due = [tier for tier in (self.tiers if tiers is None else tiers) if self.takes_part(tier)]
+        for tier in due:
+            tier.begun = manifest.step
+        self.thread = threading.Thread(target=self.write, args=(manifest, due, before))
+        self.thread.start()
+
+    def write(
+        self, manifest: Manifest, tiers: Sequence[Tier], before: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write the staged state to each of `tiers`. `save` runs this in a background thread.
+
+        Never raises: `Tier.error` keeps the error of a failed write. The writer logs it, except a lost peer or
+        claim, which the main thread reports. Collective if the state is sharded.
+        """
+        for tier in tiers:
+            try:
+                if tier.is_durable:
+                    self.group.gather_on_all(before)
+                self.write_to(tier, manifest)
+            except Exception as error:  # of any driver: training goes on, the failure is reported
+                tier.error = error
+                # The main thread loses the same peer, or the same claim, and reports it.
+                is_reported = is_lost_peer(error) or isinstance(error, ClaimLost)
+                if tier.is_durable and not is_reported and self.rank in tier.writers:
+                    log.warning(f"snapshot of step {manifest.step} could not be written: {reason_of(error)}")
+
+    def write_to(self, tier: Tier, manifest: Manifest) -> None:
+        """Write the staged state to one tier, durable on return. Collective if the state is sharded.
+
+        A writer commits its manifest once it has written all files, even if another writer has failed. After
+        an error it calls `Store.discard`, unless the claim (the right to write there) is lost. Raises this rank's error; on a rank that does not write, the main writer's.
+        """
+        records = list[FileRecord]()
+        outcomes = self.group.gather_on_all(lambda: self.write_files(tier, manifest.step, records))
+        is_writer = self.rank in tier.writers
+        error = outcomes[self.group.rank if is_writer else tier.writers[0]]
+        if is_writer and error is None:
+            error = attempt(lambda: tier.store.commit(manifest.with_files(records)))
+        if is_writer and error and not isinstance(error, ClaimLost):
+            tier.store.discard(manifest.step)
+        if error:
+            raise error
+        tier.error, tier.written = None, manifest.step
+        if is_writer:
+            self.remove_old(tier, manifest)
+
+    def write_files(self, tier: Tier, step: int, records: list[FileRecord]) -> Exception | None:
+        """On a writer, write all files but the manifest, and add their records; on all ranks, send rows.
+
+        Returns the error of a failed write, but raises that of a lost peer.
+        """
+        assert self.staging
+        layouts = make_layout(self.specs(), step)
+        files = [(layout, self.chunks(layout)) for layout in layouts]
+        names = [name for layout in layouts for name in layout.begins if self.rows.by_rank(name)]
+        sent = [
+            work
+            for writer in tier.writers
+            if writer != self.rank and self.is_sharded
+            for work in self.group.send(writer, self.staging.pieces(names))
+        ]
+
+        def write() -> None:
+            tier.store.begin(step)
+            records.extend(tier.store.write_file(layout, chunks) for layout, chunks in files)
+            if self.tokenizer is not None:
+                records.append(tier.store.write_tokenizer(step, self.tokenizer))
+
+        error = attempt(write) if self.rank in tier.writers else None
+        if error and is_lost_peer(error):
+            raise error  # no more rows arrive
+        for _, chunks in files if error else ():
+            for _ in chunks:  # the other ranks wait until their rows have arrived
                 pass
+        self.group.wait(sent)
+        return error
 
-    def chunks(self, layout: FileLayout) -> Iterator[memoryview]:
-        """On the writer, yield a file's bytes. Other ranks yield nothing, and begin to send their rows.
+    def remove_old(self, tier: Tier, manifest: Manifest) -> None:
+        """Remove the snapshots that the new one, with `manifest`, makes needless. A failure is only logged."""
+        try:
+            tier.store.prune(tier.keep, tier.keep_best, manifest.replayed_step)
+            while tier.replaces:
+                tier.replaces.pop().clear()
+        except Exception as error:  # of any driver; the new snapshot is valid all the same
+            log.warning(f"old snapshots could not be removed: {reason_of(error)}")
 
-        All ranks must iterate to the end.
-        """
-        if self.is_writer:
-            yield memoryview(layout.header)
+    def specs(self) -> dict[str, TensorSpec]:
+        """Return the types and full shapes of the staged tensors, by name."""
+        assert self.staging
+        slots, shapes = self.staging.slots, self.rows.shapes
+        return {name: TensorSpec(slots[name].dtype, tuple(shapes[name])) for name in slots}
+
+    def chunks(self, layout: Layout) -> Iterator[memoryview]:
+        """Yield a file's bytes: the header, this rank's rows, and the rows that other ranks send."""
+        assert self.staging
+        yield memoryview(layout.header)
         for name in layout.begins:
-            for rank, size in self.sources(name):
-                if rank == self.group.rank and self.is_writer:
+            itemsize = self.staging.slots[name].dtype.itemsize
+            counts = self.rows.numel(name) if self.rows.by_rank(name) else []
+            for rank, count in enumerate(counts):
+                if rank != self.rank:
+                    yield from self.receive(rank, itemsize * count)
+                else:
                     yield from map(memory_of, self.staging.pieces([name]))
-                elif rank == self.group.rank:
-                    self.sent += self.group.send(self.writer, self.staging.pieces([name]))
-                elif self.is_writer:
-                    yield from self.receive(rank, size)
+            if not counts:
+                yield from map(memory_of, self.staging.pieces([name]))
 
     def receive(self, rank: int, size: int) -> Iterator[memoryview]:
         """Yield `size` bytes that `rank` sends, in pieces of at most PIECE_BYTES."""
@@ -120,162 +246,10 @@ class Transfer:
             self.group.receive(rank, piece)
             yield memory_of(piece)
 
-
-class SnapshotSaver:
-    """Saves a state in the background: this rank by itself or, if `group` is given, all ranks together.
-
-    If all ranks save together, each rank has a saver. Then `group` has all ranks, `rows` says which rows each
-    rank holds, and rank `main_rank` writes and removes the files. `tokenizer` has the tokenizer's bytes
-    (None: there is no tokenizer). After a failed write, on a full disk for example, training continues, and
-    the next save tries again. The caller has to make sure that a run's last write succeeds.
-    """
-
-    def __init__(
-        self,
-        store: SnapshotStore,
-        tokenizer: bytes | None = None,
-        rows: RowMap | None = None,
-        group: BackgroundGroup | None = None,
-        main_rank: int = 0,
-    ) -> None:
-        self.store, self.tokenizer, self.rows, self.main_rank = store, tokenizer, rows, main_rank
-        self.group = group or BackgroundGroup(0, 1)
-        self.staging: StagingBuffer | None = None
-        self.thread: threading.Thread | None = None
-        self.error: Exception | None = None  # of the last write; None if that write succeeded
-        self.newest_written = 0  # step of the newest snapshot that was written; 0 for none
-        self.best = NO_LOSS  # (the lowest validation loss of a snapshot that is kept, that snapshot's step)
-
-    def allocate(self, tensors: Mapping[str, Tensor]) -> StagingBuffer:
-        """Return the staging buffer for tensors like `tensors`. The first call allocates the buffer."""
-        if self.staging is None:
-            self.staging = StagingBuffer(tensors)
-        return self.staging
-
-    def stage(self, step: int, tensors: Mapping[str, Tensor]) -> Transfer:
-        """Copy this rank's tensors to the staging buffer; return the Transfer that writes the copy.
-
-        On return the tensors may change.
-        """
-        staging = self.allocate(tensors)
-        staging.fill(tensors)
-        whole = self.rows.shapes if self.rows else {}
-        specs = {
-            name: TensorSpec(tensor.dtype, tuple(whole.get(name, tensor.shape)))
-            for name, tensor in tensors.items()
-        }
-
-        def sources(name: str) -> list[tuple[int, int]]:
-            if self.rows and self.rows.by_rank(name):
-                size = specs[name].dtype.itemsize
-                return [(rank, size * count) for rank, count in enumerate(self.rows.numel(name))]
-            return [(self.main_rank, specs[name].nbytes)]
-
-        return Transfer(make_layout(specs, step), staging, sources, self.group, self.main_rank)
-
-    def save(
-        self,
-        manifest: Manifest,
-        tensors: Mapping[str, Tensor],
-        keep: Keep,
-        before: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Wait until the previous save is written, copy this rank's tensors, and begin to write the copy.
-
-        On return the tensors may change. The background thread first calls `before`. Once the snapshot is
-        written, the main rank's thread removes old snapshots: see `prune`. If the write or `before` fails,
-        the attribute `error` keeps the error. Collective if `group` was given.
-        """
-        self.wait()
-        transfer = self.stage(manifest.step, tensors)
-        self.thread = threading.Thread(target=self.write, args=(manifest, transfer, before, keep))
-        self.thread.start()
-
-    def write(self, manifest: Manifest, transfer: Transfer, before: Callable[[], None], keep: Keep) -> None:
-        """Write a snapshot; then, on the main rank, call `prune`. `save` runs this in a background thread.
-
-        Never raises: the attribute `error` keeps the error of a failed write. A failed write is logged,
-        except after a lost peer or claim, which the main thread reports. A failure of `prune` is only logged.
-        Collective if there is a `group`.
-        """
-        step = manifest.step
-        try:
-            self.group.gather_on_all(before)
-            self.write_once(manifest, transfer)
-            self.error, self.newest_written = None, step
-        except Exception as error:  # of any driver: training goes on, the failure is reported
-            self.error = error
-            # The main thread loses the same peer, or the same claim, and reports it.
-            if not (is_lost_peer(error) or isinstance(error, ClaimLost)):
-                log.warning(f"snapshot of step {step} could not be written: {reason_of(error)}")
-            return
-        try:
-            if self.is_main:
-                self.prune(keep)
-        except Exception as error:  # the new snapshot is valid all the same
-            log.warning(f"old snapshots could not be removed: {reason_of(error)}")
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this rank writes the manifest and removes old snapshots."""
-        return self.group.rank == self.main_rank
-
-    def on_main_rank(self, work: Callable[[], T]) -> T:
-        """Run `work` only on the main rank; return its result or raise its error on all ranks. Collective."""
-        return self.group.on_rank(self.main_rank, work)
-
-    def write_once(self, manifest: Manifest, transfer: Transfer) -> None:
-        """Write a snapshot, durable on return. If a rank fails, all ranks raise its error. Collective.
-
-        After an error the main rank removes the files of this step. But the files stay if the claim (the
-        right to write to the store) is lost, or if the step's snapshot is complete.
-        """
-        step, is_complete = manifest.step, False
-
-        def commit() -> None:
-            nonlocal is_complete
-            self.store.commit(manifest.with_files(records))
-            is_complete, self.newest_written = True, step
-
-        try:
-            is_complete = self.on_main_rank(lambda: self.store.begin(step))
-            records = self.group.gather_on_all(lambda: transfer.write_files(self.store))[self.main_rank]
-            if self.tokenizer is not None:
-                write_tokenizer = functools.partial(self.store.write_tokenizer, step, self.tokenizer)
-                records.append(self.on_main_rank(write_tokenizer))
-            self.on_main_rank(commit)
-        except ClaimLost:
-            raise
-        except Exception:  # each driver raises exceptions of its own
-            if self.is_main and not is_complete:
-                self.store.discard(step)
-            raise
-
-    def prune(self, keep: Keep) -> None:
-        """Delete snapshots that `keep` does not describe, and the files of older steps without a manifest.
-
-        Snapshots that could not be read are neither counted nor deleted. Also updates `best`.
-        """
-        _, best = min(self.store.losses_of(self.store.steps()), default=NO_LOSS)
-        steps = [step for step in self.store.steps() if step not in self.store.unreadable]
-        replayed = next((step for step in steps if step <= keep.replayed_step), None)
-        kept = {*steps[: keep.last], replayed, *([best] if keep.best else [])}
-        for step in steps:
-            if step not in kept:
-                self.store.remove(step)
-        # Remove files that interrupted removals have left.
-        complete = self.store.steps()
-        self.best = min(self.store.losses_of(complete), default=NO_LOSS)
-        begun = {*self.store.steps("safetensors")} - {*complete}
-        for step in begun:
-            # A listing may be out of date: ask for the manifest itself.
-            if step < max(complete, default=0) and not self.store.has_manifest(step):
-                self.store.remove(step)
-
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the current write has ended, at most `timeout_s` seconds (None: without limit).
+        """Wait until the current save has ended, at most `timeout_s` seconds (None: without limit).
 
-        Returns whether the write has ended; True if there is no write.
+        Returns whether the save has ended; True if there is none.
         """
         if self.thread:
             self.thread.join(timeout_s)

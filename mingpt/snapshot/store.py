@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import math
 import os
 import sys
 import uuid
@@ -36,11 +37,13 @@ from mingpt.snapshot.layout import (
     OPTIMIZER,
     TOKENIZER,
     UNFINISHED,
-    FileLayout,
+    Layout,
     TensorSpec,
     file_name,
     files_of,
+    is_snapshot_file,
     memory_of,
+    step_of,
     steps_in,
     unfinished_name,
 )
@@ -55,6 +58,7 @@ from mingpt.snapshot.manifest import (
 from mingpt.snapshot.reading import Check, SourceFile, StoredFile, TensorFile, accept_all, check_finite, wrong
 
 MAX_FILES_AT_ONCE = 4
+NO_LOSS = math.inf, -1  # stands for (validation loss, step) if no snapshot has a validation loss
 log = logging.getLogger(__name__)
 
 
@@ -128,9 +132,9 @@ class Snapshot:
         """The configuration in the manifest; settings that are missing there have their defaults."""
         return self.manifest.settings
 
-    def read(self, name: str) -> Tensor:
-        """Return the tensor `name`. Raises KeyError if the snapshot has no such tensor."""
-        return self.file_of[name].read(name)
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """Return the tensor `name`, or those rows of it. Raises KeyError if the snapshot has no such tensor."""
+        return self.file_of[name].read(name, rows)
 
     def read_tokenizer(self) -> bytes | None:
         """Return the bytes of the snapshot's tokenizer; None if it has no tokenizer."""
@@ -146,7 +150,7 @@ class Snapshot:
         }
 
 
-class SnapshotStore(FileStore):
+class Store(FileStore):
     """Reads and writes the snapshots at `url`; the constructor's arguments are those of FileStore."""
 
     def steps(self, kind: str = "json") -> list[int]:
@@ -215,8 +219,8 @@ class SnapshotStore(FileStore):
             self.remove_file(probe)
         self.is_ready = True
 
-    def begin(self, step: int) -> bool:
-        """Prepare to save `step`; return whether the step already has a manifest. Call this on one rank only.
+    def begin(self, step: int) -> None:
+        """Prepare to save `step`. Call this on one rank only.
 
         If the step has a manifest, the caller must write the same state over each file, so that the snapshot
         stays valid. Otherwise the step is marked as unfinished, and files of an earlier attempt are removed.
@@ -225,13 +229,11 @@ class SnapshotStore(FileStore):
         self.check_claim()
         if not self.is_ready:
             self.make_ready()
-        is_complete = self.has_manifest(step)
-        if not is_complete:
+        if not self.has_manifest(step):
             self.write_atomic(unfinished_name(step), b"")
             self.remove_files(step)
-        return is_complete
 
-    def write_file(self, layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
+    def write_file(self, layout: Layout, chunks: Iterable[memoryview]) -> FileRecord:
         """Write a tensor file from `chunks`, which include the header; return the file's record.
 
         The file is durable on return. Raises the errors of `write_stream`.
@@ -281,17 +283,50 @@ class SnapshotStore(FileStore):
         self.fsync_folder()
 
     def discard(self, step: int) -> None:
-        """Remove the files of a failed save of `step`, to free their space.
+        """Remove the files of a failed save of `step`, to free their space, if the step has no manifest.
 
         Never raises: a failure is only logged, and a lost claim is ignored.
         """
         try:
-            self.remove(step)
+            if not self.has_manifest(step):
+                self.remove(step)
         except ClaimLost:
             pass  # the job that has taken over decides about the files
         except DriverError as error:
             why = reason_of(error)
             log.info(f"files of step {step} are left in {self.url} until the next start ({why})")
+
+    def prune(self, keep: int, keep_best: bool, replayed_step: int | None) -> None:
+        """Delete old snapshots, and the files of older steps without a manifest. Also sets `best`.
+
+        The `keep` newest snapshots stay. With `keep_best`, the one with the lowest validation loss stays, too.
+        `replayed_step` is the last step at which the workers agreed (replay.py), or None: the newest snapshot
+        up to this step also stays. Snapshots that could not be read are neither counted nor deleted.
+        """
+        _, best = min(self.losses_of(self.steps()), default=NO_LOSS)
+        steps = [step for step in self.steps() if step not in self.unreadable]
+        replayed = [step for step in steps if replayed_step is not None and step <= replayed_step]
+        kept = {*steps[:keep], *replayed[:1], *([best] if keep_best else [])}
+        for step in steps:
+            if step not in kept:
+                self.remove(step)
+        complete = self.steps()
+        self.best = min(self.losses_of(complete), default=NO_LOSS)
+        # Remove files that interrupted removals have left. A listing may be out of date: ask for the manifest.
+        for step in {*self.steps("safetensors")} - {*complete}:
+            if step < max(complete, default=0) and not self.has_manifest(step):
+                self.remove(step)
+
+    def clear(self, kept: int | None = None) -> None:
+        """Remove all files of snapshots but those of the step `kept`, then the local folder if it is empty.
+
+        What a user has put there stays. Raises OSError.
+        """
+        for name in filter(is_snapshot_file, self.names()):
+            if kept is None or step_of(name) != kept:
+                self.remove_file(name)
+        with contextlib.suppress(OSError):
+            os.rmdir(self.root)
 
     def file(self, name: str, what: str) -> SourceFile:
         """Return the file `name` for reading; messages call it `what`."""

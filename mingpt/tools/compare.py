@@ -30,7 +30,7 @@ from mingpt.config import flatten, settings
 from mingpt.config.cli import read_file
 from mingpt.report import load_history, read_records
 from mingpt.report.plot import draw_curves, read_curves
-from mingpt.snapshot import SnapshotStore
+from mingpt.snapshot import Store
 from mingpt.snapshot.lookup import possible_places
 from mingpt.tools.pictures import write_picture
 
@@ -40,14 +40,14 @@ ROW = "{:7}{:10.3f}{:8.3f}{:11.3f}{:8.3f}{:9.0f}{:15,}  "
 
 
 class Run(NamedTuple):
-    """What a run's folder holds. `stores` has, for each step with a snapshot, the SnapshotStore to read."""
+    """What a run's folder holds. `stores` has, for each step with a snapshot, the Store to read."""
 
     name: str
     folder: Path
     file: Path  # metrics.jsonl
     records: Sequence[Mapping[str, Any]]
     history: Mapping[str, Any]
-    stores: Mapping[int, SnapshotStore]
+    stores: Mapping[int, Store]
 
 
 class Comparison(NamedTuple):
@@ -70,7 +70,7 @@ def read_run(name: str) -> Run:
     if not path.exists():
         raise UserError(f"{name} is not there: give a run folder such as out/default, or a metrics.jsonl")
     folder, file = (path.parent, path) if path.is_file() else (path, path / "metrics.jsonl")
-    places = map(SnapshotStore, possible_places(str(folder)))
+    places = map(Store, possible_places(str(folder)))
     stores = {step: store for store in places for step in store.steps()}
     return Run(name, folder, file, list(read_records(file)), load_history(folder) or {}, stores)
 
@@ -133,7 +133,7 @@ def compare_facts(one: Run, other: Run) -> tuple[list[str], str]:
 def compare_snapshots(one: Run, other: Run, step: int) -> list[str]:
     """Return a line for each file that differs in the snapshots of `step`, or for a damaged snapshot.
 
-    Equal tensors make equal files. For further errors see `SnapshotStore.read`.
+    Equal tensors make equal files. For further errors see `Store.read`.
     """
     files = []
     for run in (one, other):

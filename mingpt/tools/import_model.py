@@ -27,7 +27,7 @@ from mingpt.base.urls import redact
 from mingpt.config import Config, DataConfig, ModelConfig, to_dict
 from mingpt.data import Tokenizer, load_named_tokenizer
 from mingpt.model import parameter_shapes
-from mingpt.snapshot import Manifest, SnapshotSaver, SnapshotStore
+from mingpt.snapshot import Manifest, Saver, Store, Tier
 from mingpt.snapshot.contents import describe_tokenizer, tensor_shapes
 from mingpt.snapshot.manifest import DataFields, SoftwareFields
 from mingpt.snapshot.reading import check_finite
@@ -57,9 +57,9 @@ def import_model(source: str, out: str) -> str:
 
     Raises UserError if `source` cannot be used, or if `out` is not empty or cannot be written.
     """
-    store = SnapshotStore(f"{out}/snapshots")
+    store = Store(f"{out}/snapshots")
     try:
-        if SnapshotStore(out).names():
+        if Store(out).names():
             raise UserError(f"{out} is not empty: give another folder")
         config, tensors, tokenizer = read_model(source)
         rows = len(tensors["wte.weight"])
@@ -77,8 +77,12 @@ def import_model(source: str, out: str) -> str:
         state = {name: torch.zeros(()).expand(shape) for name, shape in tensor_shapes(config, rows).items()}
         state |= {f"model.{name}": tensor for name, tensor in tensors.items()}
         store.prepare()
-        saver = SnapshotSaver(store, tokenizer.to_bytes() if tokenizer else None)
-        saver.write_once(manifest, saver.stage(0, state))
+        tier = Tier("disk", store)
+        saver = Saver([tier], tokenizer.to_bytes() if tokenizer else None)
+        saver.save(manifest, state)
+        saver.wait()
+        if tier.error:
+            raise tier.error
     except OSError as error:
         raise UserError(f"{out} cannot be written: {reason_of(error)}") from None
     return f"{source} written to {out}; snapshot.init_from={out} starts a run with its weights"

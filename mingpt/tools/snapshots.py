@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.paths import typed_path
-from mingpt.snapshot import SnapshotStore
+from mingpt.snapshot import Store
 from mingpt.snapshot.lookup import possible_places
 from mingpt.snapshot.manifest import validation_loss
 
@@ -16,7 +16,7 @@ ROW = "{:>9} {:>9} {:>12}  {}"
 log = logging.getLogger(__name__)
 
 
-def list_snapshots(store: SnapshotStore) -> Iterator[tuple[int, str]]:
+def list_snapshots(store: Store) -> Iterator[tuple[int, str]]:
     """Yield (step, row of the printed table) for each snapshot in `store`.
 
     Logs the errors that reading a snapshot raises. A snapshot that a run has renamed is not read. Raises
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     run = parser.parse_args(arguments).run
     try:
-        found = (sorted(list_snapshots(SnapshotStore(place))) for place in possible_places(run))
+        found = (sorted(list_snapshots(Store(place))) for place in possible_places(run))
         rows = next(filter(None, found), None)
     except UnreadableSnapshot as error:
         raise UserError(str(error)) from None

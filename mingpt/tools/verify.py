@@ -27,7 +27,7 @@ from mingpt.config import Config, DataConfig, project_folder
 from mingpt.config.cli import build
 from mingpt.data import make_corpus, read_bytes
 from mingpt.report.history import plural
-from mingpt.snapshot import Manifest, SnapshotStore
+from mingpt.snapshot import Manifest, Store
 from mingpt.tools.compare import compare, read_run
 from mingpt.tools.fault_injection import BATCHES, STEPS, Kill, digest, marker
 from mingpt.tools.jobs import ROOT, clean_environment, torchrun
@@ -153,7 +153,7 @@ def last_manifest(folder: Path) -> Manifest:
 
     Raises CorruptSnapshot or UnreadableSnapshot if the snapshot is damaged or cannot be read.
     """
-    return SnapshotStore(str(folder / "run" / "snapshots")).read_manifest(STEPS)
+    return Store(str(folder / "run" / "snapshots")).read_manifest(STEPS)
 
 
 def train_undisturbed(work: Path, words: Sequence[str] = ()) -> dict[str, Any]:

@@ -103,8 +103,7 @@ class Replay:
         """If a replay is due before this step, compare the workers' copies and gradients. Collective.
 
         If copies or gradients differ, the snapshots newer than the last replay in which all workers agreed
-        are discarded, and all snapshots in memory (`Saving.discard_after`). Then all ranks raise
-        NonRetryableError.
+        are set aside (`Saving.set_aside_after`). Then all ranks raise NonRetryableError.
         """
         if not self.is_due():
             return
@@ -184,7 +183,7 @@ class Replay:
         return self.strategy.digests(inputs, targets)
 
     def end_job(self, ranks: list[int], what: str) -> NoReturn:
-        """Call `Saving.discard_after` for the last replay in which all workers agreed. Collective.
+        """Call `Saving.set_aside_after` for the last replay in which all workers agreed. Collective.
 
         Then raises NonRetryableError on all ranks. `ranks` are the ranks that may be wrong. The message
         names their workers, followed by `what`, which says why they may be wrong.
@@ -197,8 +196,9 @@ class Replay:
             f"was saved after step {agreed_step} is not used"
         )
         if run_logger:
-            run_logger.history.note_suspects(self.state.step, agreed_step, workers)
-        durable_step = self.saving.discard_after(agreed_step)
+            next_generation = self.saving.start.generation + 1
+            run_logger.history.note_distrusted(self.state.step, agreed_step, next_generation, workers)
+        durable_step = self.saving.set_aside_after(agreed_step)
         if run_logger:
             run_logger.history.note_durable(durable_step)
             run_logger.failed(self.state.step, sentence)

@@ -5,17 +5,17 @@ A run whose snapshots past step 0 are lost or damaged does not silently start ag
 (`check_nothing_is_lost`).
 """
 
-import contextlib
 import logging
+from collections.abc import Sequence
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import DriverError, reason_of
 from mingpt.config import Config, differences, to_dict
 from mingpt.data import Data, TextData
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot import Check, Entries, Found, Manifest, MemorySnapshots, SnapshotStore, StoredState
-from mingpt.snapshot.contents import check_shapes, check_shard, tensor_shapes
-from mingpt.snapshot.manifest import is_discarded
+from mingpt.snapshot import Check, Entries, Found, Manifest, MemoryFolder, Store, StoredState
+from mingpt.snapshot.contents import check_model, check_shapes, tensor_shapes
+from mingpt.snapshot.manifest import is_distrusted
 from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 
 # The settings that can change an evaluation, by the beginnings of their names.
@@ -25,13 +25,15 @@ DIFFERED = "workers have computed differently since"
 log = logging.getLogger(__name__)
 
 
-def make_check(config: Config, data: Data, job_start: int | None, discarded_after: list[int]) -> Check:
+def make_check(
+    config: Config, data: Data, job_start: int | None, distrusted: Sequence[tuple[int, int]]
+) -> Check:
     """Return a check that raises CorruptSnapshot or UnreadableSnapshot for a snapshot that must not be used.
 
     The check raises CorruptSnapshot if a snapshot has wrong tensors, or is past the max_steps of its own
     settings, or of the same text without a tokenizer. Also raises CorruptSnapshot if the snapshot may hold
-    wrong results of a worker (`is_discarded`, which needs `discarded_after`). For further errors see
-    `check_shard`.
+    wrong results of a worker (`is_distrusted`, which needs `distrusted`). For further errors see
+    `check_model`.
 
     `job_start` is the step from which this job began. The check raises UnreadableSnapshot if a later snapshot
     has different data than this job, or different settings (`changed_settings`). A node that joined may have
@@ -40,7 +42,7 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
     """
 
     def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-        check_shard(manifest, entries, tokenizer)
+        check_model(manifest, entries, tokenizer)
         if manifest.step > manifest.settings.trainer.max_steps:
             raise CorruptSnapshot("its step is past its own trainer.max_steps")
         if manifest.windows >= MAX_WINDOWS:
@@ -48,7 +50,7 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
         lacks_tokenizer = manifest.tokenizer.kind == "none" and isinstance(data, TextData)
         if lacks_tokenizer and manifest.data.sha256 == data.fingerprint:
             raise CorruptSnapshot("it lacks the tokenizer of the text")
-        if is_discarded(manifest, discarded_after):
+        if is_distrusted(manifest, distrusted):
             raise CorruptSnapshot(DIFFERED)
         if job_start is None or manifest.step <= job_start:
             return
@@ -156,7 +158,7 @@ def check_nothing_is_lost(
     the step of the newest snapshot that any run.json records; 0 for none. Without `has_records` there is no
     run.json on any node: in a restart this means that the disk of run_dir is away.
     """
-    errors = [str(fault) for fault in found.unreadable()]
+    errors = found.unreadable()
     if is_restart and not has_records:
         errors.append("run.json is gone: the disk of run_dir may be away")
     if errors:
@@ -166,12 +168,12 @@ def check_nothing_is_lost(
         )
         refusal.may_pass = True
         raise refusal
-    completed = max(view.completed_step for view in found.views)
+    completed = max((offer.step for offer in found.on_disk()), default=0)
     begins_anew = config.snapshot.resume == "never" and not is_restart
     newest = max(completed, recorded_step)
     if newest == 0 or begins_anew or config.trainer.eval_only:
         return
-    reasons = [str(fault) for view in found.views for fault in view.faults]
+    reasons = [str(offer) for offer in found.faults()]
     if recorded_step > completed:
         reasons.append(f"run.json tells of one of step {recorded_step}, which no node has")
     raise UserError(
@@ -192,26 +194,23 @@ def report_skipped(found: Found, url: str, config: Config) -> None:
     With trainer.eval_only also log each corrupt snapshot; a run that trains renames corrupt snapshots, and
     logs that elsewhere. `url` is where the snapshots are, for the log lines.
     """
-    skipped = set(found.unreadable())
-    if config.trainer.eval_only:  # a run that trains renames corrupt snapshots, and logs that
-        skipped.update(*(view.faults for view in found.views))
-    for fault in sorted(skipped, reverse=True):
-        what = "" if fault.step < 0 else f"snapshot of step {fault.step} in {url} skipped: "
-        log.warning(what + fault.reason)
+    lines = dict[str, None]()
+    for offer in found.faults():
+        if config.trainer.eval_only or not offer.is_corrupt:  # a run that trains renames corrupt snapshots
+            what = "" if offer.step < 0 else f"snapshot of step {offer.step} in {url} skipped: "
+            lines[what + offer.fault] = None
+    for line in lines:
+        log.warning(line)
 
 
 def prepare_store(
-    store: SnapshotStore,
-    memory: MemorySnapshots,
-    context: DistributedContext,
-    found: Found,
-    folder: RunFolder,
+    store: Store, memory: MemoryFolder, context: DistributedContext, found: Found, folder: RunFolder
 ) -> None:
     """Rename corrupt snapshots on disk, and remove useless snapshots from memory. Collective.
 
     A rank that writes snapshots to a folder renames the snapshots that `found.corrupt` returns, and prepares
-    the folder for saving. The first worker of each node removes from memory what
-    `MemorySnapshots.remove_leftovers` and `make_room` describe. Raises the errors of `refuse_where_it_fails`
+    the folder for saving. The first worker of each node removes from memory all
+    snapshots but those of the step that was found, and calls `MemoryFolder.remove_leftovers`. Raises the errors of `refuse_where_it_fails`
     if a folder cannot be written to.
     """
 
@@ -226,8 +225,7 @@ def prepare_store(
                 ) from None
         if context.launch.local_rank == 0:
             memory.remove_leftovers()
-            with contextlib.suppress(OSError):  # the first save reports what is wrong with the memory
-                memory.make_room(found.state.manifest.step if found.state else -1)
+            memory.clear(found.state.manifest.step if found.state else None)
         if folder.keeps_snapshots:
             store.prepare()
 

@@ -1,13 +1,14 @@
 """The run folder on each node: one folder that all nodes share, or a different folder on each node's disk.
 
 If nodes share no disk, the first worker of each node writes the run's records to the node's own folder. If
-the state is not sharded and snapshot.path is null, the first worker also writes snapshots there. When a
+snapshot.path is null, it also writes snapshots there; a sharded state is written on two nodes. When a
 generation (the workers between two restarts) begins, the nodes agree on the run's id, and the run's records
 are copied to all nodes. So any node may die, and a node that joins gets the records.
 """
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import re
@@ -51,8 +52,8 @@ class RunFolder:
     is_kept: bool  # whether this rank writes the run's records: the lowest rank that sees the folder does
     keeps_snapshots: bool  # whether this rank writes snapshots: the lowest rank that sees their folder does
     is_shared: bool  # whether all ranks see the same run folder
-    snapshots_rank: int = 0  # the lowest rank that writes snapshots; only its snapshots count as durable
-    snapshots_are_shared: bool = True  # whether all ranks see the same folder of snapshots
+    # The lowest rank that sees each folder of snapshots; only the first rank's snapshots count as durable.
+    snapshot_writers: Sequence[int] = (0,)
 
 
 def check_same_settings(config: Config, context: DistributedContext) -> None:
@@ -106,8 +107,7 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
         is_kept=keepers[context.rank] == context.rank,
         keeps_snapshots=snapshot_keepers[context.rank] == context.rank,
         is_shared=len(set(keepers)) == 1,
-        snapshots_rank=min(snapshot_keepers),
-        snapshots_are_shared=len(set(snapshot_keepers)) == 1,
+        snapshot_writers=sorted(set(snapshot_keepers)),
     )
 
 
@@ -266,7 +266,8 @@ class NodeRecords(NamedTuple):
     token: str  # a random id; only that of rank 0 is used
     job_start: int | None  # the step from which the newest job in run.json began; None: not recorded
     durable_step: int  # the step of the newest snapshot on disk; 0 for none
-    suspects: list[dict[str, Any]]  # an entry for each replay that found different results
+    distrusted: list[dict[str, Any]]  # an entry for each replay that found different results
+    generations: int  # the number of generations on record
     is_reported: bool  # whether the end of the run is on record; also true if nothing is recorded
 
 
@@ -279,12 +280,9 @@ class KnownRun:
     is_restart: bool  # false in a job's first generation
     job_start: int | None  # the step from which this job began; None in its first generation, or if unknown
     durable_step: int  # the step of the newest snapshot on disk that any node's run.json records; 0 for none
-    suspects: list[dict[str, Any]]  # see NodeRecords: the longest list of any node
+    distrusted: list[dict[str, Any]]  # see NodeRecords: the entries of all nodes, each once
+    generation: int  # one more than the number of generations that any node has on record
     is_reported: bool  # whether the end of the run is on record on all nodes
-
-    @property
-    def discarded_after(self) -> list[int]:
-        return [entry["after"] for entry in self.suspects]
 
 
 def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> KnownRun:
@@ -296,6 +294,7 @@ def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> 
     # The TCPStore may have been lost with its host: then only run.json shows an earlier generation.
     told = context.all_gather_object((own, own.was_started or context.was_started()))
     records, is_restart = [one for one, _ in told], any(was_started for _, was_started in told)
+    distrusted = [entry for one in records for entry in one.distrusted]
     starts = [one.job_start for one in records if one.job_start is not None]
     return KnownRun(
         choose_run(context, folder.path, records),
@@ -303,7 +302,8 @@ def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> 
         is_restart,
         max(starts, default=None) if is_restart else None,
         max(one.durable_step for one in records),
-        max((one.suspects for one in records), key=len),
+        [entry for entry, _ in itertools.groupby(sorted(distrusted, key=str))],
+        1 + max(one.generations for one in records),
         all(one.is_reported for one in records),
     )
 
@@ -319,7 +319,8 @@ def read_node_records(path: Path, job: str) -> NodeRecords:
         uuid.uuid4().hex,
         read_job_start(history),
         history.get("durable_step", 0),
-        history.get("suspects", []),
+        history.get("distrusted", []),
+        len(generations),
         is_reported(path),
     )
 
@@ -372,9 +373,9 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
-    """Return (number of entries in `suspects`, records up to `step`, generations) of the run folder `path`.
+    """Return (number of entries in `distrusted`, records up to `step`, generations) of the run folder `path`.
 
-    `suspects` is a list in run.json, with an entry for each replay that found different results. Returns None
+    `distrusted` is a list in run.json, with an entry for each replay that found different results. Returns None
     if there is no valid run.json, or if metrics.jsonl cannot be read.
     """
     history = load_history(path)
@@ -385,8 +386,8 @@ def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
         records = {(record["step"], "val/loss" in record) for record in read_records(path / "metrics.jsonl")}
     except OSError:
         return None
-    suspects = history.get("suspects", [])
-    return len(suspects), sum(at <= step for at, _ in records), len(history["generations"])
+    distrusted = history.get("distrusted", [])
+    return len(distrusted), sum(at <= step for at, _ in records), len(history["generations"])
 
 
 def read_if_there(path: Path) -> bytes:

@@ -21,15 +21,15 @@ from mingpt.report import RunStart, open_log
 from mingpt.snapshot import (
     Found,
     Manifest,
-    MemorySnapshots,
+    MemoryFolder,
     Snapshot,
-    SnapshotStore,
+    Store,
     StoredState,
     find_latest,
     open_snapshot,
 )
 from mingpt.snapshot.claim import Claim
-from mingpt.snapshot.contents import check_model, stored_rows
+from mingpt.snapshot.contents import check_model
 from mingpt.training.resume import (
     check_nothing_is_lost,
     check_snapshot,
@@ -61,8 +61,8 @@ class StartPoint(RunStart):
     """
 
     folder: RunFolder
-    store: SnapshotStore
-    memory: MemorySnapshots
+    store: Store
+    memory: MemoryFolder
     known: KnownRun
     found: Found
     initial: Snapshot | None  # the one of snapshot.init_from, on rank 0 of a fresh run
@@ -76,6 +76,11 @@ class StartPoint(RunStart):
     def manifest(self) -> Manifest:
         """The snapshot's manifest; in a fresh run NOT_BEGUN, an incomplete manifest of step 0."""
         return self.snapshot.manifest if self.snapshot else NOT_BEGUN
+
+    @property
+    def generation(self) -> int:
+        """The number of this generation, from 1: larger than those in run.json and in the snapshot."""
+        return max(self.known.generation, self.manifest.generation + 1)
 
     @property
     def was_compiled(self) -> bool | None:
@@ -129,7 +134,7 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     manifest = found.state.manifest if found.state else NOT_BEGUN
     # If the run folder is new, the run is the one whose snapshot was found.
     run_id = known.run_id or manifest.run or known.token
-    memory = MemorySnapshots(config.snapshot.memory_path, run_id, folder.path)
+    memory = MemoryFolder(config.snapshot.memory_path, run_id, folder.path)
     if not config.trainer.eval_only:
         prepare_store(store, memory, context, found, folder)
         if not folder.is_shared:
@@ -148,7 +153,7 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
         run_id=run_id,
         step=manifest.step,
         is_restart=known.is_restart,
-        durable_step=max(0, *(view.step for view in found.views)),
+        durable_step=max(0, found.step_on_disk()),
         changes=changes,
         workers=context.world_size,
         hosts=[host for _, host in sorted({(place.node_rank, place.host) for place in context.places})],
@@ -176,44 +181,40 @@ def is_due(trainer: TrainerConfig, step: int) -> bool:
 
 
 def find_snapshot(
-    config: Config,
-    context: DistributedContext,
-    folder: RunFolder,
-    store: SnapshotStore,
-    data: Data,
-    known: KnownRun,
+    config: Config, context: DistributedContext, folder: RunFolder, store: Store, data: Data, known: KnownRun
 ) -> Found:
     """Find the newest snapshot that the run may go on from, on disk or in memory. Collective.
 
     Raises the UserErrors of `find_latest` and, if no valid snapshot past step 0 is found, those of
     `check_nothing_is_lost`.
     """
-    in_memory: list[SnapshotStore] = []
+    in_memory: list[Store] = []
     if known.run_id:
-        in_memory = MemorySnapshots(config.snapshot.memory_path, known.run_id, folder.path).stores()
-    check = make_check(config, data, known.job_start, known.discarded_after)
-    found = find_latest(store, in_memory, context, check, stored_rows, known.is_restart)
+        in_memory = MemoryFolder(config.snapshot.memory_path, known.run_id, folder.path).stores()
+    distrusted = [(entry["after"], entry["before_generation"]) for entry in known.distrusted]
+    check = make_check(config, data, known.job_start, distrusted)
+    found = find_latest(store, in_memory, context, check, known.is_restart)
     if found.state is None or found.state.manifest.step == 0:
         has_records = known.run_id is not None
         check_nothing_is_lost(found, config, known.is_restart, known.durable_step, has_records)
-    discarded = found.state.manifest.discarded_after if found.state else []
     if context.rank == 0:
         report_skipped(found, store.url, config)
-        if len(known.suspects) > len(discarded):
-            workers, after = " or ".join(known.suspects[-1]["workers"]), known.suspects[-1]["after"]
-            log.warning(f"{workers} computed wrongly: nothing that was saved after step {after} is used")
+        for entry in known.distrusted:
+            if entry["before_generation"] == known.generation:  # this generation is the next one
+                workers, after = " or ".join(entry["workers"]), entry["after"]
+                log.warning(f"{workers} computed wrongly: nothing that was saved after step {after} is used")
     return found
 
 
-def open_store(config: Config, context: DistributedContext, claim: Claim) -> SnapshotStore:
-    """Return the SnapshotStore for this run's snapshots.
+def open_store(config: Config, context: DistributedContext, claim: Claim) -> Store:
+    """Return the Store for this run's snapshots.
 
     The store calls `claim.check` before a file gets its final name or is uploaded. Raises UserError, only on
     this rank, if snapshot.path is a URL whose driver is not installed. Also raises UserError if snapshot.path
     begins with memory:// and a launcher has started this process.
     """
     url = config.snapshot.path or str(Path(config.run_dir) / "snapshots")
-    store = SnapshotStore(url, check_claim=claim.check)
+    store = Store(url, check_claim=claim.check)
     if store.is_process_private and context.launch.is_distributed:
         raise UserError(
             f"snapshot.path {store.url} lives in the memory of one process and cannot bring back workers "

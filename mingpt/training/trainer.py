@@ -93,11 +93,11 @@ class Trainer:
             if not self.begin_run():
                 return None
             context, max_steps = self.context, self.config.trainer.max_steps
-            context.reduce_step_status(self.losses, 0)()  # a stop may have been asked for during the start
+            context.reduce_step_status(self.losses)()  # a stop may have been asked for during the start
             if self.evaluation_missing and not context.agreed_stop:
                 self.timer.exclude(self.evaluate, "evaluation_s")
                 if self.state.step and not context.agreed_stop:
-                    self.save_to_disk()  # its manifest holds the evaluation
+                    self.save(is_wanted=True)  # the manifest holds the evaluation
             self.timer.reset(self.state.step)
             while self.state.step < max_steps and not context.agreed_stop:
                 self.after_step(self.step())
@@ -125,7 +125,7 @@ class Trainer:
                 self.losses[micro_batch] = math.nan if self.batches.error else loss.detach()
             strategy.finish_step()
             events.emit("reduction_end", step=step)
-            status = self.context.reduce_step_status(self.losses, self.saving.newest_written)
+            status = self.context.reduce_step_status(self.losses, self.saving.counts)
             grad_norm_tensor = strategy.clip_grad_norm_(config.optimizer.grad_clip)
             self.lr = learning_rate(step + 1, config.optimizer, config.trainer.max_steps)
             may_skip = config.trainer.on_nonfinite == "skip" or state.loss_scale is not None
@@ -136,9 +136,9 @@ class Trainer:
             strategy.finish_update()
             events.emit("optimizer_end", step=step)
             # Only here does the loop wait for the GPU, after all work of the step is queued on it.
-            self.step_losses, newest_written = status()
+            self.step_losses, counts = status()
             grad_norm = float(grad_norm_tensor)
-        self.saving.note_written(newest_written)
+        self.saving.note_counts(*counts)
         self.handle_nonfinite(grad_norm)
         state.step += 1
         state.windows_seen += config.trainer.batch_size
@@ -159,14 +159,10 @@ class Trainer:
         if self.evaluation_missing and not self.context.agreed_stop:
             self.timer.exclude(self.evaluate, "evaluation_s")
         is_end = is_last or self.context.agreed_stop is not None
-        is_on_disk = is_end or self.has_new_best or step % config.snapshot.every == 0
-        if self.saving.is_due_in_memory(is_on_disk):
-            self.timer.exclude(self.saving.save_to_memory, "snapshot_wait_s")
-        if is_on_disk:
-            self.save_to_disk(is_end)
+        self.save(is_end, self.has_new_best)
 
-    def save_to_disk(self, is_last: bool = False) -> None:
-        self.timer.exclude(lambda: self.saving.save_to_disk(is_last), "snapshot_wait_s")
+    def save(self, is_end: bool = False, is_wanted: bool = False) -> None:
+        self.timer.exclude(lambda: self.saving.save(is_end, is_wanted), "snapshot_wait_s")
 
     def begin_run(self) -> bool:
         """Prepare for the first step and return True; return False if nothing is left to do. Collective.
@@ -202,7 +198,7 @@ class Trainer:
                 self.sampler.windows_per_epoch,
                 self.compile_choice,
                 self.sampler.micro_batches_by_rank(),
-                self.saving.store.url,
+                self.saving.disk.store.url,
             )
         self.saving.allocate()
         events.emit("run_start", state=state, strategy=self.strategy)
@@ -212,21 +208,21 @@ class Trainer:
         """Save the present step if that was not done, wait for the write, and record the end. Collective.
 
         `stopped_by` is the request that stopped the run; None: the run is complete. Also removes the file
-        STOP, and calls `Saving.release_memory`. Raises the errors of `Saving.finish`.
+        STOP, and the snapshots in memory. Raises the errors of `Saving.finish`.
         """
         if self.saving.is_missing():
-            self.save_to_disk(is_last=True)
+            self.save(is_end=True)
         self.timer.exclude(self.saving.finish, "snapshot_wait_s")
         events.emit("run_end", state=self.state)
 
         def report() -> None:
             if self.run_logger:
                 self.context.stop_signal.remove_stop_file()
-                url, best = self.saving.store.url, self.saving.saver.best
+                url, best = self.saving.disk.store.url, self.saving.disk.store.best
                 self.run_logger.ended(self.state.step, stopped_by, url, self.timer.phases, best)
 
         self.context.on_all(report)
-        self.saving.release_memory(stopped_by)
+        self.saving.remove_memory_snapshots()
 
     def handle_nonfinite(self, grad_norm: float) -> None:
         """Count the update as skipped, or end the run, if the gradient or a loss is not finite. Collective.
@@ -265,10 +261,9 @@ class Trainer:
                 log.warning(f"step {state.step + 1}: the {what} is not finite; its update is left out")
                 self.run_logger.log_skipped(state.step + 1, first_window, last_window, total + 1)
             return
-        self.saving.saver.wait()  # all ranks take part in writing a sharded state
         if self.run_logger:
             self.run_logger.failed(self.state.step, sentence)
-        self.saving.remove_memory_snapshots()
+        self.saving.remove_memory_snapshots()  # waits: all ranks take part in writing a sharded state
         raise NonFiniteError(sentence)
 
     def log_training(self, grad_norm: float) -> None:
@@ -319,7 +314,6 @@ class Trainer:
         try:
             yield
         except UserError:
-            self.saving.saver.wait()
             self.saving.remove_memory_snapshots()
             raise
         except Exception:

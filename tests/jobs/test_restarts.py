@@ -21,7 +21,7 @@ from conftest import (
 from support.jobs import read_history, read_metric
 from support.snapshots import newest
 
-from mingpt.snapshot import SnapshotStore
+from mingpt.snapshot import Store
 from mingpt.tools.jobs import torchrun
 
 
@@ -113,7 +113,7 @@ def test_a_failure_that_would_repeat_ends_the_job(
     last = snapshot_steps(tmp_path / "run")[-1]
     # A failure, unlike a NaN, does not wait for the snapshot that is being written.
     assert last == 12 or (generations > 1 and last == 8)
-    assert newest(SnapshotStore(str(tmp_path / "run" / "snapshots"))) == (last, {})
+    assert newest(Store(str(tmp_path / "run" / "snapshots"))) == (last, {})
     if generations > 1:
         finish(trainer__workers=1, **settings)
         assert read_history(tmp_path / "run")["status"] == "finished"

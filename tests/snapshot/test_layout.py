@@ -7,7 +7,7 @@ from support.snapshots import PARTS, TENSORS
 
 from mingpt.snapshot.layout import (
     KINDS,
-    StagingBuffer,
+    Staging,
     are_files_of,
     file_name,
     files_of,
@@ -44,7 +44,7 @@ def test_the_chunks_of_a_layout_are_safetensors_files_of_the_tensors(monkeypatch
         "model.half": torch.ones(3, dtype=torch.bfloat16),
         "model.not_contiguous": torch.arange(6.0).view(2, 3).T,
     }
-    staging = StagingBuffer(tensors)
+    staging = Staging(tensors)
     staging.fill(tensors)
     found: dict[str, torch.Tensor] = {}
     for layout in make_layout(specs_of(tensors), 3):
@@ -64,7 +64,7 @@ def test_where_cuda_cannot_lock_a_buffer_one_line_says_so_and_copies_go_on(
     monkeypatch.setattr(torch.cuda, "check_error", Mock(side_effect=RuntimeError("CUDA error 2")))
     monkeypatch.setattr(torch, "ones", Mock(side_effect=RuntimeError("the error that CUDA remembers")))
     caplog.set_level("INFO", "mingpt")
-    for staging in (StagingBuffer(PARTS), StagingBuffer(PARTS)):
+    for staging in (Staging(PARTS), Staging(PARTS)):
         staging.lock_pages()
         staging.fill(PARTS)
     (line,) = caplog.messages

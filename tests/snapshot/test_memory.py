@@ -16,7 +16,7 @@ from support.ranks import lone_rank
 from support.snapshots import make_manifest
 
 from mingpt.base.rows import RowMap
-from mingpt.snapshot import MemorySaver, MemorySnapshots, SnapshotStore
+from mingpt.snapshot import MemorySaver, MemorySnapshots, Store
 
 
 def make_state(step: int) -> dict[str, torch.Tensor]:
@@ -175,7 +175,7 @@ def test_what_a_run_left_is_removed_after_a_day_and_what_a_user_put_there_stays(
     assert [name for name, root in roots.items() if root.exists()] == ["mixed", "recent", "own"]
     assert os.listdir(roots["mixed"]) == ["notes.txt"]
     assert len(caplog.records) == 2 and str(roots["old"]) in caplog.text
-    assert SnapshotStore(str(memory.own.store.url)).steps() == [5]
+    assert Store(str(memory.own.store.url)).steps() == [5]
     memory.snapshots.make_room(-1)
     memory.remove()
     assert [path.read_text() for path in notes] == ["mine"] * 3

@@ -12,7 +12,7 @@ import torch
 from support.snapshots import TENSORS, file_names, make_manifest, make_store, newest, save, write
 
 from mingpt.base.errors import UserError
-from mingpt.snapshot import Keep, SnapshotSaver, SnapshotStore, open_snapshot, reading
+from mingpt.snapshot import Keep, Saver, Store, open_snapshot, reading
 
 FAILURES = [
     OSError(errno.EIO, "Input/output error"),
@@ -26,7 +26,7 @@ Break = Callable[..., list[str]]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> SnapshotStore:
+def store(tmp_path: Path) -> Store:
     """A store with the snapshots of steps 1 and 2."""
     store = make_store(tmp_path)
     for step in (1, 2):
@@ -57,7 +57,7 @@ def break_reading(monkeypatch: pytest.MonkeyPatch) -> Break:
 @pytest.mark.parametrize("kind", ["json", "safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
 def test_the_snapshot_before_an_unreadable_one_is_used_and_nothing_is_renamed(
-    store: SnapshotStore, kind: str, error: Exception, break_reading: Break
+    store: Store, kind: str, error: Exception, break_reading: Break
 ) -> None:
     before = file_names(store)
     failed = break_reading(f"00000002.{kind}", error)
@@ -70,7 +70,7 @@ def test_the_snapshot_before_an_unreadable_one_is_used_and_nothing_is_renamed(
 
 def test_a_file_that_ends_too_soon_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An object store may close the connection early."""
-    remote = SnapshotStore(f"memory://{random.random()}/snapshots", retries_s=(0.0,))
+    remote = Store(f"memory://{random.random()}/snapshots", retries_s=(0.0,))
     write(remote, make_manifest(1))
     whole, cut = remote.files.cat_file, iter([True])
 
@@ -83,7 +83,7 @@ def test_a_file_that_ends_too_soon_is_read_again(monkeypatch: pytest.MonkeyPatch
 
 
 def test_whoever_looks_for_a_snapshot_passes_it_over_in_one_line(
-    store: SnapshotStore,
+    store: Store,
     break_reading: Break,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -105,13 +105,13 @@ def test_whoever_looks_for_a_snapshot_passes_it_over_in_one_line(
 
 @pytest.mark.parametrize("kind", ["json", "safetensors", "optimizer.safetensors"])
 def test_an_unreadable_snapshot_is_never_pruned_and_does_not_count(
-    store: SnapshotStore, kind: str, break_reading: Break
+    store: Store, kind: str, break_reading: Break
 ) -> None:
     """The snapshot is newer than the one that training goes on from, and keep_last is 1."""
     write(store, make_manifest(9))
     break_reading(f"00000009.{kind}", FAILURES[0])
     newest(store)
-    saver = SnapshotSaver(store)
+    saver = Saver(store)
     for step in (3, 4):
         save(saver, make_manifest(step), keep=Keep(last=1, best=True))
     assert store.steps() == [9, 4]

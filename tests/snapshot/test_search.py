@@ -14,7 +14,7 @@ from mingpt.base.errors import CorruptSnapshot
 from mingpt.base.rows import RowMap
 from mingpt.config import to_dict
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot import Found, SnapshotStore, find_latest
+from mingpt.snapshot import Found, Store, find_latest
 from mingpt.snapshot.contents import check_shard, stored_rows
 from mingpt.snapshot.memory import plan_copies
 
@@ -28,9 +28,9 @@ class Nodes:
         self.tokenizer: bytes | None = None
         self.keeper = plan_copies(node_of)
 
-    def stores(self, node: int) -> list[SnapshotStore]:
+    def stores(self, node: int) -> list[Store]:
         """The stores in a node's memory."""
-        return [SnapshotStore(str(path)) for path in sorted(self.folder.glob(f"node{node}/*"))]
+        return [Store(str(path)) for path in sorted(self.folder.glob(f"node{node}/*"))]
 
     def save(self, step: int, lost: Sequence[int] = (), **fields: Any) -> None:
         """Write all workers' parts but those of `lost`. `fields` are more fields of the last manifest."""
@@ -55,7 +55,7 @@ class Nodes:
             elif with_whole:
                 part[name] = tensor
         (self.folder / place).mkdir(parents=True, exist_ok=True)
-        store = SnapshotStore(str(self.folder / place))
+        store = Store(str(self.folder / place))
         write(store, manifest, part, self.tokenizer if with_whole else None)
 
     def find(self, nodes: Sequence[int]) -> int | None:

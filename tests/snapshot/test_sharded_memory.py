@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mingpt.base.rows import RowMap
 from mingpt.distributed import DistributedContext, Launch, Place
-from mingpt.snapshot import Manifest, MemorySaver, MemorySnapshots, SnapshotStore, find_latest
+from mingpt.snapshot import Manifest, MemorySaver, MemorySnapshots, Store, find_latest
 from mingpt.snapshot.contents import stored_rows
 from mingpt.snapshot.memory import plan_copies
 from mingpt.snapshot.reading import accept_all
@@ -60,14 +60,14 @@ def test_nobody_removes_the_step_before_while_any_worker_is_writing(
 ) -> None:
     """Otherwise there might be no step that all workers have."""
     may_go_on = threading.Event()
-    commit = SnapshotStore.commit
+    commit = Store.commit
 
-    def slow_commit(self: SnapshotStore, manifest: Manifest) -> None:
+    def slow_commit(self: Store, manifest: Manifest) -> None:
         if manifest.shard and manifest.shard.rank == 1 and manifest.step == 4:
             assert may_go_on.wait(30)
         commit(self, manifest)
 
-    monkeypatch.setattr(SnapshotStore, "commit", slow_commit)
+    monkeypatch.setattr(Store, "commit", slow_commit)
 
     def work(worker: Worker) -> list[int]:
         worker.save(2)
@@ -129,7 +129,7 @@ def memory_of(folder: Path, node: int) -> MemorySnapshots:
 
 def newest(context: DistributedContext, folder: Path, node: int) -> int | None:
     """The newest step of which this node has all parts; also compares the values."""
-    disk = SnapshotStore(str(folder / "disk"))
+    disk = Store(str(folder / "disk"))
     stores = memory_of(folder, node).stores()
     state = find_latest(disk, stores, context, accept_all, stored_rows, is_restart=True).state
     return check_values(state, context) if state else None

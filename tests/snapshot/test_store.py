@@ -15,19 +15,19 @@ from support.object_store import object_store
 from support.snapshots import file_names, make_manifest, make_store, newest, write
 
 from mingpt.base.errors import CorruptSnapshot, UserError
-from mingpt.snapshot import SnapshotStore, open_snapshot
+from mingpt.snapshot import Store, open_snapshot
 
 KINDS = ["json", "safetensors", "optimizer.safetensors"]  # endings of a snapshot's three files
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> SnapshotStore:
+def store(tmp_path: Path) -> Store:
     return make_store(tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "stride"), [("json", 57), ("safetensors", 9), ("optimizer.safetensors", 1)])
 def test_every_flipped_bit_and_every_cut_is_noticed_and_the_snapshot_before_is_used(
-    store: SnapshotStore, kind: str, stride: int
+    store: Store, kind: str, stride: int
 ) -> None:
     """One bit is flipped at a time, in every byte or every seventh, and the file is cut there."""
     write(store, make_manifest(1))
@@ -62,7 +62,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed_and_the_snapshot_before_is_u
     ids=["nothing", "FIFO", "folder", "loop", "link to nothing", "link to a device"],
 )
 def test_a_snapshot_with_another_thing_in_place_of_a_file_is_quarantined_by_name(
-    make: Callable[[Path], None], kind: str, store: SnapshotStore, caplog: pytest.LogCaptureFixture
+    make: Callable[[Path], None], kind: str, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Reading it does not hang. A second corrupt snapshot of the same step does not overwrite the first."""
     caplog.set_level(logging.WARNING)
@@ -85,9 +85,9 @@ def test_a_snapshot_with_another_thing_in_place_of_a_file_is_quarantined_by_name
 def test_a_place_that_cannot_be_written_or_has_no_driver_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written to"):
-        SnapshotStore(str(tmp_path / "file" / "snapshots")).prepare()
+        Store(str(tmp_path / "file" / "snapshots")).prepare()
     with pytest.raises(UserError, match="s4"):
-        SnapshotStore("s4://bucket/snapshots")
+        Store("s4://bucket/snapshots")
 
 
 def test_a_refused_start_leaves_no_file_and_a_dangling_link_is_named(
@@ -95,15 +95,15 @@ def test_a_refused_start_leaves_no_file_and_a_dangling_link_is_named(
 ) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(UserError, match="is a link to nowhere, which is not a folder"):
-        SnapshotStore(str(tmp_path / "link")).prepare()
+        Store(str(tmp_path / "link")).prepare()
     monkeypatch.setattr("mingpt.base.files.fsync_path", Mock(side_effect=OSError(errno.EIO, "broken")))
     with pytest.raises(UserError, match="cannot be written to: broken"):
-        SnapshotStore(str(tmp_path / "new")).prepare()
+        Store(str(tmp_path / "new")).prepare()
     assert not any((tmp_path / "new").iterdir())
 
 
 def test_a_listing_that_fails_once_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = SnapshotStore(str(tmp_path), retries_s=(0.0,))
+    store = Store(str(tmp_path), retries_s=(0.0,))
     (tmp_path / "step_00000001.json").touch()
     errors = iter([OSError(errno.ETIMEDOUT, "timed out")])
     list_files = store.files.ls
@@ -125,7 +125,7 @@ def test_a_full_disk_at_the_start_is_a_line_and_it_is_tried_again_with_the_first
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    store = SnapshotStore(str(tmp_path / "snapshots"))
+    store = Store(str(tmp_path / "snapshots"))
     if name == "probe":
         (tmp_path / "snapshots").mkdir()
         Path(store.path("partial-step_00000003.safetensors")).write_bytes(b"what an unfinished write left")
@@ -140,7 +140,7 @@ def test_a_full_disk_at_the_start_is_a_line_and_it_is_tried_again_with_the_first
     assert not [name for name in file_names(store) if "step_00000002" not in name]
 
 
-def test_at_the_start_only_what_a_killed_job_left_is_removed(store: SnapshotStore) -> None:
+def test_at_the_start_only_what_a_killed_job_left_is_removed(store: Store) -> None:
     ours = ["partial-step_00000003", "partial-step_00000003.json", "partial-partial-step_00000003"]
     ours += ["step_00000003.safetensors", f"partial-probe-{32 * '0'}"]
     users = ["partial-results.csv", "partial-step_3.json", "probe-1", f"probe-{os.getpid()}", "step_x"]
@@ -153,7 +153,7 @@ def test_at_the_start_only_what_a_killed_job_left_is_removed(store: SnapshotStor
 
 
 def test_an_upload_that_keeps_failing_or_is_truncated_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = SnapshotStore(f"memory://{random.random()}/snapshots", retries_s=(0.0,))
+    store = Store(f"memory://{random.random()}/snapshots", retries_s=(0.0,))
     content = b"conten"
     monkeypatch.setattr(store.files, "put_file", lambda _, path: store.files.pipe_file(path, content))
     with pytest.raises(OSError, match="has 6 bytes of 7 after writing"):
@@ -164,7 +164,7 @@ def test_an_upload_that_keeps_failing_or_is_truncated_is_an_error(monkeypatch: p
 
 
 def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -> None:
-    store = SnapshotStore(str(tmp_path / "run" / "snapshots"))
+    store = Store(str(tmp_path / "run" / "snapshots"))
     store.prepare()
     write(store, make_manifest(7))
     for where in (
@@ -187,7 +187,7 @@ def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -
 
 
 def test_the_best_snapshot_has_the_lowest_validation_loss_of_its_own_step(
-    store: SnapshotStore, caplog: pytest.LogCaptureFixture
+    store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(store, make_manifest(5))
     with pytest.raises(UserError, match="there is no best snapshot in"):
@@ -211,7 +211,7 @@ def test_an_upload_that_breaks_off_is_repeated_and_otherwise_leaves_nothing(
     caplog.set_level("INFO")
     with object_store(monkeypatch) as bucket:
         bucket.mkdir("runs")
-        store = SnapshotStore("s3://runs/one", retries_s=(0.0,))
+        store = Store("s3://runs/one", retries_s=(0.0,))
         store.prepare()
         put_file, broken = store.files.put_file, list[str]()
 

@@ -19,10 +19,10 @@ from mingpt.base.rows import RowMap
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.exit import is_lost_peer
 from mingpt.distributed.group import BackgroundGroup
-from mingpt.snapshot import Keep, SnapshotSaver, SnapshotStore
+from mingpt.snapshot import Keep, Saver, Store
 from mingpt.snapshot import layout as layout_module
 from mingpt.snapshot import saver as saver_module
-from mingpt.snapshot.layout import FileLayout
+from mingpt.snapshot.layout import Layout
 from mingpt.snapshot.manifest import FileRecord
 
 Tensors = dict[str, Tensor]
@@ -62,13 +62,13 @@ def local_files(folder: Path, tensors: Tensors) -> dict[str, bytes]:
     return read_files(store)
 
 
-def read_files(store: SnapshotStore) -> dict[str, bytes]:
+def read_files(store: Store) -> dict[str, bytes]:
     return {
         name: (Path(store.root) / name).read_bytes() for name in file_names(store) if "safetensors" in name
     }
 
 
-Prepare = Callable[[SnapshotSaver, DistributedContext], None]
+Prepare = Callable[[Saver, DistributedContext], None]
 
 
 def save_together(
@@ -84,8 +84,8 @@ def save_together(
         tensors, workers = state(), context.world_size
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         rows = RowMap(shapes, workers, ("model.", "optimizer."))
-        store = SnapshotStore(str(folder / "snapshots"), retries_s=())
-        saver = SnapshotSaver(store, None, rows, BackgroundGroup(context.rank, workers), main_rank)
+        store = Store(str(folder / "snapshots"), retries_s=())
+        saver = Saver(store, None, rows, BackgroundGroup(context.rank, workers), main_rank)
         prepare(saver, context)
         part = part_of(tensors, rows, context.rank, main_rank)
         saver.save(make_manifest(STEP), part, Keep(3), before if context.rank == 0 else lambda: None)
@@ -119,10 +119,10 @@ def test_the_files_are_those_of_one_rank_that_has_all_of_the_state(
 def breaking_off(error: Exception, fails: Callable[[int], bool]) -> Prepare:
     """Let a file break off in the middle if `fails` is true of the number of files so far, from 1."""
 
-    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
+    def prepare(saver: Saver, context: DistributedContext) -> None:
         write_file, numbers = saver.store.write_file, itertools.count(1)
 
-        def write(layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
+        def write(layout: Layout, chunks: Iterable[memoryview]) -> FileRecord:
             if not fails(next(numbers)):
                 return write_file(layout, chunks)
             next(iter(chunks))
@@ -170,7 +170,7 @@ def test_what_the_main_rank_cannot_do_is_the_error_of_all(
     def fail(*_: object) -> Any:
         raise error
 
-    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
+    def prepare(saver: Saver, context: DistributedContext) -> None:
         if context.rank == 0 and where != "before":
             setattr(saver.store, where, fail)
 
@@ -185,7 +185,7 @@ def test_what_the_main_rank_cannot_do_is_the_error_of_all(
 def dying_in_exchange(rank: int, number: int) -> Prepare:
     """Let a rank die in the background group's exchange of this number."""
 
-    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
+    def prepare(saver: Saver, context: DistributedContext) -> None:
         if context.rank != rank:
             return
         gather_on_all, calls = saver.group.gather_on_all, []

@@ -8,7 +8,7 @@ import torch
 from mingpt.config import Config, ModelConfig, to_dict
 from mingpt.data import CharTokenizer
 from mingpt.model import GPT
-from mingpt.snapshot import SnapshotStore
+from mingpt.snapshot import Store
 from mingpt.snapshot.contents import describe_tokenizer
 from mingpt.tools.hugging_face import form_of, hf_fields, import_transformers
 from support.models import add_noise
@@ -52,7 +52,7 @@ def save_run(folder: Path | str, config: Config, characters: str, step: int = 30
     about = describe_tokenizer(tokenizer, len(characters))
     data = {"path": "https://name:secret@host/data.txt?signature=secret", "sha256": "0" * 64}
     fields = make_manifest(step, loss, config=to_dict(config), tokenizer=about, data=data)
-    store = SnapshotStore(f"{folder}/snapshots")
+    store = Store(f"{folder}/snapshots")
     store.prepare()
     write(store, fields, tensors, tokenizer.to_bytes())
     return model

@@ -11,7 +11,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from mingpt.base.rows import RowMap
-from mingpt.snapshot import Keep, Manifest, Snapshot, SnapshotSaver, SnapshotStore, find_latest
+from mingpt.snapshot import Keep, Manifest, Snapshot, Saver, Store, find_latest
 from mingpt.snapshot.reading import SourceFile, StoredFile, TensorFile, accept_all
 from support.single_process import SingleProcess
 
@@ -41,7 +41,7 @@ def make_manifest(step: int, loss: float | None = None, **fields: Any) -> Manife
     return Manifest.model_validate(manifest_fields(step, loss) | fields)
 
 
-def newest(store: SnapshotStore) -> tuple[int, dict[int, str]]:
+def newest(store: Store) -> tuple[int, dict[int, str]]:
     """The step of the newest valid snapshot (-1: none), and {step: why a newer snapshot is corrupt}."""
     found = find_latest(store, [], SingleProcess(), accept_all, lambda manifest: RowMap({}), is_restart=True)
     return found.state.manifest.step if found.state else -1, found.corrupt(0)
@@ -75,26 +75,26 @@ def snapshot_of(
     return Snapshot(manifest, files)
 
 
-def make_store(tmp_path: Path) -> SnapshotStore:
+def make_store(tmp_path: Path) -> Store:
     """A store in the folder `snapshots` of `tmp_path`."""
-    store = SnapshotStore(str(tmp_path / "snapshots"), retries_s=(0.0, 0.0))
+    store = Store(str(tmp_path / "snapshots"), retries_s=(0.0, 0.0))
     store.prepare()
     return store
 
 
 def write(
-    store: SnapshotStore,
+    store: Store,
     manifest: Manifest,
     tensors: Mapping[str, Tensor] = TENSORS,
     tokenizer: bytes | None = None,
 ) -> None:
     """Write a whole snapshot to the store. `tokenizer` is the content of the tokenizer's file, if any."""
-    saver = SnapshotSaver(store, tokenizer)
+    saver = Saver(store, tokenizer)
     saver.write_once(manifest, saver.stage(manifest.step, tensors))
 
 
 def save(
-    saver: SnapshotSaver,
+    saver: Saver,
     manifest: Manifest,
     tensors: Mapping[str, Tensor] = TENSORS,
     keep: Keep = Keep(last=100),  # noqa: B008
@@ -104,5 +104,5 @@ def save(
     saver.wait()
 
 
-def file_names(store: SnapshotStore) -> list[str]:
+def file_names(store: Store) -> list[str]:
     return sorted(path.name for path in Path(store.root).iterdir())

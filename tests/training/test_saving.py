@@ -17,7 +17,7 @@ from mingpt.base.errors import NonRetryableError
 from mingpt.base.rows import RowMap
 from mingpt.config.cli import build
 from mingpt.data import make_corpus
-from mingpt.snapshot import Manifest, MemorySnapshots, SnapshotSaver
+from mingpt.snapshot import Manifest, MemorySnapshots, Saver
 from mingpt.snapshot.search import View
 from mingpt.training.run_folder import RunFolder
 from mingpt.training.saving import Saving
@@ -240,7 +240,7 @@ def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch:
 
 def test_a_new_best_is_one_below_all_that_are_kept(tmp_path: Path) -> None:
     """Snapshots of later steps do not count: the run does not go on from them. Without keep_best, none is."""
-    kept = SnapshotSaver(make_store(tmp_path))
+    kept = Saver(make_store(tmp_path))
     for step, loss in ((5, 3.0), (10, 4.0), (15, 1.0)):
         save(kept, make_manifest(step, loss))
     saving = make_saving(tmp_path, {"snapshot.keep_best": True})

@@ -19,7 +19,7 @@ from mingpt.config.cli import build
 from mingpt.data import TextData
 from mingpt.distributed import DistributedContext
 from mingpt.report.history import RunHistory
-from mingpt.snapshot import MemorySnapshots, SnapshotStore, StoredState, find_latest
+from mingpt.snapshot import MemorySnapshots, Store, StoredState, find_latest
 from mingpt.snapshot.contents import check_shard, stored_rows
 from mingpt.snapshot.search import Fault, Found, View
 from mingpt.training.resume import (
@@ -118,7 +118,7 @@ def test_a_step_that_any_worker_cannot_read_is_not_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another worker of the job sees the same step as corrupt."""
-    store = SnapshotStore(str(tmp_path / "snapshots"), retries_s=())
+    store = Store(str(tmp_path / "snapshots"), retries_s=())
     store.prepare()
     for step in (5, 10):
         write(store, make_manifest(step))  # another model's: corrupt
@@ -153,7 +153,7 @@ def test_of_the_nodes_that_share_a_folder_one_sets_a_corrupt_snapshot_aside(
 def test_a_folder_that_cannot_be_listed_is_what_a_worker_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = SnapshotStore(str(tmp_path / "snapshots"), retries_s=())
+    store = Store(str(tmp_path / "snapshots"), retries_s=())
 
     def fail(path: str, detail: bool = True) -> list[str]:
         raise OSError(errno.ESTALE, "Stale file handle")
