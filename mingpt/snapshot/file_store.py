@@ -36,6 +36,7 @@ from mingpt.base.files import (
 from mingpt.base.urls import open_url
 
 FLUSH_BYTES = 64 << 20
+NO_LOSS = math.inf, -1  # stands for (validation loss, step) if no snapshot has a validation loss
 Content = bytes | memoryview
 log = logging.getLogger(__name__)
 
@@ -87,13 +88,10 @@ class FileStore:
         self.is_local = isinstance(self.files, LocalFileSystem)
         self.is_process_private = self.files.protocol == "memory"
         self.check_claim = check_claim
-        self.is_ready = True  # false after a failure to prepare the folder
-        # Step -> why its snapshot could not be read. Such a snapshot is never deleted: it may be valid.
-        self.unreadable: dict[int, str] = {}
-        # Step -> validation loss at that step (None: not measured), from manifests that were read or written.
-        self.losses: dict[int, float | None] = {}
-        # (the lowest validation loss of a snapshot that is kept, that snapshot's step); step -1: there is none
-        self.best: tuple[float, int] = (math.inf, -1)
+        # Steps whose snapshots could not be read. Such a snapshot is never deleted: it may be valid.
+        self.unreadable: set[int] = set()
+        # (the lowest validation loss of a snapshot that is kept, that snapshot's step)
+        self.best: tuple[float, int] = NO_LOSS
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
@@ -101,28 +99,24 @@ class FileStore:
     def names(self) -> list[str]:
         """Return the names of all files and folders at `url`, sorted; [] if `url` does not exist.
 
-        Raises OSError or an error of fsspec's driver if the last attempt to list the folder fails.
+        Raises UnreadableSnapshot if the last attempt to list the folder fails.
         """
-        return retry(
-            self.list_once,
-            self.retries_s,
-            lambda error: log.info(f"{self.url} cannot be listed ({reason_of(error)}); trying again"),
-        )
+        try:
+            return retry(
+                self.list_once,
+                self.retries_s,
+                lambda error: log.info(f"{self.url} cannot be listed ({reason_of(error)}); trying again"),
+            )
+        except DriverError as error:
+            raise UnreadableSnapshot(f"the folder {self.url} cannot be read: {reason_of(error)}") from None
 
     def list_once(self) -> list[str]:
-        """Return what `names` returns, or raise its errors, after a single attempt."""
+        """Return what `names` returns, or raise an error of fsspec's driver, after a single attempt."""
         self.files.invalidate_cache()
         try:
             return sorted(str(entry).rsplit("/", 1)[-1] for entry in self.files.ls(self.root, detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
-
-    def list_names(self) -> list[str]:
-        """Return what `names` returns. Raises UnreadableSnapshot if `url` cannot be listed."""
-        try:
-            return self.names()
-        except DriverError as error:
-            raise UnreadableSnapshot(f"the folder {self.url} cannot be read: {reason_of(error)}") from None
 
     def write_atomic(self, name: str, content: Content) -> None:
         """Write `content` to the file `name`, as `write_stream` does; raise the errors of `write_stream`."""

@@ -4,7 +4,7 @@ These are ordinary snapshots, written to a folder such as /dev/shm, whose files 
 the node. This folder has one subfolder for each run, named after the random id in run.json and the path of
 the run folder. There, each generation (the workers between two restarts) writes to a subfolder of its own,
 and its first snapshot replaces those of earlier generations. The memory must have room for two states: the
-snapshot that is kept, and the one that is being written. When a run ends, its snapshots in memory are removed.
+snapshot that is kept, and the one that is being written. When a run ends, its snapshots there are removed.
 """
 
 import contextlib

@@ -31,14 +31,22 @@ from mingpt.snapshot.store import Store
 log = logging.getLogger(__name__)
 
 
+class Status(NamedTuple):
+    """What decides, besides settings and step, whether a save is due."""
+
+    is_end: bool = False  # this generation makes no later step
+    is_wanted: bool = False  # the step is to be on disk, for its validation loss
+    is_busy: bool = False  # a rank that takes part in a save is still writing the previous one
+
+
 @dataclass
 class Tier:
     """A place for snapshots, when to save there, what to keep, and which ranks write.
 
     `every` is a number of steps, or 0 for no periodic saves. `keep` is the number of newest snapshots that
-    stay. With `keep_best`, the snapshot with the lowest validation loss also stays. The ranks `writers` write whole snapshots; the first of them is the main writer. With
-    `may_skip`, a save is left out while an earlier one is being written. With `is_durable`, the tier outlives
-    the node, and the last step of a generation is saved there.
+    stay. With `keep_best`, that with the lowest validation loss stays, too. The ranks `writers` write whole
+    snapshots; the first of them is the main writer. With `may_skip`, a save is left out while an earlier one
+    is being written. With `is_durable`, the tier outlives the node, and a generation's last step is saved.
     """
 
     name: str  # "disk" or "memory"
@@ -49,28 +57,19 @@ class Tier:
     keep_best: bool = False
     may_skip: bool = False
     is_durable: bool = True
-    replaces: list[Store] = field(default_factory=list)  # the first snapshot here makes these stores needless
-    begun: int = -1  # step of the newest save that was begun, or that the store held at first; -1 for none
+    replaces: list[Store] = field(default_factory=list)  # the first snapshot here makes these Stores needless
+    begun: int = -1  # step of the newest save that was begun, or that the Store held at first; -1 for none
     written: int = 0  # step of the newest snapshot that this generation has written; 0 for none
     error: Exception | None = None  # of the last write, on this or the main writer; None if it succeeded
 
-    def is_due(self, step: int, status: "Status") -> bool:
-        """Return whether to save `step` to this tier. A pure function of its arguments and the settings."""
+    def is_due(self, step: int, status: Status) -> bool:
+        """Return whether to save `step` to this tier, given the settings and the status."""
         if status.is_end:
             return self.is_durable and self.begun < step
-        if self.may_skip and (status.is_busy or (not self.is_durable and status.is_memory_off)):
+        if self.may_skip and status.is_busy:
             return False
         is_wanted = status.is_wanted and self.is_durable and not self.may_skip
         return is_wanted or (self.every > 0 and step % self.every == 0)
-
-
-class Status(NamedTuple):
-    """What decides, besides settings and step, whether a save is due."""
-
-    is_end: bool = False  # this generation makes no later step
-    is_wanted: bool = False  # the step is to be on disk, for its validation loss
-    is_busy: bool = False  # a rank that takes part in a save is still writing the previous one
-    is_memory_off: bool = False  # saving to memory has failed on a rank
 
 
 def attempt(work: Callable[[], None]) -> Exception | None:
@@ -125,8 +124,8 @@ class Saver:
     ) -> None:
         """Wait for the previous save, copy this rank's tensors, and begin to write them to `tiers`.
 
-        `tiers` are some of the Saver's tiers; None means all. On return the tensors may change. The background
-        thread calls `before` before it writes to a durable tier.
+        `tiers` are some of the Saver's tiers; None means all. On return the tensors may change. The
+        background thread calls `before` before it writes to a durable tier.
         """
         self.wait()
         self.allocate(tensors)
@@ -138,12 +137,10 @@ class Saver:
         self.thread = threading.Thread(target=self.write, args=(manifest, due, before))
         self.thread.start()
 
-    def write(
-        self, manifest: Manifest, tiers: Sequence[Tier], before: Callable[[], None] = lambda: None
-    ) -> None:
+    def write(self, manifest: Manifest, tiers: Sequence[Tier], before: Callable[[], None]) -> None:
         """Write the staged state to each of `tiers`. `save` runs this in a background thread.
 
-        Never raises: `Tier.error` keeps the error of a failed write. The writer logs it, except a lost peer or
+        Never raises: `Tier.error` keeps the error of a failed write. A writer logs it, except a lost peer or
         claim, which the main thread reports. Collective if the state is sharded.
         """
         for tier in tiers:
@@ -155,14 +152,15 @@ class Saver:
                 tier.error = error
                 # The main thread loses the same peer, or the same claim, and reports it.
                 is_reported = is_lost_peer(error) or isinstance(error, ClaimLost)
-                if tier.is_durable and not is_reported and self.rank in tier.writers:
+                if self.rank in tier.writers and not is_reported and tier.is_durable:
                     log.warning(f"snapshot of step {manifest.step} could not be written: {reason_of(error)}")
 
     def write_to(self, tier: Tier, manifest: Manifest) -> None:
         """Write the staged state to one tier, durable on return. Collective if the state is sharded.
 
         A writer commits its manifest once it has written all files, even if another writer has failed. After
-        an error it calls `Store.discard`, unless the claim (the right to write there) is lost. Raises this rank's error; on a rank that does not write, the main writer's.
+        an error it calls `Store.discard`, unless the claim (the right to write there) is lost. Raises this
+        rank's error; on a rank that does not write, the main writer's.
         """
         records = list[FileRecord]()
         outcomes = self.group.gather_on_all(lambda: self.write_files(tier, manifest.step, records))
@@ -170,9 +168,9 @@ class Saver:
         error = outcomes[self.group.rank if is_writer else tier.writers[0]]
         if is_writer and error is None:
             error = attempt(lambda: tier.store.commit(manifest.with_files(records)))
-        if is_writer and error and not isinstance(error, ClaimLost):
-            tier.store.discard(manifest.step)
         if error:
+            if is_writer and not isinstance(error, ClaimLost):
+                tier.store.discard(manifest.step)
             raise error
         tier.error, tier.written = None, manifest.step
         if is_writer:
@@ -210,7 +208,7 @@ class Saver:
         return error
 
     def remove_old(self, tier: Tier, manifest: Manifest) -> None:
-        """Remove the snapshots that the new one, with `manifest`, makes needless. A failure is only logged."""
+        """Remove the snapshots that the new one makes needless. A failure is only logged."""
         try:
             tier.store.prune(tier.keep, tier.keep_best, manifest.replayed_step)
             while tier.replaces:

@@ -373,10 +373,10 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
-    """Return (number of entries in `distrusted`, records up to `step`, generations) of the run folder `path`.
+    """Return (number of distrusted entries, records up to `step`, generations) of the run folder `path`.
 
-    `distrusted` is a list in run.json, with an entry for each replay that found different results. Returns None
-    if there is no valid run.json, or if metrics.jsonl cannot be read.
+    `distrusted` in run.json has an entry for each replay that found different results. Returns None if there
+    is no valid run.json, or if metrics.jsonl cannot be read.
     """
     history = load_history(path)
     if history is None:
