@@ -30,8 +30,8 @@ from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import find_program
 from mingpt.report import is_reported, load_history, read_job_start, read_records
-from mingpt.snapshot.claim import Claim, Holder
 from mingpt.snapshot.layout import memory_of
+from mingpt.training.claim import Claim, Holder
 
 # Settings that change no result but must be the same on all workers.
 SAME_EVERYWHERE = ("trainer.eval_only", "trainer.parallel", "trainer.shard_optimizer", "trainer.fsdp_reshard")

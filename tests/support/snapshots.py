@@ -11,7 +11,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from mingpt.base.rows import RowMap
-from mingpt.snapshot import Keep, Manifest, Snapshot, Saver, Store, find_latest
+from mingpt.snapshot import Keep, Manifest, Saver, Snapshot, Store, find_latest
 from mingpt.snapshot.reading import SourceFile, StoredFile, TensorFile, accept_all
 from support.single_process import SingleProcess
 
