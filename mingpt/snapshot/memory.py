@@ -97,10 +97,12 @@ def is_leftover(root: Path) -> bool:
 
     Returns False if the folder is not this user's, and if files disappear during this call.
     """
-    if not RUN_NAME.fullmatch(root.name) or not generation_folders(root):
+    folders = generation_folders(root)
+    if not RUN_NAME.fullmatch(root.name) or not folders:
         return False
     try:
-        newest_change = max(path.lstat().st_mtime for path in (root, *root.rglob("*")))
+        # A folder changes when a file in it is created, renamed or removed.
+        newest_change = max(folder.stat().st_mtime for folder in folders)
     except FileNotFoundError:
         return False  # another job is removing it or writing there
     return newest_change < time.time() - LEFTOVER_S

@@ -23,7 +23,7 @@ from mingpt.base.errors import ClaimLost
 from mingpt.base.files import PIECE_BYTES, reason_of
 from mingpt.base.rows import RowMap
 from mingpt.distributed.exit import is_lost_peer
-from mingpt.distributed.group import BackgroundGroup
+from mingpt.distributed.group import BackgroundGroup, picklable
 from mingpt.snapshot.layout import Layout, Staging, TensorSpec, make_layout, memory_of
 from mingpt.snapshot.manifest import FileRecord, Manifest
 from mingpt.snapshot.store import Store
@@ -205,7 +205,7 @@ class Saver:
             for _ in chunks:  # the other ranks wait until their rows have arrived
                 pass
         self.group.wait(sent)
-        return error
+        return picklable(error) if error and self.is_sharded else error
 
     def remove_old(self, tier: Tier, manifest: Manifest) -> None:
         """Remove the snapshots that the new one makes needless. A failure is only logged."""

@@ -103,7 +103,10 @@ class Saving:
         the main rank), whether this rank is busy writing, and whether it cannot save to memory.
         """
         written = self.disk.written if self.is_main else 0
-        return written, not self.saver.wait(timeout_s=0.0), self.memory.error is not None
+        error = self.memory.error
+        # If a peer is lost, its generation ends, and the next one needs the snapshots in memory.
+        has_failed = error is not None and not is_lost_peer(error)
+        return written, not self.saver.wait(timeout_s=0.0), has_failed
 
     def note_counts(self, written: int, busy: int, failed: int) -> None:
         """Take note of the sums of `counts` over all ranks, which all ranks get in the same step."""
@@ -146,7 +149,7 @@ class Saving:
             return
         self.saver.tiers.remove(self.memory)
         error = self.memory.error
-        if error and self.context.rank in self.memory.writers and not is_lost_peer(error):
+        if error and self.context.rank in self.memory.writers:
             log.warning(
                 f"no snapshots in memory: {self.start.memory.root.parent} cannot be used "
                 f"({reason_of(error)}, on {platform.node()}); after a kill the run resumes from disk: make "
