@@ -23,7 +23,7 @@ from mingpt.base.errors import ClaimLost
 from mingpt.base.files import PIECE_BYTES, reason_of
 from mingpt.base.rows import RowMap
 from mingpt.distributed.exit import is_lost_peer
-from mingpt.distributed.group import BackgroundGroup
+from mingpt.distributed.group import BackgroundGroup, picklable
 from mingpt.snapshot.layout import Layout, Staging, TensorSpec, make_layout, memory_of
 from mingpt.snapshot.manifest import FileRecord, Manifest
 from mingpt.snapshot.store import Store
@@ -181,7 +181,7 @@ class Saver:
     def write_files(self, tier: Tier, step: int, records: list[FileRecord]) -> Exception | None:
         """On a writer, write all files but the manifest, and add their records; on all ranks, send rows.
 
-        Returns the error of a failed write, but raises that of a lost peer.
+        Returns the error of a failed write, as an error that can be pickled, but raises that of a lost peer.
         """
         assert self.staging
         layouts = make_layout(self.specs(), step)
@@ -207,7 +207,7 @@ class Saver:
             for _ in chunks:  # the other ranks wait until their rows have arrived
                 pass
         self.group.wait(sent)
-        return error
+        return error and picklable(error)
 
     def remove_old(self, tier: Tier, manifest: Manifest) -> None:
         """Remove the snapshots that the new one, with `manifest`, makes needless. A failure is only logged."""
