@@ -227,8 +227,9 @@ class Found:
         return max((offer.step for offer in self.on_disk(rank) if not offer.fault), default=-1)
 
     def is_held_by(self, rank: int) -> bool:
-        """Return whether the snapshot that was found is also in a Store of rank `rank`."""
-        return any(self.state and one.step == self.state.manifest.step for one in self.offers[rank])
+        """Return whether the snapshot that was found is also, without a known fault, in a Store of `rank`."""
+        step = self.state.manifest.step if self.state else None
+        return any(offer.step == step and not offer.fault for offer in self.offers[rank])
 
     def faults(self) -> list[Offer]:
         """Return the offers from disks that have a fault, newest first."""
