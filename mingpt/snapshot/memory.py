@@ -2,9 +2,10 @@
 
 These are ordinary snapshots, written to a folder such as /dev/shm, whose files outlive the workers but not
 the node. This folder has one subfolder for each run, named after the random id in run.json and the path of
-the run folder. There, each generation (the workers between two restarts) writes to a subfolder of its own,
-and its first snapshot replaces those of earlier generations. The memory must have room for two states: the
-snapshot that is kept, and the one that is being written. When a run ends, its snapshots there are removed.
+the run folder. There, each writer of each generation (the workers between two restarts) has a subfolder of
+its own, and its first snapshot replaces those of earlier generations. The memory must have room for two
+states: the snapshot that is kept, and the one that is being written. When a run ends, its snapshots there
+are removed.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from mingpt.snapshot.store import Store
 
 LEFTOVER_S = 24 * 3600.0
 RUN_NAME = re.compile(r"mingpt-[0-9a-f]{32}-[0-9a-f]{8}")  # of a run's folder
-GENERATION_NAME = re.compile(r"[0-9a-f]{32}")  # of a generation's folder
+GENERATION_NAME = re.compile(r"[0-9a-f]{32}")  # of the folder of a generation's writer
 log = logging.getLogger(__name__)
 
 

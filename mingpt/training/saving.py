@@ -4,6 +4,7 @@ import logging
 import math
 import platform
 import time
+import uuid
 from dataclasses import asdict
 
 from mingpt.base import events
@@ -81,12 +82,15 @@ class Saving:
         )
 
     def make_memory_tier(self) -> Tier:
-        """Return the tier of the memory of the nodes, as this rank sees it."""
+        """Return the tier of the memory of the nodes, as this rank sees it.
+
+        Each writer has a folder of its own, because the agents of two nodes may run on one machine.
+        """
         places, start = self.context.places, self.start
         writers = [rank for rank, place in enumerate(places) if place.local_rank == 0]
         return Tier(
             "memory",
-            Store(str(start.memory.root / start.known.token)),
+            Store(str(start.memory.root / uuid.uuid4().hex)),
             self.config.snapshot.memory_every,
             keep=1,
             writers=start.folder.snapshot_writers[:2] if self.is_sharded else writers,
