@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from mingpt.base.rows import RowMap
-from mingpt.snapshot import Keep, Manifest, Saver, Snapshot, Store, find_latest
+from mingpt.snapshot import Manifest, Saver, Snapshot, Store, Tier, find_latest
 from mingpt.snapshot.reading import SourceFile, StoredFile, TensorFile, accept_all
 from support.single_process import SingleProcess
 
@@ -20,7 +19,6 @@ TENSORS = {
     "optimizer.wte.step": torch.tensor(1.0),
     "model.half": torch.ones(5, dtype=torch.bfloat16),
 }
-PARTS = {f"{kind}.{letter}": torch.randn(6, 4) for kind in ("model", "optimizer") for letter in "abcde"}
 
 
 def manifest_fields(step: int, loss: float | None = None) -> dict[str, Any]:
@@ -43,7 +41,7 @@ def make_manifest(step: int, loss: float | None = None, **fields: Any) -> Manife
 
 def newest(store: Store) -> tuple[int, dict[int, str]]:
     """The step of the newest valid snapshot (-1: none), and {step: why a newer snapshot is corrupt}."""
-    found = find_latest(store, [], SingleProcess(), accept_all, lambda manifest: RowMap({}), is_restart=True)
+    found = find_latest(store, [], SingleProcess(), accept_all, is_restart=True)
     return found.state.manifest.step if found.state else -1, found.corrupt(0)
 
 
@@ -83,24 +81,26 @@ def make_store(tmp_path: Path) -> Store:
 
 
 def write(
-    store: Store,
-    manifest: Manifest,
-    tensors: Mapping[str, Tensor] = TENSORS,
-    tokenizer: bytes | None = None,
+    store: Store, manifest: Manifest, tensors: Mapping[str, Tensor] = TENSORS, tokenizer: bytes | None = None
 ) -> None:
-    """Write a whole snapshot to the store. `tokenizer` is the content of the tokenizer's file, if any."""
-    saver = Saver(store, tokenizer)
-    saver.write_once(manifest, saver.stage(manifest.step, tensors))
+    """Write a snapshot to the store; all others stay. `tokenizer` has the tokenizer's bytes, if any."""
+    saver = make_saver(store, keep=1_000_000, tokenizer=tokenizer)
+    save(saver, manifest, tensors)
+    (tier,) = saver.tiers
+    if tier.error:
+        raise tier.error
 
 
-def save(
-    saver: Saver,
-    manifest: Manifest,
-    tensors: Mapping[str, Tensor] = TENSORS,
-    keep: Keep = Keep(last=100),  # noqa: B008
-) -> None:
-    """Save a snapshot, and wait until it is written."""
-    saver.save(manifest, tensors, keep)
+def make_saver(
+    store: Store, keep: int = 100, keep_best: bool = False, tokenizer: bytes | None = None
+) -> Saver:
+    """A Saver with one tier, the disk, in a process that holds the whole state."""
+    return Saver([Tier("disk", store, keep=keep, keep_best=keep_best)], tokenizer)
+
+
+def save(saver: Saver, manifest: Manifest, tensors: Mapping[str, Tensor] = TENSORS) -> None:
+    """Save a snapshot to all tiers, and wait until it is written. The tiers keep the errors."""
+    saver.save(manifest, tensors)
     saver.wait()
 
 
