@@ -11,7 +11,7 @@ from conftest import SMALL
 from support.ranks import run_ranks
 from support.runs import make_run
 from support.single_process import SingleProcess
-from support.snapshots import make_manifest, make_store, write
+from support.snapshots import file_names, make_manifest, make_store, write
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.config import Config, SnapshotConfig, TrainerConfig, to_dict
@@ -21,6 +21,7 @@ from mingpt.distributed import DistributedContext
 from mingpt.report.history import RunHistory
 from mingpt.snapshot import MemoryFolder, Store, StoredState, find_latest
 from mingpt.snapshot.contents import check_model, tensor_shapes
+from mingpt.snapshot.manifest import is_distrusted
 from mingpt.snapshot.search import Found, Offer
 from mingpt.training.resume import (
     check_nothing_is_lost,
@@ -30,7 +31,9 @@ from mingpt.training.resume import (
     report_skipped,
 )
 from mingpt.training.run_folder import RunFolder, claim_run_folder, read_known_run
+from mingpt.training.start import find_snapshot
 
+RUN_ID = "0123456789abcdef" * 2
 CHARACTERS = {"tokenizer": {"kind": "char", "vocab_size": 9}}
 NEVER, AUTO = Config(snapshot=SnapshotConfig(resume="never")), Config()
 EVAL_ONLY = Config(trainer=TrainerConfig(eval_only=True))
@@ -291,3 +294,58 @@ def test_an_evaluation_compares_what_can_change_it() -> None:
     for key, value in {"data.block_size": 16, "trainer.dtype": "bfloat16", "data.val_fraction": 0.5}.items():
         with pytest.raises(UserError, match=key):
             check_changed(evaluation | {key: value}, "modern", "auto")
+
+
+def distrust(run_dir: Path, before_generation: int, generations: int = 1) -> None:
+    """Write a run.json in which workers computed wrongly after step 20."""
+    history = RunHistory(run_dir, RUN_ID, {})
+    for _ in range(generations):
+        history.start_generation(make_run(run_dir))
+    history.note_distrusted(25, 20, before_generation, ["worker 1 on b (cpu)"])
+
+
+def test_what_a_node_that_was_away_saved_before_workers_differed_is_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its snapshots are the newest, on disk and in memory, and its run.json knows of no difference."""
+    monkeypatch.setattr("mingpt.training.resume.check_model", lambda *_: None)
+
+    def work(context: DistributedContext) -> tuple[int, list[str], list[str]]:
+        context.rendezvous = None
+        node = tmp_path / str(context.rank)
+        config = build(SMALL | {"run_dir": str(node / "run"), "snapshot.memory_path": str(node)})
+        store, folder = make_store(node), RunFolder(node / "run", True, True, False)
+        memory = MemoryFolder(str(node), RUN_ID, folder.path)
+        folder.path.mkdir()
+        if context.rank == 2:
+            RunHistory(folder.path, RUN_ID, {}).start_generation(make_run(folder.path))
+            write(store, make_manifest(40, generation=1))
+            memory.root.mkdir(mode=0o700)
+            write(Store(str(memory.root / RUN_ID)), make_manifest(45, generation=1))
+        else:
+            distrust(folder.path, before_generation=2, generations=2)
+            write(store, make_manifest(20, generation=1))
+            write(store, make_manifest(30, generation=2))
+        known = read_known_run(context, folder, job="another")
+        found = find_snapshot(config, context, folder, store, TextData(b"To be", config.data), known)
+        assert found.state
+        prepare_store(store, memory, context, found, folder)
+        in_memory = [name for one in memory.stores() for name in one.names()]
+        return found.state.manifest.step, file_names(store), in_memory
+
+    first, second, third = run_ranks(3, work)
+    kinds = ("json", "optimizer.safetensors", "safetensors")
+    assert first == second == (30, [f"step_{step:08d}.{kind}" for step in (20, 30) for kind in kinds], [])
+    assert third == (30, [f"suspect-1-step_00000040.{kind}" for kind in kinds], [])
+    assert "snapshot of step 40 set aside as" in caplog.text
+
+
+def test_a_generation_is_trusted_after_workers_differed_in_a_run_folder_with_fewer_generations(
+    tmp_path: Path,
+) -> None:
+    """The snapshots, at a URL, are of generation 5; the run went on from there in a new run folder."""
+    distrust(tmp_path, before_generation=6)
+    folder = RunFolder(tmp_path, True, True, True)
+    known = read_known_run(SingleProcess(), folder, job="another")
+    ((after, before),) = [(entry["after"], entry["before_generation"]) for entry in known.distrusted]
+    assert not is_distrusted(make_manifest(30, generation=known.generation), [(after, before)])
