@@ -49,6 +49,7 @@ def make_saving(
     context: DistributedContext | None = None,
     offers: Sequence[Offer] = (),
     logger: Any = None,
+    is_sharded: bool = False,
 ) -> Saving:
     """The Saving of a run at step STEP. Each of several ranks has a node and a disk of its own.
 
@@ -78,7 +79,7 @@ def make_saving(
         windows_seen=8 * STEP,
         tensors=lambda: TENSORS,
         rows=RowMap({name: tuple(tensor.shape) for name, tensor in TENSORS.items()}),
-        strategy=SimpleNamespace(updates_are_sharded=False, weights_are_sharded=False),
+        strategy=SimpleNamespace(updates_are_sharded=is_sharded, weights_are_sharded=False),
     )
     environment = SingleProcess().environment()
     run: Any = SimpleNamespace(
@@ -236,6 +237,17 @@ def test_a_new_best_is_one_below_all_that_are_kept(tmp_path: Path) -> None:
     saving = make_saving(tmp_path, {"snapshot.keep_best": True})
     assert [saving.is_new_best(loss) for loss in (3.0, 2.5, 2.75, 2.0)] == [False, True, False, True]
     assert not make_saving(tmp_path, {}).is_new_best(0.5)
+
+
+@pytest.mark.parametrize(("is_sharded", "expected"), [(False, [0, 1, 2]), (True, [0, 1])])
+def test_without_a_shared_folder_every_node_writes_the_state_or_two_do_if_it_is_sharded(
+    is_sharded: bool, expected: list[int], tmp_path: Path
+) -> None:
+    def work(context: DistributedContext) -> tuple[list[int], list[int]]:
+        saving = make_saving(tmp_path / str(context.rank), {}, context, is_sharded=is_sharded)
+        return list(saving.disk.writers), list(saving.memory.writers)
+
+    assert run_ranks(3, work) == [(expected, expected)] * 3
 
 
 class Steps(NamedTuple):
