@@ -281,7 +281,8 @@ class KnownRun:
     job_start: int | None  # the step from which this job began; None in its first generation, or if unknown
     durable_step: int  # the step of the newest snapshot on disk that any node's run.json records; 0 for none
     distrusted: list[dict[str, Any]]  # see NodeRecords: the entries of all nodes, each once
-    generation: int  # one more than the number of generations that any node has on record
+    # More than the number of generations that any node has on record, and at least each `before_generation`.
+    generation: int
     is_reported: bool  # whether the end of the run is on record on all nodes
 
 
@@ -296,6 +297,7 @@ def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> 
     records, is_restart = [one for one, _ in told], any(was_started for _, was_started in told)
     distrusted = [entry for one in records for entry in one.distrusted]
     starts = [one.job_start for one in records if one.job_start is not None]
+    numbers = [entry["before_generation"] for entry in distrusted]
     return KnownRun(
         choose_run(context, folder.path, records),
         records[0].token,
@@ -303,7 +305,8 @@ def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> 
         max(starts, default=None) if is_restart else None,
         max(one.durable_step for one in records),
         [entry for entry, _ in itertools.groupby(sorted(distrusted, key=str))],
-        1 + max(one.generations for one in records),
+        # A run that goes on in a new run folder has fewer generations on record than its snapshots count.
+        max([1 + max(one.generations for one in records), *numbers]),
         all(one.is_reported for one in records),
     )
 

@@ -125,9 +125,9 @@ class Saving:
     def allocate(self) -> None:
         """Prepare for the first step: allocate the staging buffer, and the folders in memory. Collective.
 
-        If a node's memory has no room for two states, no rank saves to memory. Each writer of the first tier
-        then gets the snapshot from which this generation starts, unless the writer sees it. So a change of
-        writers never leaves a single copy.
+        Each writer of the first tier gets the snapshot from which this generation starts, unless the writer
+        sees it. So a change of writers never leaves a single copy. If a node's memory has no room for two
+        states, no rank saves to memory. Then the snapshot is on disk before the memory is cleared.
         """
         rank, tensors = self.context.rank, self.state.tensors()
         if self.memory in self.saver.tiers and rank in self.memory.writers:
@@ -137,15 +137,17 @@ class Saving:
                 self.start.memory.create(self.memory.store, nbytes)
             except OSError as error:
                 self.memory.error = error
-        if any(self.context.all_gather_object(self.memory.error is not None)):
-            self.give_up_memory()
+        has_failed = any(self.context.all_gather_object(self.memory.error is not None))
         if any(map(self.saver.takes_part, self.saver.tiers)):
             self.saver.allocate(tensors)
-        tier = self.saver.tiers[0]
-        lacking = [writer for writer in tier.writers if not self.start.found.is_held_by(writer)]
+        tier = self.disk if has_failed else self.saver.tiers[0]
+        found = self.start.found
+        lacking = [writer for writer in tier.writers if not found.is_held_by(writer, is_on_disk=has_failed)]
         if self.start.snapshot and lacking and (self.is_sharded or rank in lacking):
             self.saver.save(self.manifest(), tensors, [tier])
             self.saver.wait()
+        if has_failed:
+            self.give_up_memory()
 
     def give_up_memory(self) -> None:
         """Save no more to memory, and remove what is there. Call this on all ranks; those that failed log."""
