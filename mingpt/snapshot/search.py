@@ -187,11 +187,10 @@ class Found:
         """Return the newest step on the disk of `rank` (None: of any rank) without a known fault, or -1."""
         return next((offer.step for offer in self.on_disk(rank) if not offer.fault), -1)
 
-    def is_held_by(self, rank: int, is_on_disk: bool = False) -> bool:
-        """Return whether rank `rank` sees a snapshot of the step that was found (`is_on_disk`: on disk)."""
+    def is_held_by(self, rank: int) -> bool:
+        """Return whether rank `rank` sees a snapshot of the step that was found, without a known fault."""
         step = self.state.manifest.step if self.state else -1
-        offers = self.on_disk() if is_on_disk else self.offers
-        return any(one.step == step and one.reader == rank and not one.fault for one in offers)
+        return any(one.step == step and one.reader == rank and not one.fault for one in self.offers)
 
     def unreadable(self) -> list[Offer]:
         """Return the offers of snapshots on disk, and folders, that a rank could not read.

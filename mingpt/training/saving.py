@@ -125,9 +125,9 @@ class Saving:
     def allocate(self) -> None:
         """Prepare for the first step: allocate the staging buffer, and the folders in memory. Collective.
 
-        Each writer of the first tier gets the snapshot from which this generation starts, unless the writer
-        sees it. So a change of writers never leaves a single copy. If a node's memory has no room for two
-        states, no rank saves to memory. Then the snapshot is on disk before the memory is cleared.
+        If a node's memory has no room for two states, no rank saves to memory. Each writer of the first tier
+        then gets the snapshot from which this generation starts, unless the writer sees it. So a change of
+        writers never leaves a single copy.
         """
         rank, tensors = self.context.rank, self.state.tensors()
         if self.memory in self.saver.tiers and rank in self.memory.writers:
@@ -137,20 +137,18 @@ class Saving:
                 self.start.memory.create(self.memory.store, nbytes)
             except OSError as error:
                 self.memory.error = error
-        has_failed = any(self.context.all_gather_object(self.memory.error is not None))
+        if any(self.context.all_gather_object(self.memory.error is not None)):
+            self.give_up_memory()
         if any(map(self.saver.takes_part, self.saver.tiers)):
             self.saver.allocate(tensors)
-        tier = self.disk if has_failed else self.saver.tiers[0]
-        found = self.start.found
-        lacking = [writer for writer in tier.writers if not found.is_held_by(writer, is_on_disk=has_failed)]
+        tier = self.saver.tiers[0]
+        lacking = [writer for writer in tier.writers if not self.start.found.is_held_by(writer)]
         if self.start.snapshot and lacking and (self.is_sharded or rank in lacking):
             self.saver.save(self.manifest(), tensors, [tier])
             self.saver.wait()
-        if has_failed:
-            self.give_up_memory()
 
     def give_up_memory(self) -> None:
-        """Save no more to memory, and remove what is there. Call this on all ranks; those that failed log."""
+        """Save no more to memory; the next snapshot on disk replaces those there. All ranks call this."""
         if self.memory not in self.saver.tiers:
             return
         self.saver.tiers.remove(self.memory)
@@ -161,8 +159,7 @@ class Saving:
                 f"({reason_of(error)}, on {platform.node()}); after a kill the run resumes from disk: make "
                 "room for two states, set snapshot.memory_path to a larger folder, or snapshot.memory_every=0"
             )
-        if self.context.launch.local_rank == 0:
-            self.start.memory.clear()
+        self.disk.replaces += self.start.memory.stores()
 
     def is_new_best(self, loss: float) -> bool:
         """Return whether `loss` is the lowest validation loss known so far; if so, remember `loss`.
