@@ -15,7 +15,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,35 +35,25 @@ from mingpt.base.files import (
 )
 from mingpt.base.urls import open_url
 
-FLUSH_BYTES = 64 << 20
 NO_LOSS = math.inf, -1  # stands for (validation loss, step) if no snapshot has a validation loss
 Content = bytes | memoryview
 log = logging.getLogger(__name__)
 
 
-def write_chunks(
-    file: Any, chunks: Iterable[memoryview], name: str, size: int, handle: int | None = None
-) -> str:
+def write_chunks(file: Any, chunks: Iterable[memoryview], name: str, size: int) -> str:
     """Write `chunks`, `size` bytes in all, to `file`; return the SHA-256 of these bytes, in hex.
 
-    A thread computes the hash during the writing. `name` is the file's name in progress events. `handle` is
-    the descriptor of a local file, or None. With `handle`, another thread flushes the file during the
-    writing, so that the caller's fsync has less to do. Raises the errors of `chunks`, of writing, and of
-    flushing.
+    A thread computes the hash during the writing. `name` is the file's name in progress events. Raises the
+    errors of `chunks` and of writing.
     """
-    digest, written, flushed, flushing = hashlib.sha256(), 0, 0, Future[None]()
-    flushing.set_result(None)
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    digest, written = hashlib.sha256(), 0
+    with ThreadPoolExecutor(max_workers=1) as pool:
         for chunk in chunks:
             hashing = pool.submit(digest.update, chunk)
             write_all(file.write, chunk)
             hashing.result()
             written += len(chunk)
-            if handle is not None and written - flushed >= FLUSH_BYTES and flushing.done():
-                flushing.result()
-                flushed, flushing = written, pool.submit(os.fdatasync, handle)
             events.emit("file_progress", name=name, written=written, size=size)
-        flushing.result()
     assert written == size, f"{name} has {written} bytes instead of {size}"
     return digest.hexdigest()
 
@@ -134,7 +124,7 @@ class FileStore:
         if self.is_local:
             events.emit("file_write", name=name, path=partial, size=size)
             with atomic_file(final, partial, before_rename=self.check_claim) as file:
-                return write_chunks(file, chunks, name, size, file.fileno())
+                return write_chunks(file, chunks, name, size)
 
         def on_failure(error: Exception) -> None:
             log.info(f"writing {self.url}/{name} failed ({reason_of(error)}) and is retried")

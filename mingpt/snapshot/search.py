@@ -96,23 +96,24 @@ class Reader:
                 self.stores[place[0]].unreadable.add(place[1])
 
     def verify(self, offer: Offer) -> bool:
-        """Check all bytes of the snapshot if this rank offers it; return whether they are valid."""
+        """Check all bytes of the snapshot; return whether they are valid. On other ranks, return True."""
+        if offer.reader != self.rank:
+            return True
         place = offer.store, offer.step
-        if offer.reader == self.rank:
-            self.attempt(place, lambda: self.stores[offer.store].verify(self.opened[place]))
-        return offer.reader != self.rank or place not in self.faulty
+        self.attempt(place, lambda: self.stores[offer.store].verify(self.opened[place]))
+        return place not in self.faulty
 
 
-def choose(offers: Iterable[Offer], saved_after: int | None) -> Offer | None:
+def choose(offers: Iterable[Offer], newest_on_disk: int | None) -> Offer | None:
     """Return the offer of the newest snapshot without a fault; None if there is none.
 
-    A snapshot in memory does not count if its `after` is more than `saved_after`, unless `saved_after` is
-    None. Of the same step, one on disk comes first, then that of the lowest rank.
+    A snapshot in memory does not count if its `after` is more than `newest_on_disk`, unless that is None. Of
+    the same step, one on disk comes first, then that of the lowest rank.
     """
     usable = [
         offer
         for offer in offers
-        if not offer.fault and (offer.is_on_disk or saved_after is None or offer.after <= saved_after)
+        if not offer.fault and (offer.is_on_disk or newest_on_disk is None or offer.after <= newest_on_disk)
     ]
     return max(usable, key=lambda one: (one.step, one.is_on_disk, -one.reader, -one.store), default=None)
 
@@ -216,10 +217,9 @@ def find_latest(
 
     The first worker of each node reads `disk` and `memory`. After a restart, all snapshots in memory count,
     because snapshots on disk may be lost with a node. In a job's first generation, a snapshot in memory
-    counts only if some disk has a snapshot, valid or not, of step `after` or later. `after` is a field of the
-    manifest of the snapshot in memory: the newest step on disk when this snapshot was saved. If `after` is 0,
-    the snapshot always counts. So a user who deletes snapshots on disk can go back to an earlier step. For
-    UserErrors see `Reader.offers`.
+    counts only if the snapshot that was the newest on disk when it was saved (`Offer.after`), or a later one,
+    is still on a disk, valid or not. So a user who deletes the snapshots on disk of steps 100 and 120 goes
+    back to 80, and not to 115 in memory. For UserErrors see `Reader.offers`.
     """
     stores = [disk, *memory] if context.launch.local_rank == 0 else []
     reader = Reader(stores, check, context.rank)

@@ -200,7 +200,7 @@ class Store(FileStore):
             ) from None
 
     def begin(self, step: int) -> None:
-        """Prepare to save `step`. Call this on one rank only.
+        """Prepare to save `step`. Call this on one rank of those that see the folder.
 
         If the step has a manifest, the caller must write the same state over each file, so that the snapshot
         stays valid. Otherwise the step is marked as unfinished, and files of an earlier attempt are removed.
@@ -306,8 +306,9 @@ class Store(FileStore):
         for name in filter(is_snapshot_file, self.names()):
             if kept is None or step_of(name) != kept:
                 self.remove_file(name)
-        with contextlib.suppress(OSError):
-            os.rmdir(self.root)
+        if self.is_local:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.root)
 
     def file(self, name: str, what: str) -> SourceFile:
         """Return the file `name` for reading; messages call it `what`."""

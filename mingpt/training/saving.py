@@ -4,6 +4,7 @@ import logging
 import math
 import platform
 import time
+import uuid
 from dataclasses import asdict
 
 from mingpt.base import events
@@ -81,12 +82,15 @@ class Saving:
         )
 
     def make_memory_tier(self) -> Tier:
-        """Return the tier of the memory of the nodes, as this rank sees it."""
+        """Return the tier of the memory of the nodes, as this rank sees it.
+
+        Each writer has a folder of its own, because the agents of two nodes may run on one machine.
+        """
         places, start = self.context.places, self.start
         writers = [rank for rank, place in enumerate(places) if place.local_rank == 0]
         return Tier(
             "memory",
-            Store(str(start.memory.root / start.known.token)),
+            Store(str(start.memory.root / uuid.uuid4().hex)),
             self.config.snapshot.memory_every,
             keep=1,
             writers=start.folder.snapshot_writers[:2] if self.is_sharded else writers,
@@ -103,7 +107,10 @@ class Saving:
         the main rank), whether this rank is busy writing, and whether it cannot save to memory.
         """
         written = self.disk.written if self.is_main else 0
-        return written, not self.saver.wait(timeout_s=0.0), self.memory.error is not None
+        error = self.memory.error
+        # If a peer is lost, its generation ends, and the next one needs the snapshots in memory.
+        has_failed = error is not None and not is_lost_peer(error)
+        return written, not self.saver.wait(timeout_s=0.0), has_failed
 
     def note_counts(self, written: int, busy: int, failed: int) -> None:
         """Take note of the sums of `counts` over all ranks, which all ranks get in the same step."""
@@ -148,7 +155,7 @@ class Saving:
             return
         self.saver.tiers.remove(self.memory)
         error = self.memory.error
-        if error and self.context.rank in self.memory.writers and not is_lost_peer(error):
+        if error and self.context.rank in self.memory.writers:
             log.warning(
                 f"no snapshots in memory: {self.start.memory.root.parent} cannot be used "
                 f"({reason_of(error)}, on {platform.node()}); after a kill the run resumes from disk: make "

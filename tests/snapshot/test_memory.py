@@ -1,8 +1,8 @@
-"""Snapshots in memory of a state that one rank holds, and the folders of runs there."""
+"""The folders of runs and of their generations in a node's memory."""
 
+import errno
 import logging
 import os
-import platform
 import shutil
 import time
 import uuid
@@ -10,139 +10,86 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from support.faults import FaultyDisk
-from support.ranks import lone_rank
-from support.snapshots import make_manifest
+from support.snapshots import make_manifest, save, write
 
-from mingpt.base.rows import RowMap
-from mingpt.snapshot import MemorySaver, MemorySnapshots, Store
+from mingpt.snapshot import MemoryFolder, Saver, Store, Tier
 
 
-def make_state(step: int) -> dict[str, torch.Tensor]:
-    return {"model.a": torch.full((100,), float(step)), "model.b": torch.tensor(step)}
+def make_folder(path: Path, run_id: str = "", run_dir: Path | None = None) -> MemoryFolder:
+    return MemoryFolder(str(path), run_id or 32 * "a", run_dir or path)
 
 
-def make_saver(path: Path, run_id: str = "abc", run_dir: Path | None = None) -> MemorySaver:
-    """The saver of a generation's only rank."""
-    return MemorySaver(
-        MemorySnapshots(str(path), run_id, run_dir or path), lone_rank(), RowMap({}), uuid.uuid4().hex
-    )
+def make_generation(memory: MemoryFolder, nbytes: int = 0) -> Store:
+    """A new Store of a generation, whose folder has been created."""
+    store = Store(str(memory.root / uuid.uuid4().hex))
+    memory.create(store, nbytes)
+    return store
 
 
-def save(memory: MemorySaver, *steps: int) -> None:
-    """Save these steps, and wait for the end of each."""
-    for step in steps:
-        memory.save(make_manifest(step), make_state(step))
-        if memory.thread:
-            memory.thread.join()
-
-
-def found(memory: MemorySaver) -> list[int]:
-    """The steps in all folders of the run; also reads and compares what they hold."""
-    steps = []
-    for store in memory.snapshots.stores():
-        for step in store.steps():
-            for name, tensor in store.read(step).tensors().items():
-                assert torch.equal(tensor, make_state(step)[name])
-            steps.append(step)
-    return sorted(steps)
+def steps_in(memory: MemoryFolder) -> list[list[int]]:
+    return sorted(store.steps() for store in memory.stores())
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> MemorySaver:
-    return make_saver(tmp_path)
+def memory(tmp_path: Path) -> MemoryFolder:
+    return make_folder(tmp_path)
 
 
-def test_where_there_is_no_such_folder_it_says_so_once_and_is_off(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_generation_sees_the_snapshots_of_earlier_ones_and_its_first_replaces_them(
+    memory: MemoryFolder,
 ) -> None:
-    save(make_saver(tmp_path / "absent"), 5, 10)
-    (line,) = caplog.messages
-    assert line.startswith(f"no snapshots in memory: {tmp_path}/absent cannot be used (No such file")
-    assert f", on {platform.node()}); after a kill" in line
+    """A generation that ends before it has saved leaves what it found."""
+    assert memory.stores() == []
+    for step in (5, 10):
+        found = memory.stores()
+        own = make_generation(memory)
+        saver = Saver([Tier("memory", own, keep=1, is_durable=False, replaces=found)])
+        save(saver, make_manifest(step))
+        assert steps_in(memory) == [[step]]
+        save(saver, make_manifest(step + 1))
+        assert steps_in(memory) == [[step + 1]]
+    make_generation(memory)
+    assert steps_in(memory) == [[], [11]]
 
 
-def test_no_more_than_two_states_are_kept_those_of_earlier_generations_included(memory: MemorySaver) -> None:
-    save(memory, 5)
-    assert found(memory) == [5]
-    save(memory, 10, 15)
-    assert found(memory) == [10, 15]
-    later = make_saver(memory.snapshots.root.parent)
-    later.snapshots.make_room(15)
-    assert found(later) == [15]
-    save(later, 20)
-    assert found(later) == [15, 20], "that of the earlier generation stays until there are two newer ones"
-    save(later, 25)
-    assert found(later) == [20, 25] and len(later.snapshots.folders()) == 1
+def test_what_a_generation_does_not_start_from_does_not_come_back(memory: MemoryFolder) -> None:
+    for steps in ((25, 30), (25,), (35,)):
+        store = make_generation(memory)
+        for step in steps:
+            write(store, make_manifest(step))
+    memory.clear(25)
+    assert steps_in(memory) == [[25], [25]]
+    memory.clear()
+    assert not memory.root.exists()
 
 
-def test_generations_that_save_once_leave_one_state_each_time(memory: MemorySaver) -> None:
-    """Otherwise their states would fill the memory."""
-    for step in (5, 10, 15):
-        save(memory, step)
-        memory = make_saver(memory.snapshots.root.parent)
-        memory.snapshots.make_room(step)
-        assert found(memory) == [step]
+def test_a_copy_of_the_run_folder_and_another_run_have_other_folders(tmp_path: Path) -> None:
+    folders = [
+        make_folder(tmp_path),
+        make_folder(tmp_path, 32 * "b"),
+        make_folder(tmp_path, "", tmp_path / "b"),
+    ]
+    write(make_generation(folders[0]), make_manifest(5))
+    assert [steps_in(folder) for folder in folders] == [[[5]], [], []]
 
 
-def test_what_a_generation_did_not_start_from_does_not_come_back(memory: MemorySaver) -> None:
-    save(memory, 25, 30)
-    later = make_saver(memory.snapshots.root.parent)
-    later.snapshots.make_room(25)
-    assert found(later) == [25]
-    later.snapshots.make_room(-1)
-    assert found(later) == []
-
-
-def test_another_run_and_a_copy_of_the_run_folder_see_nothing(memory: MemorySaver, tmp_path: Path) -> None:
-    save(memory, 5)
-    assert (
-        found(make_saver(tmp_path, run_id="abd")) == found(make_saver(tmp_path, run_dir=tmp_path / "b")) == []
-    )
-
-
-def test_a_save_that_a_kill_cut_off_is_none_and_the_one_before_is_valid(
-    memory: MemorySaver, monkeypatch: pytest.MonkeyPatch
+def test_memory_must_have_room_for_two_states_and_older_snapshots_count_as_room(
+    memory: MemoryFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(memory, 5)
-    with monkeypatch.context() as patch:
-        patch.setattr(memory.own.store, "commit", lambda manifest: (_ for _ in ()).throw(SystemExit))
-        patch.setattr("threading.excepthook", lambda arguments: None)
-        save(memory, 10)
-    assert memory.own.store.steps("safetensors") == [10, 5]
-    assert found(memory) == [5]
+    write(make_generation(memory), make_manifest(5))
+    used = sum(path.stat().st_size for path in memory.root.rglob("step_*"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 - used % 2))
+    most = (1000 - used % 2 + used) // 2
+    make_generation(memory, most)
+    with pytest.raises(OSError, match="No space left for two states") as error:
+        make_generation(memory, most + 1)
+    assert error.value.errno == errno.ENOSPC
+    assert steps_in(memory) == [[], [5]], "the generation that has no room has no folder"
 
 
-@pytest.mark.parametrize("reason", ["full", "gone", "small"])
-def test_where_a_write_fails_the_memory_is_freed_and_one_line_says_so(
-    reason: str,
-    memory: MemorySaver,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    if reason == "small":
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=900))
-    else:
-        save(memory, 5)
-    if reason == "gone":
-        shutil.rmtree(memory.snapshots.root)
-    elif reason == "full":
-        FaultyDisk(monkeypatch, "replace", "partial-step_00000010.saf")
-    save(memory, 10, 15, 20)
-    (line,) = caplog.messages
-    expected = {"full": "No space left", "gone": "No such file", "small": "No space left for two states"}
-    assert line.startswith(f"no snapshots in memory: {tmp_path} cannot be used ({expected[reason]}")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_orderly_end_removes_the_snapshots_of_all_generations(memory: MemorySaver, tmp_path: Path) -> None:
-    save(memory, 5)
-    later = make_saver(tmp_path)
-    save(later, 10)
-    later.remove()
-    assert list(tmp_path.iterdir()) == []
+def test_where_there_is_no_such_folder_that_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        make_generation(make_folder(tmp_path / "absent"))
 
 
 def make_old(root: Path, hours: float) -> None:
@@ -155,15 +102,16 @@ def test_what_a_run_left_is_removed_after_a_day_and_what_a_user_put_there_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    roots, ages = {}, {"old": 24.1, "mixed": 24.1, "recent": 23.9, "own": 100}
+    folders, ages = {}, {"old": 24.1, "mixed": 24.1, "recent": 23.9, "own": 100}
     for name in ages:
-        memory = make_saver(tmp_path, uuid.uuid4().hex)
-        save(memory, 5)
-        roots[name] = memory.snapshots.root
-    notes = (
+        folders[name] = make_folder(tmp_path, uuid.uuid4().hex)
+        write(make_generation(folders[name]), make_manifest(5))
+    roots, own = {name: folder.root for name, folder in folders.items()}, folders["own"]
+    notes = [
         tmp_path / "mingpt-distributed" / "notes.txt",
-        *(folder / "notes.txt" for folder in (roots["mixed"], *roots["own"].iterdir())),
-    )
+        roots["mixed"] / "notes.txt",
+        *(folder / "notes.txt" for folder in roots["own"].iterdir()),
+    ]
     for path in notes:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
@@ -171,27 +119,26 @@ def test_what_a_run_left_is_removed_after_a_day_and_what_a_user_put_there_stays(
         make_old(roots[name], hours)
     make_old(notes[0].parent, 100)
     (tmp_path / f"mingpt-{uuid.uuid4().hex}-01234567").symlink_to(roots["old"])
-    memory.snapshots.remove_leftovers()
+    own.remove_leftovers()
     assert [name for name, root in roots.items() if root.exists()] == ["mixed", "recent", "own"]
     assert os.listdir(roots["mixed"]) == ["notes.txt"]
     assert len(caplog.records) == 2 and str(roots["old"]) in caplog.text
-    assert Store(str(memory.own.store.url)).steps() == [5]
-    memory.snapshots.make_room(-1)
-    memory.remove()
+    assert steps_in(own) == [[5]]
+    own.clear()
     assert [path.read_text() for path in notes] == ["mine"] * 3
 
 
 @pytest.mark.parametrize("planted", ["a link", "writable by others", "another user's"])
 def test_a_folder_to_which_another_user_can_write_is_neither_used_nor_touched(
-    planted: str, memory: MemorySaver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    planted: str, memory: MemoryFolder, tmp_path: Path
 ) -> None:
     """The folder's name can be guessed by whoever can read run.json."""
-    save(memory, 5)
-    root = memory.snapshots.root
+    write(make_generation(memory), make_manifest(5))
+    root = memory.root
     if planted == "a link":
         (tmp_path / "target").mkdir()
         root = root.rename(tmp_path / "target" / root.name)
-        memory.snapshots.root.symlink_to(root)
+        memory.root.symlink_to(root)
     elif planted == "writable by others":
         root.chmod(0o777)
     elif os.getuid():
@@ -199,11 +146,8 @@ def test_a_folder_to_which_another_user_can_write_is_neither_used_nor_touched(
     else:
         os.chown(root, 12345, 12345)
     content = {path: path.lstat().st_mtime_ns for path in root.rglob("*")}
-    later = make_saver(tmp_path)
-    assert later.snapshots.stores() == []
-    later.snapshots.make_room(-1)
-    save(later, 10)
-    later.remove()
+    assert memory.stores() == []
+    memory.clear()
+    with pytest.raises(OSError, match="there is a link, or another user can write to it"):
+        make_generation(memory)
     assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == content
-    (line,) = caplog.messages
-    assert f"({memory.snapshots.root.name} there is a link, or another user can write to it, on" in line

@@ -83,10 +83,7 @@ def test_a_file_that_ends_too_soon_is_read_again(monkeypatch: pytest.MonkeyPatch
 
 
 def test_whoever_looks_for_a_snapshot_passes_it_over_in_one_line(
-    store: Store,
-    break_reading: Break,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    store: Store, break_reading: Break, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr("time.sleep", lambda _: None)

@@ -1,204 +1,205 @@
-"""The search for the newest state, whose parts lie in several stores; nodes are folders, ranks threads."""
+"""The search for the newest snapshot on disk or in memory; nodes are folders, ranks threads."""
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.memory import CONFIG, FIELDS, SHAPES, check_values, make_state
+from support.memory import FIELDS, check_values, make_state
 from support.ranks import run_ranks
 from support.single_process import SingleProcess
-from support.snapshots import make_manifest, make_store, write
+from support.snapshots import make_manifest, write
 
 from mingpt.base.errors import CorruptSnapshot
-from mingpt.base.rows import RowMap
-from mingpt.config import to_dict
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot import Found, Store, find_latest
-from mingpt.snapshot.contents import check_shard, stored_rows
-from mingpt.snapshot.memory import plan_copies
+from mingpt.snapshot import Check, Found, Manifest, Store, find_latest
+from mingpt.snapshot.contents import check_model
+from mingpt.snapshot.manifest import is_distrusted
+from mingpt.snapshot.reading import Entries
+from mingpt.snapshot.search import Offer, choose
+
+
+def on_disk(step: int, reader: int = 0, **fields: Any) -> Offer:
+    return Offer(step, True, "the disk", reader, 0, **fields)
+
+
+def in_memory(step: int, reader: int = 0, store: int = 1, **fields: Any) -> Offer:
+    return Offer(step, False, "the memory", reader, store, **fields)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "others", "saved_after"),
+    [
+        (on_disk(5), [on_disk(4), in_memory(3)], None),
+        (in_memory(6), [on_disk(5)], None),
+        (on_disk(5), [in_memory(5)], None),
+        (on_disk(5, 1), [in_memory(5, 0)], None),
+        (on_disk(5, 1), [on_disk(5, 2), on_disk(4, 0)], None),
+        (in_memory(5, 1, 2), [in_memory(5, 1, 3), in_memory(5, 2, 1)], None),
+        (on_disk(4), [on_disk(5, fault="damaged", is_corrupt=True), on_disk(6, fault="unreadable")], None),
+        (on_disk(4), [Offer(-1, True, "the disk", 1, 0, fault="cannot be listed")], None),
+        (on_disk(0), [], 0),
+        (in_memory(12, after=10), [on_disk(5)], None),
+        (in_memory(12, after=10), [on_disk(10)], 10),
+        (on_disk(5), [in_memory(12, after=10)], 9),
+        (in_memory(3), [in_memory(12, after=10)], 5),
+        (None, [in_memory(12, after=10), on_disk(5, fault="damaged")], 9),
+        (None, [], None),
+    ],
+)
+def test_the_newest_snapshot_without_a_fault_is_chosen_whatever_the_order_of_the_offers(
+    chosen: Offer | None, others: list[Offer], saved_after: int | None
+) -> None:
+    offers = [chosen, *others] if chosen else others
+    for seed in range(10):
+        random.Random(seed).shuffle(offers)
+        assert choose(offers, saved_after) == chosen
 
 
 class Nodes:
-    """The memory of some nodes, and the workers that write to it; `node_of` has each worker's node."""
+    """Some nodes, each with a disk and a memory of its own."""
 
-    def __init__(self, folder: Path, node_of: Sequence[int], weights: bool = True) -> None:
-        self.folder, self.node_of, self.weights = folder, node_of, weights
-        self.disk = make_store(folder)
-        self.tokenizer: bytes | None = None
-        self.keeper = plan_copies(node_of)
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.disks, self.memories = (
+            [Store(str(folder / f"{kind}{node}"), retries_s=()) for node in range(nodes)]
+            for kind in ("disk", "memory")
+        )
+        for store in (*self.disks, *self.memories):
+            store.prepare()
 
-    def stores(self, node: int) -> list[Store]:
-        """The stores in a node's memory."""
-        return [Store(str(path)) for path in sorted(self.folder.glob(f"node{node}/*"))]
+    def search(
+        self, check: Check = check_model, is_restart: bool = True, nodes: Sequence[int] = ()
+    ) -> tuple[int, list[Found]]:
+        """Search with two workers on each of `nodes` (by default all); return the step, and what each finds.
 
-    def save(self, step: int, lost: Sequence[int] = (), **fields: Any) -> None:
-        """Write all workers' parts but those of `lost`. `fields` are more fields of the last manifest."""
-        firsts = [self.node_of.index(node) for node in self.node_of]
-        for rank, node in enumerate(self.node_of):
-            more = fields if rank == len(self.node_of) - 1 else {}
-            if rank not in lost:
-                self.write(rank, f"node{node}/{rank}", step, firsts[rank] == rank, more)
-            keeper = self.keeper[rank]
-            if keeper is not None and keeper not in lost and rank not in lost:
-                self.write(rank, f"node{self.node_of[keeper]}/{rank}-copy", step, False, more)
+        The step is -1 if there is no snapshot. The values on all ranks are checked.
+        """
+        present = list(nodes) or [*range(len(self.disks))]
 
-    def write(self, rank: int, place: str, step: int, with_whole: bool, more: dict[str, Any]) -> None:
-        workers = len(self.node_of)
-        shard = {"rank": rank, "workers": workers, "weights": self.weights, "generation": "0" * 32}
-        tokenizer = {"kind": "json" if self.tokenizer else "none", "vocab_size": 11}
-        manifest = make_manifest(step, **FIELDS | {"shard": shard, "tokenizer": tokenizer} | more)
-        rows, part = RowMap(SHAPES, workers, ("model.", "optimizer.")[not self.weights :]), {}
-        for name, tensor in make_state(step).items():
-            if rows.by_rank(name):
-                part[name] = tensor[rows.of(name, rank).start : rows.of(name, rank).stop]
-            elif with_whole:
-                part[name] = tensor
-        (self.folder / place).mkdir(parents=True, exist_ok=True)
-        store = Store(str(self.folder / place))
-        write(store, manifest, part, self.tokenizer if with_whole else None)
+        def work(context: DistributedContext) -> tuple[int, Found]:
+            node, local_rank = present[context.rank // 2], context.rank % 2
+            context.launch = replace(context.launch, node_rank=node, local_rank=local_rank)
+            found = find_latest(self.disks[node], [self.memories[node]], context, check, is_restart)
+            return check_values(found.state, context) if found.state else -1, found
 
-    def find(self, nodes: Sequence[int]) -> int | None:
-        """The step that a worker on each of these nodes finds; the values are checked."""
-
-        def work(context: DistributedContext) -> int | None:
-            found = self.search(nodes[context.rank], context)
-            return check_values(found.state, context) if found.state else None
-
-        return same(run_ranks(len(nodes), work))
-
-    def search(self, node: int, context: DistributedContext, is_restart: bool = True) -> Found:
-        """What a rank on this node finds."""
-        stores = self.stores(node)
-        return find_latest(self.disk, stores, context, check_shard, stored_rows, is_restart)
+        results = run_ranks(2 * len(present), work)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        assert len({result[0] for result in results}) == 1  # type: ignore[index]
+        return results[0][0], [result[1] for result in results]  # type: ignore[index]
 
 
-def same(results: Sequence[int | Exception | None]) -> int | None:
-    """The one result that all ranks have returned."""
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    assert len(set(results)) == 1
-    return results[0]  # type: ignore[return-value]
+def write_state(store: Store, step: int, content: bytes | None = None, **fields: Any) -> None:
+    """Write the state of `step`, and the tokenizer's bytes, if any; `fields` are more of the manifest's."""
+    write(store, make_manifest(step, **FIELDS | fields), make_state(step), content)
 
 
-@pytest.mark.parametrize("weights", [True, False], ids=["fsdp", "sharded optimizer"])
-@pytest.mark.parametrize("node_of", [[0], [0] * 13, [0, 1], [0, 0, 0, 1, 1], [0, 1, 1, 1, 2]])
-def test_the_parts_of_all_workers_are_the_whole_state_also_without_any_one_of_several_nodes(
-    node_of: list[int], weights: bool, tmp_path: Path
-) -> None:
-    """There are thirteen workers, so that some hold no row of some tensors."""
-    nodes = Nodes(tmp_path, node_of, weights)
-    for step in (5, 10):
-        nodes.save(step)
-    present = sorted(set(node_of))
-    assert nodes.find(present) == 10
-    for lost in present if len(present) > 1 else []:
-        assert nodes.find([node for node in present if node != lost]) == 10
-
-
-def test_a_step_of_which_a_part_is_missing_or_damaged_does_not_count(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, [0, 0])
-    nodes.save(5)
-    nodes.save(10, lost=[1])
-    assert nodes.find([0]) == 5
-    nodes.save(15)
-    assert nodes.find([0]) == 15
-    flip_a_bit(tmp_path / "node0" / "1" / "step_00000015.safetensors")
-    assert nodes.find([0]) is None, "worker 0 has 10 and 15, worker 1 has 5 and a damaged 15"
-
-
-def flip_a_bit(path: Path) -> None:
+def flip_a_bit(store: Store, step: int, kind: str = "safetensors") -> None:
+    path = Path(store.path(f"step_{step:08d}.{kind}"))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
 
 
-def test_in_place_of_a_damaged_part_its_copy_is_read(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, [0, 1])
-    nodes.save(5)
-    flip_a_bit(tmp_path / "node0" / "0" / "step_00000005.safetensors")
-    assert nodes.find([0, 1]) == 5
-    assert nodes.find([0]) is None, "what is not sharded was in the damaged file alone"
+def test_all_ranks_read_the_newest_snapshot_whichever_node_has_it_on_disk_or_in_memory(
+    tmp_path: Path,
+) -> None:
+    nodes = Nodes(tmp_path, 2)
+    assert nodes.search()[0] == -1
+    places = [nodes.disks[1], nodes.memories[0], nodes.disks[0], nodes.memories[1]]
+    for step, store in enumerate(places, start=5):
+        write_state(store, step)
+        found, by_rank = nodes.search()
+        assert (found, by_rank[1].where) == (step, store.url)
+        node = [store in stores for stores in zip(nodes.disks, nodes.memories, strict=True)].index(True)
+        held = [by_rank[1].is_held_by(rank) for rank in range(4)]
+        assert held == [rank == 2 * node for rank in range(4)], "only the first worker of a node looks"
+        assert by_rank[3].step_on_disk() == (7 if step >= 7 else 5)
+        assert [by_rank[0].step_on_disk(rank) for rank in (1, 2)] == [-1, 5]
+    assert nodes.search(nodes=[0])[0] == 7, "the other node is lost with its memory"
 
 
-@pytest.mark.parametrize(
-    ("other", "step"),
-    [
-        ({"windows": 99}, 5),
-        ({"config": to_dict(CONFIG) | {"seed": 3}}, 5),
-        ({"shard": {"rank": 1, "workers": 2, "weights": True, "generation": "1" * 32}}, 5),
-        ({"config": to_dict(CONFIG) | {"run_dir": "elsewhere"}}, 10),
-    ],
-    ids=["windows", "config", "generation", "only the run folder"],
-)
-def test_parts_that_are_not_of_one_save_are_no_step(other: dict[str, Any], step: int, tmp_path: Path) -> None:
-    """Two generations may have computed the same step, with other bits under `reduction=fast`."""
-    nodes = Nodes(tmp_path, [0, 0])
-    nodes.save(5)
-    nodes.save(10, **other)
-    assert nodes.find([0]) == step
+@pytest.mark.parametrize("bad", ["safetensors", "optimizer.safetensors", "json"])
+def test_a_bad_snapshot_is_left_out_and_the_ranks_choose_again(bad: str, tmp_path: Path) -> None:
+    """The bad bytes of tensors are noticed only when a chosen snapshot is read as a whole."""
+    nodes = Nodes(tmp_path, 2)
+    write_state(nodes.disks[0], 5)
+    for store, step in ((nodes.memories[0], 10), (nodes.memories[1], 15), (nodes.disks[1], 20)):
+        write_state(store, step)
+        assert nodes.search()[0] == step
+    for store, step in ((nodes.disks[1], 20), (nodes.memories[1], 15)):
+        flip_a_bit(store, step, bad)
+    step, by_rank = nodes.search()
+    assert step == 10 and by_rank[0].where == nodes.memories[0].url
+    for found in by_rank:
+        assert list(found.corrupt(2)) == [20], "rank 2 may set it aside"
+        assert found.corrupt(0) == {} and not found.unreadable()
+        assert found.step_on_disk() == 5
+    flip_a_bit(nodes.memories[0], 10, bad)
+    assert nodes.search()[0] == 5
+    flip_a_bit(nodes.disks[0], 5, bad)
+    step, by_rank = nodes.search()
+    assert step == -1 and sorted(offer.step for offer in by_rank[1].faults()) == [5, 20]
 
 
-def test_a_tokenizer_is_whole_on_each_node(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, [0, 0, 1])
-    nodes.tokenizer = b"the content of a tokenizer.json"
-    nodes.save(5)
-    for node in (0, 1):
-        found = nodes.search(node, SingleProcess())
-        assert found.state and found.state.tokenizer == nodes.tokenizer
+def test_a_bad_snapshot_on_one_node_does_not_hide_the_same_step_on_another(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2)
+    for store in (nodes.disks[0], nodes.memories[1]):
+        write_state(store, 5)
+    flip_a_bit(nodes.disks[0], 5)
+    step, by_rank = nodes.search()
+    assert (step, by_rank[0].where) == (5, nodes.memories[1].url)
+    assert [by_rank[0].is_held_by(rank) for rank in (0, 2)] == [False, True], "a damaged copy is none"
 
 
-def test_what_is_newer_counts_whether_it_is_whole_or_in_parts_in_memory_or_on_disk(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, [0, 0])
+def test_a_snapshot_of_a_distrusted_generation_is_left_out_when_its_node_returns(tmp_path: Path) -> None:
+    """A replay at step 20 found that a worker has computed wrongly since step 10, while the node was away."""
+    nodes = Nodes(tmp_path, 2)
 
-    def save_to_disk(step: int) -> None:
-        write(nodes.disk, make_manifest(step, **FIELDS), make_state(step))
+    def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
+        if is_distrusted(manifest, [(10, 3)]):
+            raise CorruptSnapshot("workers have computed differently since")
 
-    assert nodes.find([0]) is None
-    for step, save in ((5, save_to_disk), (10, nodes.save), (20, save_to_disk)):
-        save(step)
-        assert nodes.find([0]) == step
-    whole = nodes.stores(0)[0]
-    write(whole, make_manifest(30, **FIELDS), make_state(30))
-    assert nodes.find([0]) == 30
+    write_state(nodes.disks[0], 10, generation=2)
+    write_state(nodes.disks[1], 15, generation=2)
+    write_state(nodes.memories[1], 18, generation=1)
+    step, by_rank = nodes.search(check)
+    assert step == 10
+    assert by_rank[0].corrupt(2) == {15: "workers have computed differently since"}
+    write_state(nodes.memories[0], 12, generation=3)
+    assert nodes.search(check)[0] == 12
 
 
 def test_what_was_saved_to_memory_after_a_snapshot_that_is_gone_counts_in_a_restart_only(
     tmp_path: Path,
 ) -> None:
     """A user who deletes snapshots wants to go back; a restart may have lost a node with them."""
-    nodes = Nodes(tmp_path, [0])
-    write(nodes.disk, make_manifest(5, **FIELDS), make_state(5))
-    nodes.save(12, after=10)
-    for is_restart, expected in ((True, 12), (False, 5)):
-        found = nodes.search(0, SingleProcess(), is_restart).state
-        assert found and found.manifest.step == expected
+    nodes = Nodes(tmp_path, 2)
+    write_state(nodes.disks[1], 5)
+    write_state(nodes.memories[0], 12, after=10)
+    assert [nodes.search(is_restart=is_restart)[0] for is_restart in (True, False)] == [12, 5]
+    write_state(nodes.disks[1], 10)
+    flip_a_bit(nodes.disks[1], 10)
+    assert nodes.search(is_restart=False)[0] == 12, "the snapshot on disk is damaged, and not gone"
+
+
+def test_all_ranks_get_the_tokenizer_of_the_snapshot(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2)
+    tokenizer = {"kind": "json", "vocab_size": 11}
+    write_state(nodes.memories[1], 5, b"the content of a tokenizer.json", tokenizer=tokenizer)
+    _, by_rank = nodes.search()
+    assert {found.state and found.state.tokenizer for found in by_rank} == {
+        b"the content of a tokenizer.json"
+    }
 
 
 def test_a_tokenizer_that_the_manifest_does_not_tell_of_is_damage(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, [0])
-    write(nodes.disk, make_manifest(5, **FIELDS), make_state(5))
-    write(nodes.disk, make_manifest(10, **FIELDS), make_state(10), b"a tokenizer")
-    found = nodes.search(0, SingleProcess())
+    (disk,) = Nodes(tmp_path, 1).disks
+    write_state(disk, 5)
+    write_state(disk, 10, b"a tokenizer")
+    found = find_latest(disk, [], SingleProcess(), check_model, is_restart=True)
     assert found.state and found.state.manifest.step == 5
-
-
-def test_a_part_of_a_state_on_disk_is_corrupt_and_the_whole_state_before_it_is_used(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, [0, 0])
-    write(nodes.disk, make_manifest(5, **FIELDS), make_state(5))
-    nodes.write(0, "snapshots", 10, True, {})
-    found = nodes.search(0, SingleProcess())
-    assert found.state and found.state.manifest.step == 5
-    assert found.corrupt(0) == {10: "it is a part of a sharded state"}
-
-
-@pytest.mark.parametrize("change", [{"rank": 1}, {"workers": 3}, {"weights": False}])
-def test_a_part_has_the_rows_that_its_manifest_says(change: dict[str, Any], tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, [0, 0])
-    nodes.save(5)
-    snapshot = nodes.stores(0)[0].open(5)
-    assert snapshot.manifest.shard
-    shard = snapshot.manifest.shard.model_copy(update=change)
-    with pytest.raises(CorruptSnapshot, match="has shape"):
-        check_shard(snapshot.manifest.model_copy(update={"shard": shard}), snapshot.entries, None)
+    assert found.corrupt(0) == {10: "its manifest tells of no tokenizer, and there is one"}

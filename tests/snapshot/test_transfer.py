@@ -1,10 +1,11 @@
-"""Tensor files of a state whose rows several ranks hold: they equal those of a rank that holds all of it."""
+"""Snapshots that ranks save together: the files equal those of one rank that has the whole state."""
 
 import errno
 import itertools
+import logging
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,122 +19,153 @@ from mingpt.base.errors import ClaimLost
 from mingpt.base.rows import RowMap
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.exit import is_lost_peer
-from mingpt.distributed.group import BackgroundGroup
-from mingpt.snapshot import Keep, Saver, Store
+from mingpt.snapshot import Saver, Store, Tier
 from mingpt.snapshot import layout as layout_module
 from mingpt.snapshot import saver as saver_module
 from mingpt.snapshot.layout import Layout
 from mingpt.snapshot.manifest import FileRecord
 
 Tensors = dict[str, Tensor]
-STEP, CHUNK_BYTES = 7, 100
+TOKENIZER = bytes(range(201))
+# What is sharded with DDP, with trainer.shard_optimizer, and with FSDP.
+SHARDED: list[tuple[str, ...]] = [(), ("optimizer.",), ("model.", "optimizer.")]
+FSDP = SHARDED[-1]
 
 
-def state() -> Tensors:
-    """A state with sharded tensors, one with fewer rows than ranks, a scalar, and a tokenizer's bytes."""
-    generator = torch.Generator().manual_seed(0)
+def make_tensors(step: int) -> Tensors:
+    """Tensors of several types; one has fewer rows than there are ranks, and one is a scalar."""
+    generator = torch.Generator().manual_seed(step)
     return {
         "model.wte": torch.randn(11, 6, generator=generator),
         "model.one_row": torch.randn(1, 50, generator=generator),
         "model.bias": torch.randn(7, generator=generator),
         "model.half": torch.randn(5, 3, generator=generator).bfloat16(),
-        "optimizer.wte.step": torch.tensor(3.0),
+        "optimizer.wte.step": torch.tensor(float(step)),
         "optimizer.wte.exp_avg": torch.randn(11, 6, generator=generator),
         "optimizer.wte.exp_avg_sq": torch.randn(11, 6, generator=generator),
-        "tokenizer": torch.arange(201, dtype=torch.uint8),
     }
 
 
-def part_of(tensors: Tensors, rows: RowMap, rank: int, main_rank: int) -> Tensors:
-    """The tensors that a rank gives to a snapshot."""
-    parts = {}
-    for name, tensor in tensors.items():
-        if rows.by_rank(name):
-            parts[name] = tensor[rows.of(name, rank).start : rows.of(name, rank).stop].clone()
-        elif rank == main_rank:
-            parts[name] = tensor.clone()
-    return parts
+def read_files(folder: Path, step: int) -> dict[str, bytes]:
+    """The content of all files of `step` in this folder, by name."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob(f"step_{step:08d}*"))}
 
 
-def local_files(folder: Path, tensors: Tensors) -> dict[str, bytes]:
-    """The tensor files that one rank with all of the state writes."""
-    store = make_store(folder)
-    write(store, make_manifest(STEP), tensors)
-    return read_files(store)
+def make_rank_saver(
+    context: DistributedContext, folder: Path, writers: Sequence[int], sharded: tuple[str, ...]
+) -> Saver:
+    """A rank's Saver. Each rank has folders of its own, as if no two nodes shared one."""
+    for module in (saver_module, layout_module):
+        vars(module)["PIECE_BYTES"] = 100  # so that a tensor travels in several pieces
+    rank, shapes = context.rank, {name: tuple(tensor.shape) for name, tensor in make_tensors(1).items()}
+    tiers = [
+        Tier(name, Store(str(folder / f"{name}-{rank}"), retries_s=()), keep=keep, writers=writers)
+        for name, keep in (("memory", 1), ("disk", 3))
+    ]
+    tiers[0].is_durable = False
+    for tier in tiers if rank in writers else ():
+        Path(tier.store.root).mkdir(parents=True)
+    return Saver(tiers, TOKENIZER, RowMap(shapes, context.world_size, sharded), rank)
 
 
-def read_files(store: Store) -> dict[str, bytes]:
-    return {
-        name: (Path(store.root) / name).read_bytes() for name in file_names(store) if "safetensors" in name
-    }
+def save(saver: Saver, step: int, before: Callable[[], None] = lambda: None) -> None:
+    """Save `step` to all tiers, and wait. The tensors change while the copies are being written."""
+    rows = saver.rows
+    own = {}
+    for name, tensor in make_tensors(step).items():
+        held = rows.of(name, saver.rank)
+        own[name] = tensor[held.start : held.stop].clone() if rows.by_rank(name) else tensor.clone()
+    saver.save(make_manifest(step), own, before=before)
+    for tensor in own.values():
+        tensor.zero_()
+    saver.wait()
 
 
-Prepare = Callable[[Saver, DistributedContext], None]
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_the_files_on_each_disk_and_in_each_memory_are_those_of_one_rank_with_the_whole_state(
+    workers: int, tmp_path: Path
+) -> None:
+    writers = sorted({0, workers // 2})
+
+    def work(context: DistributedContext) -> list[tuple[Exception | None, int]]:
+        outcomes = []
+        for number, sharded in enumerate(SHARDED):
+            saver = make_rank_saver(context, tmp_path / str(number), writers, sharded)
+            if saver.is_sharded or context.rank in writers:  # as in `Saving.save`
+                for step in (3, 7):
+                    save(saver, step)
+                outcomes += [(tier.error, tier.written) for tier in saver.tiers]
+        return outcomes
+
+    expected = {}
+    for step in (3, 7):
+        alone = make_store(tmp_path)
+        write(alone, make_manifest(step), make_tensors(step), TOKENIZER)
+        expected[step] = read_files(Path(alone.root), step)
+        assert len(expected[step]) == 4
+    for outcomes in results_of(workers, work):
+        assert set(outcomes) == {(None, 7)}
+    for number in range(len(SHARDED)):
+        for rank in range(workers):
+            for name, steps in (("memory", [7]), ("disk", [7, 3])):
+                store = Store(str(tmp_path / str(number) / f"{name}-{rank}"))
+                if rank not in writers:
+                    assert not Path(store.root).exists()
+                    continue
+                assert store.steps() == steps
+                for step in steps:
+                    assert read_files(Path(store.root), step) == expected[step]
+                found = store.read(7)
+                assert all(torch.equal(found.read(key), value) for key, value in make_tensors(7).items())
+                assert found.read_tokenizer() == TOKENIZER
 
 
-def save_together(
-    folder: Path,
-    main_rank: int = 0,
-    prepare: Prepare = lambda saver, context: None,
-    before: Callable[[], None] = lambda: None,
-) -> Callable[[DistributedContext], tuple[str, int]]:
-    """A function that does a rank's part in saving `state()`; it returns the saver's error and its errno."""
+Prepare = Callable[[Saver], None]
+Result = tuple[str, int, list[str]]  # the kind of the disk's error, its errno, and the lines of the log
 
-    def work(context: DistributedContext) -> tuple[str, int]:
-        vars(saver_module)["PIECE_BYTES"] = vars(layout_module)["PIECE_BYTES"] = CHUNK_BYTES
-        tensors, workers = state(), context.world_size
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        rows = RowMap(shapes, workers, ("model.", "optimizer."))
-        store = Store(str(folder / "snapshots"), retries_s=())
-        saver = Saver(store, None, rows, BackgroundGroup(context.rank, workers), main_rank)
-        prepare(saver, context)
-        part = part_of(tensors, rows, context.rank, main_rank)
-        saver.save(make_manifest(STEP), part, Keep(3), before if context.rank == 0 else lambda: None)
-        for tensor in part.values():
-            tensor.zero_()  # the next step overwrites tensors, so the saver must have copied them
-        saver.wait()
-        is_lost = saver.error is not None and is_lost_peer(saver.error)
-        return "lost peer" if is_lost else type(saver.error).__name__, getattr(
-            saver.error, "errno", None
-        ) or 0
+
+def save_with_fault(
+    folder: Path, writers: Sequence[int], prepare: Prepare, before: Callable[[], None] = lambda: None
+) -> Callable[[DistributedContext], Result]:
+    """A function that does a rank's part in saving step 7 with FSDP, to disk only, after `prepare`."""
+
+    def work(context: DistributedContext) -> Result:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("mingpt").addHandler(handler)
+        saver = make_rank_saver(context, folder, writers, FSDP)
+        del saver.tiers[0]
+        prepare(saver)
+        save(saver, 7, before if context.rank == 0 else lambda: None)
+        error = saver.tiers[0].error
+        kind = "lost peer" if error and is_lost_peer(error) else type(error).__name__
+        return kind, getattr(error, "errno", None) or 0, lines
 
     return work
 
 
-@pytest.mark.parametrize(("workers", "main_rank"), [(1, 0), (2, 0), (3, 0), (3, 1), (4, 3)])
-def test_the_files_are_those_of_one_rank_that_has_all_of_the_state(
-    workers: int, main_rank: int, tmp_path: Path
-) -> None:
-    """The rows travel in pieces smaller than a tensor; the snapshot can be read."""
-    tensors = state()
-    expected = local_files(tmp_path / "alone", tensors)
-    store = make_store(tmp_path)
-    work = save_together(tmp_path, main_rank)
-    assert results_of(workers, work) == [("NoneType", 0)] * workers
-    assert read_files(store) == expected
-    assert len(expected) == 2
-    snapshot = store.read(STEP)
-    assert all(torch.equal(snapshot.read(name), tensor) for name, tensor in tensors.items())
+def disk_of(folder: Path, rank: int) -> Store:
+    return Store(str(folder / f"disk-{rank}"))
 
 
-def breaking_off(error: Exception, fails: Callable[[int], bool]) -> Prepare:
-    """Let a file break off in the middle if `fails` is true of the number of files so far, from 1."""
+def failing_files(on: int, error: Exception, at: int) -> Prepare:
+    """Let rank `on` fail in the middle of its tensor file number `at`, from 1."""
 
-    def prepare(saver: Saver, context: DistributedContext) -> None:
-        write_file, numbers = saver.store.write_file, itertools.count(1)
+    def prepare(saver: Saver) -> None:
+        store = saver.tiers[0].store
+        write_file, numbers = store.write_file, itertools.count(1)
 
         def write(layout: Layout, chunks: Iterable[memoryview]) -> FileRecord:
-            if not fails(next(numbers)):
+            if next(numbers) != at:
                 return write_file(layout, chunks)
             next(iter(chunks))
             raise error
 
-        saver.store.write_file = write  # type: ignore[method-assign]
+        if saver.rank == on:
+            store.write_file = write  # type: ignore[method-assign]
 
     return prepare
-
-
-NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
 
 
 class TwoArguments(Exception):
@@ -143,69 +175,88 @@ class TwoArguments(Exception):
         super().__init__(f"{what}: {why}")
 
 
-@pytest.mark.parametrize("file", [1, 2])
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize(
-    ("error", "found"),
+    ("at", "error", "failed", "reason"),
     [
-        (NO_ROOM, ("OSError", errno.ENOSPC)),
-        (ClaimLost("superseded"), ("ClaimLost", 0)),
-        (TwoArguments("the server", "503"), ("OSError", 0)),
+        (1, FULL, ("OSError", errno.ENOSPC), "No space left on device"),
+        (2, FULL, ("OSError", errno.ENOSPC), "No space left on device"),
+        (2, TwoArguments("the server", "503"), ("OSError", 0), "OSError: TwoArguments: the server: 503"),
     ],
 )
-def test_a_write_that_fails_on_one_rank_is_the_error_of_all(
-    file: int, error: Exception, found: tuple[str, int], tmp_path: Path
+@pytest.mark.parametrize("full", [0, 2])
+def test_a_writer_that_fails_keeps_no_other_writer_from_its_snapshot(
+    full: int, at: int, error: Exception, failed: tuple[str, int], reason: str, tmp_path: Path
 ) -> None:
-    """No rank waits for ever. The files that were written are removed, unless another job may own them."""
-    store = make_store(tmp_path)
-    work = save_together(tmp_path, prepare=breaking_off(error, lambda number: number == file))
-    assert results_of(3, work) == [found] * 3
-    assert store.steps() == [] and (file_names(store) == [] or isinstance(error, ClaimLost))
+    """A rank that does not write, rank 1, learns what happened to the main writer, rank 0."""
+    results = results_of(3, save_with_fault(tmp_path, [0, 2], failing_files(full, error, at)))
+    fine = "NoneType", 0
+    assert results[full] == (*failed, [f"snapshot of step 7 could not be written: {reason}"])
+    assert results[1] == (*(failed if full == 0 else fine), [])
+    assert results[2 - full] == (*fine, [])
+    assert file_names(disk_of(tmp_path, full)) == [], "the space of a failed save is free again"
+    whole = disk_of(tmp_path, 2 - full).read(7)
+    assert all(torch.equal(whole.read(name), tensor) for name, tensor in make_tensors(7).items())
+
+
+def test_the_files_of_a_writer_that_has_lost_its_claim_stay_and_nothing_is_logged(tmp_path: Path) -> None:
+    """Another job may own the files. The main thread reports the loss."""
+    work = save_with_fault(tmp_path, [0], failing_files(0, ClaimLost("superseded"), 2))
+    assert results_of(3, work) == [("ClaimLost", 0, [])] * 3
+    assert "step_00000007.safetensors" in file_names(disk_of(tmp_path, 0))
 
 
 @pytest.mark.parametrize("where", ["begin", "commit", "before"])
-@pytest.mark.parametrize("error", [ClaimLost("superseded"), OSError(errno.EIO, "broken")])
-def test_what_the_main_rank_cannot_do_is_the_error_of_all(
-    where: str, error: Exception, tmp_path: Path
+def test_a_save_that_fails_before_or_after_the_files_keeps_no_rank_waiting(
+    where: str, tmp_path: Path
 ) -> None:
     def fail(*_: object) -> Any:
-        raise error
+        raise OSError(errno.EIO, "broken")
 
-    def prepare(saver: Saver, context: DistributedContext) -> None:
-        if context.rank == 0 and where != "before":
-            setattr(saver.store, where, fail)
+    def prepare(saver: Saver) -> None:
+        if saver.rank == 0 and where != "before":
+            setattr(saver.tiers[0].store, where, fail)
 
-    store = make_store(tmp_path)
     before = fail if where == "before" else lambda: None
-    results = results_of(3, save_together(tmp_path, prepare=prepare, before=before))
-    assert results == [(type(error).__name__, getattr(error, "errno", None) or 0)] * 3
-    assert store.steps() == []
-    assert isinstance(error, ClaimLost) or file_names(store) == [], "a job that took over may write there"
+    results = results_of(3, save_with_fault(tmp_path, [0, 2], prepare, before))
+    assert results[0][:2] == ("OSError", errno.EIO)
+    assert results[2][0] == ("OSError" if where == "before" else "NoneType")
+    steps = [disk_of(tmp_path, rank).steps() if rank != 1 else [] for rank in range(3)]
+    assert steps == ([[], [], []] if where == "before" else [[], [], [7]])
 
 
-def dying_in_exchange(rank: int, number: int) -> Prepare:
-    """Let a rank die in the background group's exchange of this number."""
+def dying(rank: int, method: str, number: int) -> Prepare:
+    """Let `rank` be killed when it calls this method of its background group for the `number`-th time."""
 
-    def prepare(saver: Saver, context: DistributedContext) -> None:
-        if context.rank != rank:
+    def prepare(saver: Saver) -> None:
+        if saver.rank != rank:
             return
-        gather_on_all, calls = saver.group.gather_on_all, []
+        real, numbers = getattr(saver.group, method), itertools.count(1)
 
-        def die(work: Callable[[], Any]) -> list[Any]:
-            calls.append(work)
-            if len(calls) == number:
+        def die(*arguments: Any) -> Any:
+            if next(numbers) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return gather_on_all(work)
+            return real(*arguments)
 
-        saver.group.gather_on_all = die  # type: ignore[method-assign]
+        setattr(saver.group, method, die)
 
     return prepare
 
 
-@pytest.mark.parametrize("exchange", [1, 2, 3])
-def test_a_rank_that_dies_between_the_files_is_no_failure_to_write(exchange: int, tmp_path: Path) -> None:
-    """The rank dies in the exchange of late fields, before the files, or after the last file: no warning."""
-    store = make_store(tmp_path)
-    prepare = dying_in_exchange(0, exchange)
-    results = fork_ranks(3, save_together(tmp_path, prepare=prepare), timeout_s=30)
-    assert results == [None, ("lost peer", 0), ("lost peer", 0)], "nobody reports it but the main thread"
-    assert store.steps() == []
+@pytest.mark.parametrize(
+    ("rank", "method", "number"),
+    [(0, "gather_on_all", 1), (0, "gather_on_all", 2), (0, "receive", 5), (1, "send", 2), (2, "receive", 1)],
+)
+def test_a_rank_that_is_killed_in_a_save_is_a_lost_peer_and_no_failed_write(
+    rank: int, method: str, number: int, tmp_path: Path
+) -> None:
+    """No warning says that the disk failed. No writer has a snapshot of that step."""
+    work = save_with_fault(tmp_path, [0, 2], dying(rank, method, number))
+    results = fork_ranks(3, work, timeout_s=30)
+    assert results[rank] is None
+    others = [result for other, result in enumerate(results) if other != rank]
+    assert others == [("lost peer", 0, [])] * 2, "only the main thread reports it"
+    for writer in (0, 2):
+        assert not list((tmp_path / f"disk-{writer}").glob("step_*.json"))
