@@ -11,6 +11,7 @@ from support.single_process import SingleProcess
 
 from mingpt.base.errors import NonFiniteError, UserError
 from mingpt.config.cli import build
+from mingpt.training.saving import Saving
 from mingpt.training.state import GROWTH_STEPS, LossScale
 from mingpt.training.trainer import Trainer
 
@@ -21,10 +22,10 @@ def make_trainer(order: list[str], losses: list[float], **settings: str) -> Any:
     trainer.config, trainer.step_losses = build({**SMALL, **settings}), losses
     trainer.state = SimpleNamespace(step=4, windows_seen=32, skipped=(0, 0), loss_scale=None)
     trainer.context, trainer.batches = SingleProcess(), SimpleNamespace(error=None)
-    trainer.saving = SimpleNamespace(
-        saver=SimpleNamespace(wait=lambda: order.append("written")),
-        remove_memory_snapshots=lambda: order.append("removed"),
-    )
+    saving: Any = Saving.__new__(Saving)
+    saving.context, saving.saver = trainer.context, SimpleNamespace(wait=lambda: order.append("written"))
+    saving.start = SimpleNamespace(memory=SimpleNamespace(clear=lambda: order.append("removed")))
+    trainer.saving = saving
     trainer.run_logger = None
     return trainer
 
@@ -38,7 +39,7 @@ def test_no_rank_fails_before_the_snapshot_under_way_is_written(has_run_logger: 
         trainer.run_logger = SimpleNamespace(failed=lambda step, why: order.append("recorded"))
     with pytest.raises(NonFiniteError, match=r"its update is dropped$"):
         trainer.handle_nonfinite(0.0)
-    assert order == ["written", *(["recorded"] if has_run_logger else []), "removed"]
+    assert order == [*(["recorded"] if has_run_logger else []), "written", "removed"]
 
 
 def test_ten_updates_that_are_skipped_one_after_the_other_end_the_job() -> None:
