@@ -104,10 +104,11 @@ def start_plain(
     restarts: int = 0,
     prefix: Sequence[str] = (),
     output: Path | None = None,
+    program: str = "train.py",
 ) -> Job:
-    """Start plain `python train.py`, after the words of `prefix`; `output` is as in `start`."""
+    """Start plain `python program`, after the words of `prefix`; `output` is as in `start`."""
     own = {"run_dir": run_dir, "trainer.workers": workers, "trainer.max_restarts": restarts}
-    command = [*prefix, sys.executable, "train.py", *arguments_of({**settings, **own})]
+    command = [*prefix, sys.executable, program, *arguments_of({**settings, **own})]
     return Job(command, output or run_dir)
 
 

@@ -1,21 +1,25 @@
 """Every point at which a save can be cut short: is there a valid snapshot, at most one interval old?
 
-    python benchmarks/crash_points.py                # needs Linux and strace; two minutes
+    python benchmarks/crash_points.py                # needs Linux and strace; four minutes
     python benchmarks/crash_points.py --stride 11    # every eleventh point only: half a minute
+    python benchmarks/crash_points.py --tier memory  # only saves to a node's memory
 
-Snapshots of steps 10 and 20 exist. A save writes the snapshot of step 30, then removes the others. Each
-snapshot has two tensor files, a tokenizer and a manifest. These kinds of faults are tried at every point:
+On disk, snapshots of steps 10 and 20 exist; a save writes the snapshot of step 30, then removes the others.
+In memory, an earlier generation has left a snapshot of step 20; a new generation saves step 30 to a folder of
+its own, then removes the earlier generation's. Each snapshot has two tensor files, a tokenizer and a
+manifest. These kinds of faults are tried at every point, the last two kinds only on disk:
 
 - `kill`: SIGKILL on entering each system call of the save (strace's fault injection), except `futex`;
 - `ENOSPC`, `EIO`: each of the save's calls on files fails with this error, and the process lives;
+- `order`: the workers are killed while each tensor file is absent, half written or whole, in any combination;
 - `power`: the machine loses power after each of the save's file operations. Files that were not fsynced are
   all whole, all half written or all empty. Each creation, renaming and removal since the folder's last fsync
   has happened or not, in any combination (after Pillai et al. 2014);
-- `order`: the workers are killed while each tensor file is absent, half written or whole, in any combination;
 - `store`: at each call, an object store has one of the faults that FaultyStore explains.
 
 After each fault the newest valid snapshot must be of step 20 or 30, with the right content. Then a further
-save must succeed, and leave no file of an unfinished save. Exit code 1 otherwise.
+save must succeed, and leave no file of an unfinished save or, in memory, of another generation. Exit code 1
+otherwise.
 """
 
 import collections
@@ -33,33 +37,69 @@ import torch
 from common import Tally, argument_parser, row, work_folder
 from faulty_store import FAULTS, FaultyStore
 
-from mingpt.base.rows import RowMap
-from mingpt.snapshot import Keep, Manifest, Snapshot, Saver, Store
+from mingpt.snapshot import Manifest, MemoryFolder, Saver, Snapshot, Store, Tier
+from mingpt.snapshot.layout import make_layout
 from mingpt.snapshot.reading import accept_all
-from mingpt.snapshot.saver import Transfer
-from mingpt.snapshot.search import Reader
+from mingpt.snapshot.search import Reader, choose
 
 ON_FILES = {
     "open", "openat", "write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "unlink",
     "unlinkat", "close", "stat", "newfstatat", "fstat", "statx", "lstat", "lseek", "ioctl", "getdents64",
-    "read", "mkdir", "ftruncate", "access", "faccessat2",
+    "read", "mkdir", "rmdir", "ftruncate", "access", "faccessat2",
 }  # fmt: skip
 BEGIN, END = "/the/save/begins", "/the/save/ends"  # paths that the child looks up for strace to see
 
 Verdicts = Iterator[tuple[str, str, str]]  # kind of fault, where it happened, verdict
 Operation = tuple[str, str, str]  # kind, name of a file, its new name or its inode
 DiskState = tuple[tuple[str, bytes], ...]  # names and contents of a folder's files
-KEEP = Keep(last=1, best=True)
+
+
+class Place:
+    """The folders under `path` to which a run saves; `kind`, "disk" or "memory", is the tier that is tried.
+
+    `disk` is the Store of the snapshots on disk, if it is not `path`/snapshots.
+    """
+
+    def __init__(self, kind: str, path: Path, disk: Store | None = None) -> None:
+        path.mkdir(exist_ok=True)
+        self.kind, self.path, self.disk = kind, path, disk or Store(str(path / "snapshots"))
+        self.memory = MemoryFolder(str(path), "0" * 32, path)
+
+    def stores(self) -> list[Store]:
+        """Return all Stores in which a start looks for snapshots."""
+        return [self.disk, *self.memory.stores()]
+
+    def tier(self, generation: int, keep: int = 1) -> Tier:
+        """Return the tier to which this generation of the run saves, made as saving.py makes it."""
+        if self.kind == "disk":
+            return Tier("disk", self.disk, keep=keep, keep_best=True)
+        replaces, store = self.memory.stores(), Store(str(self.memory.root / f"{generation:032x}"))
+        self.memory.create(store, 1)
+        return Tier("memory", store, keep=keep, may_skip=True, is_durable=False, replaces=replaces)
+
+    def save_first(self) -> None:
+        """Save what exists before the fault: steps 10 and 20, in memory only step 20."""
+        if self.kind == "disk":
+            self.disk.prepare()
+        tier = self.tier(1, keep=2)
+        for step in (10, 20) if self.kind == "disk" else (20,):
+            write(tier, step)
+        if tier.error:
+            raise tier.error
+
+    def clean(self, step: int, faults: Mapping[int, str]) -> None:
+        """Do what a start does that has found `step`; `faults` says why newer snapshots are corrupt."""
+        if self.kind == "memory":
+            self.memory.clear(step)
+            return
+        for bad, reason in faults.items():
+            self.disk.quarantine(bad, reason)
+        self.disk.prepare()
 
 
 def tensors_of(step: int) -> dict[str, torch.Tensor]:
     names = [f"{group}.{part}" for group in ("model", "optimizer") for part in ("first", "second")]
     return {name: torch.full((150,), float(step)) for name in names}
-
-
-def transfer(step: int) -> Transfer:
-    """Return the Transfer that writes the tensor files of a step."""
-    return Saver(Store("memory://")).stage(step, tensors_of(step))
 
 
 def manifest(step: int) -> Manifest:
@@ -71,29 +111,33 @@ def manifest(step: int) -> Manifest:
     })  # fmt: skip
 
 
-def saver(store: Store) -> Saver:
-    return Saver(store, tokenizer=b"abc")
+def staged(tier: Tier, step: int) -> Saver:
+    """Return a Saver that has copied the state of a step, for `Saver.write`."""
+    saver, tensors = Saver([tier], tokenizer=b"abc"), tensors_of(step)
+    saver.allocate(tensors)
+    assert saver.staging
+    saver.staging.fill(tensors)
+    return saver
 
 
-def find_newest(store: Store) -> tuple[Snapshot | None, dict[int, str]]:
-    """Return the newest valid snapshot, if any, and {step: why a newer snapshot is corrupt}."""
-    reader = Reader([store], accept_all, lambda manifest: RowMap({}), rank=0)
-    while offers := reader.view().offers:
-        if reader.verify(offers):
-            break
-    corrupt = {fault.step: fault.reason for fault in reader.faults.values()}
-    return (reader.opened[0, offers[0].step] if offers else None), corrupt
+def write(tier: Tier, step: int) -> None:
+    """Save a step, as the background thread does. `tier.error` keeps an error."""
+    staged(tier, step).write(manifest(step), [tier])
 
 
-def write_first_two(store: Store) -> None:
-    store.prepare()
-    for step in (10, 20):
-        saver(store).write_once(manifest(step), transfer(step))
+def find_newest(stores: Sequence[Store]) -> tuple[Snapshot | None, dict[int, str]]:
+    """Return the newest valid snapshot, if any, and {step: why a snapshot cannot be used}."""
+    reader = Reader(stores, accept_all, rank=0)
+    choice = choose(reader.offers(), None)
+    while choice and not reader.verify(choice):
+        choice = choose(reader.offers(), None)
+    faults = {offer.step: offer.fault for offer in reader.seen.values() if offer.fault}
+    return reader.opened[choice.store, choice.step] if choice else None, faults
 
 
-def verdict(store: Store) -> str:
-    """Read the store after a fault, then save step 40; return "ok", or what is wrong."""
-    found, corrupt = find_newest(store)
+def verdict(place: Place) -> str:
+    """Find the newest snapshot after a fault, then save step 40; return "ok", or what is wrong."""
+    found, faults = find_newest(place.stores())
     if found is None:
         return "there is no valid snapshot"
     step = found.manifest.step
@@ -102,22 +146,26 @@ def verdict(store: Store) -> str:
     expected = tensors_of(step)
     if any(not torch.equal(found.read(name), expected[name]) for name in expected):
         return "other content"
-    for bad, reason in corrupt.items():
-        store.quarantine(bad, reason)
-    store.prepare()
-    saver(store).write(manifest(40), transfer(40), lambda: None, KEEP)
-    found, corrupt = find_newest(store)
-    if found is None or found.manifest.step != 40 or corrupt:
+    place.clean(step, faults)
+    write(place.tier(3), 40)
+    found, faults = find_newest(place.stores())
+    if found is None or found.manifest.step != 40 or faults:
         return "a further save fails"
-    if store.steps() != store.steps("safetensors"):
-        return "files without a manifest are left"
-    return "a partial file is left" if any(name.startswith("partial-") for name in store.names()) else "ok"
+    if len(place.memory.stores()) != (place.kind == "memory"):
+        return "the folder of another generation is left"
+    for store in place.stores():
+        if store.steps() != store.steps("safetensors"):
+            return "files without a manifest are left"
+        if any(name.startswith("partial-") for name in store.names()):
+            return "a partial file is left"
+    return "ok"
 
 
-def save_under_strace(store: Store, injection: list[str], log: Path) -> None:
+def save_under_strace(place: Place, injection: list[str], log: Path) -> None:
     """Save step 30 in a child process. strace, with the options `injection`, writes its calls to `log`."""
-    job, transfer_30 = saver(store), transfer(30)
-    with open(Path(store.root).parent / "metrics.jsonl", "a") as records:
+    tier = place.tier(2)
+    saver = staged(tier, 30)
+    with open(place.path / "metrics.jsonl", "a") as records:
 
         def sync_records() -> None:
             os.fsync(records.fileno())
@@ -126,7 +174,7 @@ def save_under_strace(store: Store, injection: list[str], log: Path) -> None:
         if child == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
             os.access(BEGIN, os.F_OK)
-            job.write(manifest(30), transfer_30, sync_records, KEEP)
+            saver.write(manifest(30), [tier], sync_records)
             os.access(END, os.F_OK)
             os._exit(0)
     os.waitpid(child, os.WUNTRACED)
@@ -168,20 +216,20 @@ def system_calls(log: Path) -> list[tuple[str, int, str]]:
     return found
 
 
-def faults_by_strace(work: Path, stride: int) -> Verdicts:
+def faults_by_strace(work: Path, kind: str, stride: int) -> Verdicts:
     """Yield verdicts on `kill`, `ENOSPC`, `EIO`. Leaves an undisturbed save in `work` for `power_losses`."""
-    reference = Store(str(work / "reference" / "snapshots"))
-    write_first_two(reference)
-    save_under_strace(reference, [], work / "reference.log")
-    calls = [(name, number) for name, number, _ in system_calls(work / "reference.log")]
+    reference, log = Place(kind, work / f"{kind}-reference"), work / f"{kind}-reference.log"
+    reference.save_first()
+    save_under_strace(reference, [], log)
+    calls = [(name, number) for name, number, _ in system_calls(log)]
     points = [("kill", "signal=KILL", name, number) for name, number in calls]
     for error in ("ENOSPC", "EIO"):
         points += [(error, f"error={error}", name, number) for name, number in calls if name in ON_FILES]
-    for place, (fault, what, name, number) in enumerate(points[::stride]):
-        store = Store(str(work / f"{fault}-{place}" / "snapshots"))
-        write_first_two(store)
-        save_under_strace(store, ["-e", f"inject={name}:{what}:when={number}"], work / "fault.log")
-        yield fault, f"{name} {number}", verdict(store)
+    for number_of_point, (fault, what, name, number) in enumerate(points[::stride]):
+        place = Place(kind, work / f"{kind}-{fault}-{number_of_point}")
+        place.save_first()
+        save_under_strace(place, ["-e", f"inject={name}:{what}:when={number}"], work / "fault.log")
+        yield fault, f"{name} {number}", verdict(place)
 
 
 def file_operations(log: Path, root: str) -> list[Operation]:
@@ -261,93 +309,98 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 def power_losses(work: Path, stride: int) -> Verdicts:
     """Yield the verdicts on `power`, from the operations that `faults_by_strace` has recorded."""
-    reference = work / "reference" / "snapshots"
-    done, saved = file_operations(work / "reference.log", str(reference)), read_files(reference)
-    first_two = Store(str(work / "before" / "snapshots"))
-    write_first_two(first_two)
-    before = read_files(Path(first_two.root))
+    reference = work / "disk-reference" / "snapshots"
+    done, saved = file_operations(work / "disk-reference.log", str(reference)), read_files(reference)
+    first_two = Place("disk", work / "before")
+    first_two.save_first()
+    before = read_files(Path(first_two.disk.root))
     states: set[DiskState] = set()
     for cut in range(len(done) + 1):
         states.update(states_after(done[:cut], before, saved))
     for number, state in enumerate(sorted(states)[::stride]):
-        store = Store(str(work / f"power-{number}" / "snapshots"))
-        store.prepare()
+        place = Place("disk", work / f"power-{number}")
+        place.disk.prepare()
         for name, held in state:
-            Path(store.path(name)).write_bytes(held)
-        yield "power", f"state {number}", verdict(store)
+            Path(place.disk.path(name)).write_bytes(held)
+        yield "power", f"state {number}", verdict(place)
 
 
-def orders(work: Path, stride: int) -> Verdicts:
+def orders(work: Path, kind: str, stride: int) -> Verdicts:
     """Yield the verdicts on `order`, one for each combination of the files' states."""
-    files = [layout for layout, _ in transfer(30).files]
-    states = list(itertools.product(("absent", "half", "whole"), repeat=len(files)))
+    states = list(itertools.product(("absent", "half", "whole"), repeat=2))
     for number, state in list(enumerate(states))[::stride]:
-        store = Store(str(work / f"order-{number}" / "snapshots"))
-        write_first_two(store)
+        place = Place(kind, work / f"{kind}-order-{number}")
+        place.save_first()
+        tier = place.tier(2)
+        store, saver = tier.store, staged(tier, 30)
         store.begin(30)
-        save_30 = transfer(30)
-        for (layout, chunks), condition in zip(save_30.files, state, strict=True):
-            content = b"".join(chunks)
+        for layout, condition in zip(make_layout(saver.specs(), 30), state, strict=True):
+            content = b"".join(saver.chunks(layout))
             if condition == "half":
                 Path(store.path(f"partial-{layout.name}")).write_bytes(content[: len(content) // 2])
             elif condition == "whole":
                 Path(store.path(layout.name)).write_bytes(content)
-        yield "order", f"state {number}", verdict(store)
+        yield "order", f"state {number}", verdict(place)
 
 
-def faulty_store() -> tuple[Store, FaultyStore]:
-    """Return a store that has the first two snapshots, and the FaultyStore that holds its files."""
+def faulty_store(work: Path) -> tuple[Place, FaultyStore]:
+    """Return a place that has the first two snapshots, and the FaultyStore that holds its files."""
     FaultyStore.store.clear()
     FaultyStore.pseudo_dirs[:] = [""]
-    store = Store("memory://bucket/run", (0.0, 0.0))
+    place = Place("disk", work / "store", Store("memory://bucket/run", (0.0, 0.0)))
     files = FaultyStore(skip_instance_cache=True)
-    store.files = files
-    write_first_two(store)
-    return store, files
+    place.disk.files = files
+    place.save_first()
+    return place, files
 
 
-def faults_of_a_store(stride: int) -> Verdicts:
+def faults_of_a_store(work: Path, stride: int) -> Verdicts:
     """Yield the verdicts on `store`."""
-    store, files = faulty_store()
+    place, files = faulty_store(work)
     files.armed = True
-    saver(store).write(manifest(30), transfer(30), lambda: None, KEEP)
+    write(place.tier(2), 30)
     points = [(fault, at) for fault in FAULTS for at in range(1, files.calls + 1)]
     for fault, at in points[::stride]:
-        yield f"store {fault}", f"call {at}", fault_of_a_store(fault, at)
+        yield f"store {fault}", f"call {at}", fault_of_a_store(work, fault, at)
 
 
-def fault_of_a_store(fault: str, at: int) -> str:
+def fault_of_a_store(work: Path, fault: str, at: int) -> str:
     """Return the verdict on a save to a store with this fault at call `at`."""
-    store, files = faulty_store()
-    files.last_listing = files.ls(store.root, detail=False)
+    place, files = faulty_store(work)
+    files.last_listing = files.ls(place.disk.root, detail=False)
     files.armed, files.fault, files.at = True, fault, at
-    saver(store).write(manifest(30), transfer(30), lambda: None, KEEP)
+    write(place.tier(2), 30)
     if fault != "lists late":
         files.armed = False
-    found, _ = find_newest(store)  # a listing may still be late
+    found, _ = find_newest(place.stores())  # a listing may still be late
     files.armed = False
     if found and found.manifest.step in (20, 30):
-        return verdict(store)
+        return verdict(place)
     return "nothing found by a late listing"
+
+
+def verdicts(work: Path, kind: str, stride: int) -> Verdicts:
+    """Yield the verdicts on a tier, "disk" or "memory"."""
+    yield from faults_by_strace(work, kind, stride)
+    yield from orders(work, kind, stride)
+    if kind == "disk":
+        yield from power_losses(work, stride)
+        yield from faults_of_a_store(work, stride)
 
 
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--stride", type=int, default=1)
-    stride = parser.parse_args().stride
+    parser.add_argument("--tier", choices=("disk", "memory"), help="by default both")
+    arguments = parser.parse_args()
     counts: collections.Counter[str] = collections.Counter()
     tally = Tally()
     with work_folder() as work:
-        verdicts = itertools.chain(
-            faults_by_strace(work, stride),
-            power_losses(work, stride),
-            orders(work, stride),
-            faults_of_a_store(stride),
-        )
-        for fault, point, what in verdicts:
-            counts[fault] += 1
-            tally.add(what == "ok")
-            row(fault=fault, point=point, verdict=what)
+        for kind in [arguments.tier] if arguments.tier else ["disk", "memory"]:
+            for fault, point, what in verdicts(work, kind, arguments.stride):
+                counts[f"{kind} {fault}"] += 1
+                tally.add(what == "ok")
+                row(tier=kind, fault=fault, point=point, verdict=what)
     return tally.exit_code(points=dict(counts))
 
 

@@ -2,11 +2,15 @@
 
     python benchmarks/faults.py                               # 5 trials of each fault, an hour on two cores
     python benchmarks/faults.py kill stop --trials 1          # of these two, a minute
+    python benchmarks/faults.py kill_memory --trials 20 --settings data.val_fraction=0.01   # five minutes
     python benchmarks/faults.py --storm 5000 --every_s 30     # twice 10 minutes
 
 - kill, kill_agents, kill_plain: one of two workers under torchrun, under two agents of torchrun or under
   plain python gets SIGKILL.
-- kill_memory: a worker gets SIGKILL during a save to memory; nothing else is saved before the end.
+- kill_memory: under plain python, the worker that writes a snapshot to memory, or another worker, gets
+  SIGKILL when half of a tensor file is written, in turn for each strategy and number of workers. Nothing
+  else is saved before the end. The job goes on from the last whole snapshot in memory, `held`, or from the
+  one that was being written, `saving`. `held` is at most snapshot.memory_every steps older than `saving`.
 - frozen: a worker gets SIGSTOP. `noticed_s` is when another worker is gone, at most 12. `on_s` is when the
   next generation has completed a step, at most 45.
 - before: a worker gets SIGSTOP before the rendezvous. The others wait for `patience_s` and name the frozen
@@ -33,6 +37,8 @@ import contextlib
 import ctypes
 import functools
 import http.server
+import itertools
+import json
 import os
 import random
 import re
@@ -47,7 +53,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from support.jobs import Job, free_port, is_alive, last_step, read_history, read_metric
+from support.jobs import Job, children, free_port, is_alive, last_step, read_history, read_metric
 
 from mingpt.base import events
 from mingpt.tools.jobs import ROOT, torchrun
@@ -60,6 +66,12 @@ SETTINGS = common.SMALL | {
 }  # fmt: skip
 IMPATIENT = {"trainer.timeout_s": TIMEOUT_S}
 OWN_TRACEBACK = re.compile(r'^  File ".*/(?:mingpt/\S+|train)\.py"', re.MULTILINE)
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {}, "fsdp": {"trainer.parallel": "fsdp"}, "sharded": {"trainer.shard_optimizer": True}
+}  # fmt: skip
+# (strategy, workers, whether the worker that writes is killed, not another one)
+MEMORY_CASES = list(itertools.product(STRATEGIES, (2, 3), (True, False)))
+MEMORY_EVERY = 5
 Facts = dict[str, Any]  # what a trial's row tells; "ok" is whether what the fault itself asks for holds
 
 
@@ -71,6 +83,7 @@ class Trial:
     rng: random.Random
     length_s: float  # of an undisturbed run
     import_s: float  # the time of a bare `import torch`
+    number: int = 0  # of the trial, for faults that try several cases in turn
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     settings: dict[str, Any] = field(default_factory=dict)  # in addition to SETTINGS
     jobs: list[Job] = field(default_factory=list)
@@ -84,7 +97,8 @@ class Trial:
         """Start a job by "torchrun", "plain" python or two "agents" of torchrun; return it, or the first."""
         settings, output = SETTINGS | self.settings, self.folder / "job"
         if launch == "plain":
-            self.jobs = [common.start_plain(self.run_dir, settings, workers, restarts, output=output)]
+            named: dict[str, Any] = {"output": output, "program": program}
+            self.jobs = [common.start_plain(self.run_dir, settings, workers, restarts, **named)]
         elif launch == "agents":
             rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}", "--rdzv_id=job"]
             command = [*torchrun(1, restarts, ["--nnodes=2", *rendezvous]), "train.py"]
@@ -148,22 +162,50 @@ def kill(trial: Trial, launch: str) -> Facts | None:
     return {"after_s": round(after_s, 2), "victim": victim, "codes": codes, "ok": not any(codes)}
 
 
-def kill_memory(trial: Trial) -> Facts | None:
-    memory = Path(f"/dev/shm/faults-{os.getpid()}-{trial.folder.name}")
+def kill_in_save(mark: Path, memory: Path, number: int, is_writer: bool) -> None:
+    """Kill a worker in the save number `number` to a folder in `memory`, unless `mark` exists.
+
+    The worker that writes is killed or, without `is_writer`, another one. `mark` gets the step that is being
+    saved, and that of the last whole snapshot (0: none). Call this in each worker.
+    """
+    saved, writing = [0], [Path()]  # steps whose save has begun, and the path of the present file
+
+    def on_write(name: str, path: str, size: int) -> None:
+        writing[0] = Path(path)
+        step = int(name.split("_")[-1].partition(".")[0]) if "step_" in name else saved[-1]
+        if memory in writing[0].parents and step > saved[-1]:
+            saved.append(step)
+
+    def on_progress(name: str, written: int, size: int) -> None:
+        is_time = len(saved) == number + 1 and name.endswith(".safetensors") and 2 * written >= size
+        if not is_time or memory not in writing[0].parents or mark.exists():
+            return
+        mark.write_text(json.dumps({"saving": saved[-1], "held": saved[-2]}))
+        victims = [pid for pid in children(os.getppid()) if (pid == os.getpid()) == is_writer]
+        os.kill(victims[-1], signal.SIGKILL)
+
+    events.subscribe("file_write", on_write)
+    events.subscribe("file_progress", on_progress)
+
+
+def kill_memory(trial: Trial) -> Facts:
+    strategy, workers, is_writer = MEMORY_CASES[trial.number % len(MEMORY_CASES)]
+    memory, mark = Path(f"/dev/shm/faults-{os.getpid()}-{trial.folder.name}"), trial.folder / "mark"
     memory.mkdir()
-    parallel = trial.rng.choice(["ddp", "fsdp"])
-    trial.settings = {
-        "snapshot.memory_path": memory, "snapshot.memory_every": 2, "snapshot.every": 1000,
-        "trainer.parallel": parallel,
+    trial.settings = STRATEGIES[strategy] | {
+        "snapshot.memory_path": memory, "snapshot.memory_every": MEMORY_EVERY, "snapshot.every": 1000,
     }  # fmt: skip
-    job = trial.start()
-    time.sleep(trial.rng.uniform(0, trial.length_s))
-    while job.is_running() and not any(memory.glob("*/*/partial-*")):
-        time.sleep(0.001)
-    victim = common.signal_one(trial.workers(), signal.SIGKILL, trial.rng)
-    codes = trial.end()
+    number = trial.rng.randrange(1, STEPS // MEMORY_EVERY)
+    place = f"pathlib.Path({str(mark)!r}), pathlib.Path({str(memory)!r}), {number}, {is_writer}"
+    code = f"import faults, pathlib; faults.kill_in_save({place})"
+    trial.start("plain", workers, program=common.changed_program(trial.folder, code))
+    codes, told, ends = trial.end(), json.loads(mark.read_text()), trial.generations()
     memory.rmdir()  # nothing may be left there
-    return None if victim is None else {"parallel": parallel, "victim": victim, "ok": codes == [0]}
+    from_step = ends[-1]["from_step"]
+    is_good = codes == [0] and len(ends) == 2 and told["saving"] - told["held"] <= MEMORY_EVERY
+    is_good = is_good and told["held"] <= from_step <= (told["held"] if is_writer else told["saving"])
+    facts = {"strategy": strategy, "workers": workers, "is_writer": is_writer, **told}
+    return facts | {"from_step": from_step, "lost": ends[0]["to_step"] - from_step, "ok": is_good}
 
 
 def frozen(trial: Trial) -> Facts:
@@ -394,7 +436,7 @@ def try_faults(folder: Path, names: list[str], arguments: argparse.Namespace, ta
         facts = None
         while facts is None:
             number += 1
-            trial = Trial(folder / f"trial{number}", rng, length_s, import_s)
+            trial = Trial(folder / f"trial{number}", rng, length_s, import_s, number)
             trial.folder.mkdir()
             with trial.stack:
                 facts = FAULTS[name](trial)
@@ -442,11 +484,15 @@ def main() -> int:
     )
     parser.add_argument("--least", type=float, default=0.85, help="goodput to be reached")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--settings", nargs="*", default=[], metavar="KEY=VALUE", help="of runs without storm"
+    )
     arguments, tally = parser.parse_args(), common.Tally()
     with common.work_folder() as folder:
         if arguments.storm:
             storm(folder, arguments, tally)
         else:
+            SETTINGS.update(word.partition("=")[::2] for word in arguments.settings)
             names = arguments.faults or [name for name in FAULTS if name != "disk" or os.geteuid() == 0]
             try_faults(folder, names, arguments, tally)
     return tally.exit_code()

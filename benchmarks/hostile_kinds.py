@@ -131,7 +131,7 @@ MANIFEST_FILES: dict[str, Callable[[Forgery], bytes]] = {
     "manifest: 4 MB of small values": lambda _: b'{"a": [' + b"[]," * 1_300_000 + b"0]}",
     "manifest: 4 MB of escaped quotes": lambda _: b'{"a": "' + b'\\"' * 2_000_000,
     "manifest: 100 MB": lambda _: b" " * (100 * MB),
-    "manifest: a checksum of nothing": lambda _: seal({"schema": 3, "step": 4}),
+    "manifest: a checksum of nothing": lambda _: seal({"schema": 4, "step": 4}),
 }
 # Fields of one tensor.
 HEADER_FIELDS: dict[str, dict[str, Any]] = {
@@ -153,9 +153,8 @@ MANIFEST_FIELDS: dict[str, dict[str, Any]] = {
     "manifest: an unknown tokenizer": {"tokenizer": {"kind": "pickle", "vocab_size": 65}},
     "manifest: 2**62 tokens": {"tokenizer": {"kind": "char", "vocab_size": 2**62}},
     "manifest: saved after 2**62": {"after": 2**62},
-    "manifest: 2**30 workers": {
-        "shard": {"rank": 0, "workers": 2**30, "weights": True, "generation": "0" * 32}
-    },
+    "manifest: generation is -1": {"generation": -1},
+    "manifest: generation is 2**63": {"generation": 2**63},
 }
 # Contents of the tokenizer's file, with the right checksums.
 TOKENIZERS: dict[str, Callable[[Forgery], bytes]] = {
@@ -183,7 +182,9 @@ PLACED: dict[str, Callable[[Path], Any]] = {
 VALID_FIELDS: dict[str, dict[str, Any]] = {
     "valid: 2**62 windows": {"windows": 2**62},
     "valid: unchanged": {},
-    "valid: schema is 4": {"schema": 4},
+    "valid: the largest generation": {"generation": 2**63 - 1},
+    "valid: schema is 3": {"schema": 3},
+    "valid: schema is 5": {"schema": 5},
     "valid: another text": {"data": {"path": "x", "sha256": "0" * 64}},
 }
 

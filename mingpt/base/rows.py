@@ -41,6 +41,10 @@ class RowMap:
         rows = self.by_rank(name)
         return rows[rank] if rows else range(self.shapes[name][0] if self.shapes[name] else 1)
 
+    def first(self, name: str, rank: int) -> int:
+        """Return the number of the first element of a tensor that `rank` holds."""
+        return self.of(name, rank).start * math.prod(self.shapes[name][1:])
+
     def numel(self, name: str) -> list[int]:
         """Return, for each rank, how many elements of a tensor the rank holds."""
         columns = math.prod(self.shapes[name][1:])

@@ -209,9 +209,10 @@ class DistributedContext(Group):
         """Start to exchange the ranks' losses and requests to stop; return a function that waits. Collective.
 
         `losses` has an element for each micro-batch of the step: zero if another rank computes the loss.
-        `counts` are integers that are added up over the ranks. All ranks must also call the returned function,
-        which returns (losses of all micro-batches, sums of the counts). That function sets `agreed_stop` if any rank has received a
-        request to stop. If the losses are on a CUDA GPU, the exchange begins only in that function.
+        `counts` are integers, which are added up over the ranks. All ranks must also call the returned
+        function, which returns (losses of all micro-batches, sums of the counts). That function sets
+        `agreed_stop` if any rank has received a request to stop. If the losses are on a CUDA GPU, the
+        exchange begins only in that function.
         """
         import torch
 

@@ -1,10 +1,9 @@
 """Snapshots, the saved states of a run, as files in a folder, at a URL or in /dev/shm.
 
 A snapshot consists of tensor files, the tokenizer's file if there is a tokenizer, and a manifest, a JSON file
-that lists the other files. A snapshot is valid if its manifest exists and the checks of `Store.read`
-succeed. Saver (saver.py) writes snapshots and deletes old ones. search.py chooses the same newest
-snapshot for all ranks. claim.py lets only one job at a time write to a run folder. Only contents.py knows
-which tensors a model has.
+that lists the other files. A snapshot is valid if its manifest exists and the checks of `Store.read` succeed.
+Saver (saver.py) writes snapshots to the tiers that are due, and removes old ones. search.py chooses the same
+newest snapshot for all ranks. Only contents.py knows which tensors a model has.
 """
 
 from mingpt.snapshot.lookup import open_snapshot

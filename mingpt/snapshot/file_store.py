@@ -15,7 +15,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +35,25 @@ from mingpt.base.files import (
 )
 from mingpt.base.urls import open_url
 
-FLUSH_BYTES = 64 << 20
+NO_LOSS = math.inf, -1  # stands for (validation loss, step) if no snapshot has a validation loss
 Content = bytes | memoryview
 log = logging.getLogger(__name__)
 
 
-def write_chunks(
-    file: Any, chunks: Iterable[memoryview], name: str, size: int, handle: int | None = None
-) -> str:
+def write_chunks(file: Any, chunks: Iterable[memoryview], name: str, size: int) -> str:
     """Write `chunks`, `size` bytes in all, to `file`; return the SHA-256 of these bytes, in hex.
 
-    A thread computes the hash during the writing. `name` is the file's name in progress events. `handle` is
-    the descriptor of a local file, or None. With `handle`, another thread flushes the file during the
-    writing, so that the caller's fsync has less to do. Raises the errors of `chunks`, of writing, and of
-    flushing.
+    A thread computes the hash during the writing. `name` is the file's name in progress events. Raises the
+    errors of `chunks` and of writing.
     """
-    digest, written, flushed, flushing = hashlib.sha256(), 0, 0, Future[None]()
-    flushing.set_result(None)
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    digest, written = hashlib.sha256(), 0
+    with ThreadPoolExecutor(max_workers=1) as pool:
         for chunk in chunks:
             hashing = pool.submit(digest.update, chunk)
             write_all(file.write, chunk)
             hashing.result()
             written += len(chunk)
-            if handle is not None and written - flushed >= FLUSH_BYTES and flushing.done():
-                flushing.result()
-                flushed, flushing = written, pool.submit(os.fdatasync, handle)
             events.emit("file_progress", name=name, written=written, size=size)
-        flushing.result()
     assert written == size, f"{name} has {written} bytes instead of {size}"
     return digest.hexdigest()
 
@@ -87,13 +78,10 @@ class FileStore:
         self.is_local = isinstance(self.files, LocalFileSystem)
         self.is_process_private = self.files.protocol == "memory"
         self.check_claim = check_claim
-        self.is_ready = True  # false after a failure to prepare the folder
-        # Step -> why its snapshot could not be read. Such a snapshot is never deleted: it may be valid.
-        self.unreadable: dict[int, str] = {}
-        # Step -> validation loss at that step (None: not measured), from manifests that were read or written.
-        self.losses: dict[int, float | None] = {}
-        # (the lowest validation loss of a snapshot that is kept, that snapshot's step); step -1: there is none
-        self.best: tuple[float, int] = (math.inf, -1)
+        # Steps whose snapshots could not be read. Such a snapshot is never deleted: it may be valid.
+        self.unreadable: set[int] = set()
+        # (the lowest validation loss of a snapshot that is kept, that snapshot's step)
+        self.best: tuple[float, int] = NO_LOSS
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
@@ -101,28 +89,24 @@ class FileStore:
     def names(self) -> list[str]:
         """Return the names of all files and folders at `url`, sorted; [] if `url` does not exist.
 
-        Raises OSError or an error of fsspec's driver if the last attempt to list the folder fails.
+        Raises UnreadableSnapshot if the last attempt to list the folder fails.
         """
-        return retry(
-            self.list_once,
-            self.retries_s,
-            lambda error: log.info(f"{self.url} cannot be listed ({reason_of(error)}); trying again"),
-        )
+        try:
+            return retry(
+                self.list_once,
+                self.retries_s,
+                lambda error: log.info(f"{self.url} cannot be listed ({reason_of(error)}); trying again"),
+            )
+        except DriverError as error:
+            raise UnreadableSnapshot(f"the folder {self.url} cannot be read: {reason_of(error)}") from None
 
     def list_once(self) -> list[str]:
-        """Return what `names` returns, or raise its errors, after a single attempt."""
+        """Return what `names` returns, or raise an error of fsspec's driver, after a single attempt."""
         self.files.invalidate_cache()
         try:
             return sorted(str(entry).rsplit("/", 1)[-1] for entry in self.files.ls(self.root, detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
-
-    def list_names(self) -> list[str]:
-        """Return what `names` returns. Raises UnreadableSnapshot if `url` cannot be listed."""
-        try:
-            return self.names()
-        except DriverError as error:
-            raise UnreadableSnapshot(f"the folder {self.url} cannot be read: {reason_of(error)}") from None
 
     def write_atomic(self, name: str, content: Content) -> None:
         """Write `content` to the file `name`, as `write_stream` does; raise the errors of `write_stream`."""
@@ -140,7 +124,7 @@ class FileStore:
         if self.is_local:
             events.emit("file_write", name=name, path=partial, size=size)
             with atomic_file(final, partial, before_rename=self.check_claim) as file:
-                return write_chunks(file, chunks, name, size, file.fileno())
+                return write_chunks(file, chunks, name, size)
 
         def on_failure(error: Exception) -> None:
             log.info(f"writing {self.url}/{name} failed ({reason_of(error)}) and is retried")

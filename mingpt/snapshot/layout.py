@@ -79,7 +79,7 @@ def step_of(name: str, kind: str | None = None) -> int | None:
 
 
 def is_snapshot_file(name: str) -> bool:
-    """Return whether `name` is that of a snapshot's file, perhaps set aside, or of what a killed job leaves."""
+    """Return whether `name` is that of a snapshot's file, perhaps set aside, or what a killed job leaves."""
     return any(pattern.fullmatch(name) for pattern in (FILE_NAME, SET_ASIDE, LEFTOVER))
 
 

@@ -5,11 +5,12 @@ renames or removes a file.
 """
 
 import logging
+import math
 import os
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.config.cli import read_file
-from mingpt.snapshot.layout import step_of, steps_in
+from mingpt.snapshot.layout import step_of
 from mingpt.snapshot.reading import Check, accept_all
 from mingpt.snapshot.store import Snapshot, Store
 
@@ -42,12 +43,14 @@ def open_snapshot(
     for place in possible_places(where):
         store = Store(place)
         try:
-            names = store.list_names()
+            steps = store.steps()
         except UnreadableSnapshot as error:
             problems.append(str(error))
             continue
-        steps = steps_in(names, "json")
-        for step in [step for _, step in sorted(store.losses_of(steps))] if best else steps:
+        if best:
+            losses = store.losses_of(steps)
+            steps = sorted((step for step in losses if losses[step] < math.inf), key=losses.__getitem__)
+        for step in steps:
             try:
                 return store.read(step, check, weights_only)
             except (CorruptSnapshot, UnreadableSnapshot) as error:

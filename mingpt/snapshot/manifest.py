@@ -216,8 +216,8 @@ def add_checksum(manifest: dict[str, Any]) -> bytes:
 def decode_manifest(content: bytes) -> Manifest:
     """Return the manifest in `content`, the bytes of its file, after a check of the fields.
 
-    Raises CorruptSnapshot if the manifest is damaged or a field is wrong. Raises UserError if the schema
-    version is unknown, or if a tensor file is split into several files (see `check_files`).
+    Raises CorruptSnapshot if the manifest is damaged or a field is wrong, and UserError if the schema version
+    is unknown.
     """
     fields = parse_object(content, "its manifest")
     if not is_intact(fields, content):
@@ -236,14 +236,9 @@ def check_files(manifest: Manifest) -> None:
     """Raise CorruptSnapshot if `manifest.files` cannot be the files of a snapshot of `manifest.step`.
 
     Also raises CorruptSnapshot if `bytes` and `sha256` are not those of all `files` together. No file is
-    read. Raises UserError if a tensor file is split into several files, as in earlier versions.
+    read.
     """
     records, names = manifest.files, [record.name for record in manifest.files]
-    if any("-of-" in name for name in names):
-        raise UserError(
-            f"the snapshot of step {manifest.step} has files in parts, as earlier versions wrote them "
-            "past 4 GiB: resume it with such a version"
-        )
     if not are_files_of(names, manifest.step):
         raise CorruptSnapshot("its manifest is damaged: files: they are not those of a snapshot of its step")
     if (sum(record.bytes for record in records), joint_sha256(records)) != (manifest.bytes, manifest.sha256):
@@ -270,8 +265,8 @@ def check_schema(manifest: dict[str, Any]) -> None:
     if schema not in READS:
         raise UserError(
             f"the snapshot of step {manifest.get('step')!r:.20} has schema version {schema!r:.20}, "
-            f"and this program reads versions {READS[0]} and {SCHEMA}: go on with the version that wrote it, or choose "
-            "another run_dir"
+            f"and this program reads versions {READS[0]} and {SCHEMA}: go on with the version that wrote it, "
+            "or choose another run_dir"
         )
 
 

@@ -4,7 +4,7 @@ These are ordinary snapshots, written to a folder such as /dev/shm, whose files 
 the node. This folder has one subfolder for each run, named after the random id in run.json and the path of
 the run folder. There, each writer of each generation (the workers between two restarts) has a subfolder of
 its own, and its first snapshot replaces those of earlier generations. The memory must have room for two
-states: the snapshot that is kept, and the one that is being written. When a run ends, its snapshots in memory
+states: the snapshot that is kept, and the one that is being written. When a run ends, its snapshots there
 are removed.
 """
 
@@ -98,10 +98,12 @@ def is_leftover(root: Path) -> bool:
 
     Returns False if the folder is not this user's, and if files disappear during this call.
     """
-    if not RUN_NAME.fullmatch(root.name) or not generation_folders(root):
+    folders = generation_folders(root)
+    if not RUN_NAME.fullmatch(root.name) or not folders:
         return False
     try:
-        newest_change = max(path.lstat().st_mtime for path in (root, *root.rglob("*")))
+        # A folder changes when a file in it is created, renamed or removed.
+        newest_change = max(folder.stat().st_mtime for folder in folders)
     except FileNotFoundError:
         return False  # another job is removing it or writing there
     return newest_change < time.time() - LEFTOVER_S

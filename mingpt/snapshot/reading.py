@@ -181,18 +181,15 @@ class TensorFile(StoredFile):
         if (layout.header, layout.size) != (header, self.size):
             raise CorruptSnapshot(f"the header of {file.what} does not describe its {self.size:,} bytes")
         self.begins = layout.begins
+        for name, begin in self.begins.items():
+            if begin % self.specs[name].dtype.itemsize:
+                raise wrong(name, "its numbers are not aligned")
 
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        """Return the tensor `name`, or only those slices of its dimension 0, in new memory.
-
-        Raises KeyError if the file has no such tensor.
-        """
-        spec, begin = self.specs[name], self.begins[name]
-        shape = spec.shape if rows is None else (len(rows), *spec.shape[1:])
-        tensor = torch.empty(shape, dtype=spec.dtype)
-        if rows:
-            begin += rows.start * (spec.nbytes // spec.shape[0])
-        self.file.read_into(begin, memory_of(tensor.view(-1).view(torch.uint8)))
+    def read(self, name: str) -> Tensor:
+        """Return the tensor `name` in new memory. Raises KeyError if the file has no such tensor."""
+        spec = self.specs[name]
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        self.file.read_into(self.begins[name], memory_of(tensor.view(-1).view(torch.uint8)))
         return tensor
 
 

@@ -2,7 +2,7 @@
 
 A save copies the tensors to a staging buffer between two steps. A background thread then writes the copy to
 each tier that is due: the weights, the optimizer's state and the tokenizer to a file each. The manifest comes
-last, once all ranks have agreed that these files are complete. Then old snapshots are removed.
+last, once these files are complete and no rank has lost another one. Then old snapshots are removed.
 
 A snapshot in any tier is whole, and its files do not depend on the number of workers. If each rank holds the
 whole state, each writer of a tier writes by itself. The writer of a sharded state receives the other ranks'
@@ -10,6 +10,7 @@ rows, tensor by tensor, in pieces of at most PIECE_BYTES. Two writers on differe
 rows. The ranks' background threads exchange the rows over a process group of their own.
 """
 
+import collections
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from mingpt.base.errors import ClaimLost
 from mingpt.base.files import PIECE_BYTES, reason_of
@@ -31,14 +33,22 @@ from mingpt.snapshot.store import Store
 log = logging.getLogger(__name__)
 
 
+class Status(NamedTuple):
+    """What decides, besides settings and step, whether a save is due."""
+
+    is_end: bool = False  # this generation makes no later step
+    is_wanted: bool = False  # the step is to be on disk, for its validation loss
+    is_busy: bool = False  # a rank that takes part in a save is still writing the previous one
+
+
 @dataclass
 class Tier:
     """A place for snapshots, when to save there, what to keep, and which ranks write.
 
     `every` is a number of steps, or 0 for no periodic saves. `keep` is the number of newest snapshots that
-    stay. With `keep_best`, the snapshot with the lowest validation loss also stays. The ranks `writers` write whole snapshots; the first of them is the main writer. With
-    `may_skip`, a save is left out while an earlier one is being written. With `is_durable`, the tier outlives
-    the node, and the last step of a generation is saved there.
+    stay. With `keep_best`, that with the lowest validation loss stays, too. The ranks `writers` write whole
+    snapshots; the first of them is the main writer. With `may_skip`, a save is left out while an earlier one
+    is being written. With `is_durable`, the tier outlives the node, and a generation's last step is saved.
     """
 
     name: str  # "disk" or "memory"
@@ -49,28 +59,19 @@ class Tier:
     keep_best: bool = False
     may_skip: bool = False
     is_durable: bool = True
-    replaces: list[Store] = field(default_factory=list)  # the first snapshot here makes these stores needless
-    begun: int = -1  # step of the newest save that was begun, or that the store held at first; -1 for none
+    replaces: list[Store] = field(default_factory=list)  # these are cleared after the first snapshot here
+    begun: int = -1  # step of the newest save that was begun, or that the Store held at first; -1 for none
     written: int = 0  # step of the newest snapshot that this generation has written; 0 for none
-    error: Exception | None = None  # of the last write, on this or the main writer; None if it succeeded
+    error: Exception | None = None  # of the last write; None if it succeeded, or is under way
 
-    def is_due(self, step: int, status: "Status") -> bool:
-        """Return whether to save `step` to this tier. A pure function of its arguments and the settings."""
+    def is_due(self, step: int, status: Status) -> bool:
+        """Return whether to save `step` to this tier, given the settings and the status."""
         if status.is_end:
             return self.is_durable and self.begun < step
-        if self.may_skip and (status.is_busy or (not self.is_durable and status.is_memory_off)):
+        if self.may_skip and status.is_busy:
             return False
         is_wanted = status.is_wanted and self.is_durable and not self.may_skip
         return is_wanted or (self.every > 0 and step % self.every == 0)
-
-
-class Status(NamedTuple):
-    """What decides, besides settings and step, whether a save is due."""
-
-    is_end: bool = False  # this generation makes no later step
-    is_wanted: bool = False  # the step is to be on disk, for its validation loss
-    is_busy: bool = False  # a rank that takes part in a save is still writing the previous one
-    is_memory_off: bool = False  # saving to memory has failed on a rank
 
 
 def attempt(work: Callable[[], None]) -> Exception | None:
@@ -125,8 +126,8 @@ class Saver:
     ) -> None:
         """Wait for the previous save, copy this rank's tensors, and begin to write them to `tiers`.
 
-        `tiers` are some of the Saver's tiers; None means all. On return the tensors may change. The background
-        thread calls `before` before it writes to a durable tier.
+        `tiers` are some of the Saver's tiers; None means all. On return the tensors may change. The
+        background thread calls `before` before it writes to a durable tier.
         """
         self.wait()
         self.allocate(tensors)
@@ -138,13 +139,11 @@ class Saver:
         self.thread = threading.Thread(target=self.write, args=(manifest, due, before))
         self.thread.start()
 
-    def write(
-        self, manifest: Manifest, tiers: Sequence[Tier], before: Callable[[], None] = lambda: None
-    ) -> None:
+    def write(self, manifest: Manifest, tiers: Sequence[Tier], before: Callable[[], None]) -> None:
         """Write the staged state to each of `tiers`. `save` runs this in a background thread.
 
-        Never raises: `Tier.error` keeps the error of a failed write. The writer logs it, except a lost peer or
-        claim, which the main thread reports. Collective if the state is sharded.
+        Never raises: `Tier.error` keeps the error of a failed write. A writer of a durable tier also logs it,
+        except a lost peer or claim, which the main thread reports. Collective if the state is sharded.
         """
         for tier in tiers:
             try:
@@ -155,62 +154,73 @@ class Saver:
                 tier.error = error
                 # The main thread loses the same peer, or the same claim, and reports it.
                 is_reported = is_lost_peer(error) or isinstance(error, ClaimLost)
-                if tier.is_durable and not is_reported and self.rank in tier.writers:
+                if self.rank in tier.writers and not is_reported and tier.is_durable:
                     log.warning(f"snapshot of step {manifest.step} could not be written: {reason_of(error)}")
 
     def write_to(self, tier: Tier, manifest: Manifest) -> None:
         """Write the staged state to one tier, durable on return. Collective if the state is sharded.
 
         A writer commits its manifest once it has written all files, even if another writer has failed. After
-        an error it calls `Store.discard`, unless the claim (the right to write there) is lost. Raises this rank's error; on a rank that does not write, the main writer's.
+        an error it calls `Store.discard`, unless the claim (the right to write there) is lost. Raises this
+        rank's error; on a rank that does not write, that of the main writer's files.
         """
         records = list[FileRecord]()
-        outcomes = self.group.gather_on_all(lambda: self.write_files(tier, manifest.step, records))
-        is_writer = self.rank in tier.writers
-        error = outcomes[self.group.rank if is_writer else tier.writers[0]]
-        if is_writer and error is None:
-            error = attempt(lambda: tier.store.commit(manifest.with_files(records)))
-        if is_writer and error and not isinstance(error, ClaimLost):
-            tier.store.discard(manifest.step)
+        outcomes = self.group.gather_on_all(lambda: self.exchange(tier, manifest.step, records))
+        if self.rank not in tier.writers:
+            error = outcomes[tier.writers[0]]
+        else:
+            error = outcomes[self.group.rank]
+            error = error or attempt(lambda: tier.store.commit(manifest.with_files(records)))
+            if error and not isinstance(error, ClaimLost):
+                tier.store.discard(manifest.step)
         if error:
             raise error
         tier.error, tier.written = None, manifest.step
-        if is_writer:
+        if self.rank in tier.writers:
             self.remove_old(tier, manifest)
 
-    def write_files(self, tier: Tier, step: int, records: list[FileRecord]) -> Exception | None:
-        """On a writer, write all files but the manifest, and add their records; on all ranks, send rows.
+    def exchange(self, tier: Tier, step: int, records: list[FileRecord]) -> Exception | None:
+        """Send this rank's rows to the writers; on a writer, write all files but the manifest.
 
-        Returns the error of a failed write, as an error that can be pickled, but raises that of a lost peer.
+        Adds the files' records to `records`. Returns the error of a failed write, but raises that of a lost
+        peer.
         """
         assert self.staging
-        layouts = make_layout(self.specs(), step)
+        layouts, sent = make_layout(self.specs(), step), list[Work | None]()
+        sharded = [name for layout in layouts for name in layout.begins if self.rows.by_rank(name)]
+        for writer in tier.writers if sharded else ():
+            if writer != self.rank:
+                sent += self.group.send(writer, self.staging.pieces(sharded))
+        error = self.write_files(tier.store, step, layouts, records) if self.rank in tier.writers else None
+        self.group.wait(sent)
+        return picklable(error) if error and self.is_sharded else error
+
+    def write_files(
+        self, store: Store, step: int, layouts: Sequence[Layout], records: list[FileRecord]
+    ) -> Exception | None:
+        """Write all files but the manifest, and add their records; return the error of a failed write.
+
+        After an error, receives the rows that were not written, too, because their ranks wait for that.
+        Raises the error of a lost peer.
+        """
         files = [(layout, self.chunks(layout)) for layout in layouts]
-        names = [name for layout in layouts for name in layout.begins if self.rows.by_rank(name)]
-        sent = [
-            work
-            for writer in tier.writers
-            if writer != self.rank and self.is_sharded
-            for work in self.group.send(writer, self.staging.pieces(names))
-        ]
 
         def write() -> None:
-            tier.store.begin(step)
-            records.extend(tier.store.write_file(layout, chunks) for layout, chunks in files)
+            store.begin(step)
+            records.extend(store.write_file(layout, chunks) for layout, chunks in files)
             if self.tokenizer is not None:
-                records.append(tier.store.write_tokenizer(step, self.tokenizer))
+                records.append(store.write_tokenizer(step, self.tokenizer))
 
-        error = attempt(write) if self.rank in tier.writers else None
+        error = attempt(write)
         if error and is_lost_peer(error):
             raise error  # no more rows arrive
-        for _, chunks in files if error else ():
-            for _ in chunks:  # the other ranks wait until their rows have arrived
-                pass
-        self.group.wait(sent)
-        return error and picklable(error)
+        if error:
+            for _, chunks in files:  # each generator goes on where the write has stopped
+                collections.deque(chunks, maxlen=0)
+        return error
 
     def remove_old(self, tier: Tier, manifest: Manifest) -> None:
-        """Remove the snapshots that the new one, with `manifest`, makes needless. A failure is only logged."""
+        """Remove the snapshots that the new one makes needless. A failure is only logged."""
         try:
             tier.store.prune(tier.keep, tier.keep_best, manifest.replayed_step)
             while tier.replaces:
@@ -230,14 +240,14 @@ class Saver:
         yield memoryview(layout.header)
         for name in layout.begins:
             itemsize = self.staging.slots[name].dtype.itemsize
-            counts = self.rows.numel(name) if self.rows.by_rank(name) else []
-            for rank, count in enumerate(counts):
-                if rank != self.rank:
-                    yield from self.receive(rank, itemsize * count)
-                else:
+            sizes = {self.rank: 0}  # without sharding, only this rank's rows
+            if self.rows.by_rank(name):
+                sizes = {rank: itemsize * count for rank, count in enumerate(self.rows.numel(name))}
+            for rank, size in sizes.items():
+                if rank == self.rank:
                     yield from map(memory_of, self.staging.pieces([name]))
-            if not counts:
-                yield from map(memory_of, self.staging.pieces([name]))
+                else:
+                    yield from self.receive(rank, size)
 
     def receive(self, rank: int, size: int) -> Iterator[memoryview]:
         """Yield `size` bytes that `rank` sends, in pieces of at most PIECE_BYTES."""

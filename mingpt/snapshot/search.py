@@ -4,15 +4,13 @@ The first worker of each node lists what its Stores offer; for this it reads no 
 these lists, and `choose`, a pure function, picks the newest snapshot without a fault. The rank that sees it
 then checks all of its bytes. If they are bad, the snapshot's offer gets a fault, and the ranks choose again.
 
-The chosen snapshot becomes a StoredState, which all ranks read together: one rank reads some rows at a time
+The chosen snapshot becomes a StoredState, which all ranks read together: one rank reads PIECE_BYTES at a time
 and broadcasts them. So no rank needs memory for a second whole state.
 """
 
-import contextlib
 import functools
 import logging
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,12 +19,12 @@ from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES
-from mingpt.base.rows import RowMap, Shape, in_batches
+from mingpt.base.rows import RowMap, Shape
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot.layout import steps_in
+from mingpt.snapshot.layout import Layout, lay_out, memory_of
 from mingpt.snapshot.manifest import Manifest
 from mingpt.snapshot.reading import Check, Entries
-from mingpt.snapshot.store import Snapshot, Store, unfinished_steps
+from mingpt.snapshot.store import Snapshot, Store
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +53,9 @@ class Reader:
 
     def __init__(self, stores: Sequence[Store], check: Check, rank: int) -> None:
         self.stores, self.check, self.rank = stores, check, rank
-        self.seen: dict[tuple[int, int], Offer] = {}  # by (number of the Store, step)
-        self.opened: dict[tuple[int, int], Snapshot] = {}  # by the same
+        # By (number of the Store, step): the snapshots that were opened, and those that have a fault.
+        self.opened: dict[tuple[int, int], Snapshot] = {}
+        self.faulty: dict[tuple[int, int], Exception] = {}
 
     def offers(self) -> list[Offer]:
         """Return each Store's newest snapshot without a known fault, and the newer ones with their faults.
@@ -68,188 +67,146 @@ class Reader:
     def offers_of(self, number: int) -> Iterator[Offer]:
         store = self.stores[number]
         try:
-            names = {*store.list_names(), *store.list_names()}  # a first listing may be out of date
+            steps = store.possible_steps()
         except UnreadableSnapshot as error:
-            yield Offer(-1, number == 0, store.url, self.rank, number, fault=str(error))
-            return
-        unfinished = {*unfinished_steps(names)} - {*steps_in(names, "json")}
-        for step in steps_in(names):
-            if step in unfinished:
-                continue
-            if (number, step) not in self.seen:
-                self.seen[number, step] = Offer(step, number == 0, store.url, self.rank, number)
-                with self.faults_noted(number, step):
-                    snapshot = self.opened[number, step] = store.open(step, self.check)
-                    after = snapshot.manifest.after
-                    self.seen[number, step] = self.seen[number, step]._replace(after=after)
-            yield self.seen[number, step]
-            if not self.seen[number, step].fault:
+            self.faulty[number, -1] = error
+            steps = [-1]
+        for step in steps:
+            place = number, step
+            if place not in self.opened.keys() | self.faulty.keys():
+                self.attempt(place, functools.partial(self.open, number, step))
+            after = self.opened[place].manifest.after if place in self.opened else 0
+            offer = Offer(step, number == 0, store.url, self.rank, number, after)
+            if place not in self.faulty:
+                yield offer
                 return
+            fault = self.faulty[place]
+            yield offer._replace(fault=str(fault), is_corrupt=isinstance(fault, CorruptSnapshot))
 
-    @contextlib.contextmanager
-    def faults_noted(self, number: int, step: int) -> Iterator[None]:
-        """Return a context that catches CorruptSnapshot and UnreadableSnapshot, and notes them in `seen`.
+    def open(self, number: int, step: int) -> None:
+        self.opened[number, step] = self.stores[number].open(step, self.check)
 
-        An UnreadableSnapshot is also noted in the Store's `unreadable`.
-        """
+    def attempt(self, place: tuple[int, int], work: Callable[[], None]) -> None:
+        """Call `work`, which reads the snapshot at `place`; note a CorruptSnapshot or UnreadableSnapshot."""
         try:
-            yield
+            work()
         except (CorruptSnapshot, UnreadableSnapshot) as error:
-            is_corrupt = isinstance(error, CorruptSnapshot)
-            if not is_corrupt:
-                self.stores[number].unreadable[step] = str(error)
-            self.seen[number, step] = self.seen[number, step]._replace(
-                fault=str(error), is_corrupt=is_corrupt
-            )
+            self.faulty[place] = error
+            if isinstance(error, UnreadableSnapshot):  # it is never deleted
+                self.stores[place[0]].unreadable.add(place[1])
 
     def verify(self, offer: Offer) -> bool:
-        """Check all bytes of the snapshot if this rank offers it; return whether they are valid."""
+        """Check all bytes of the snapshot; return whether they are valid. On other ranks, return True."""
         if offer.reader != self.rank:
             return True
-        with self.faults_noted(offer.store, offer.step):
-            self.stores[offer.store].verify(self.opened[offer.store, offer.step])
-        return not self.seen[offer.store, offer.step].fault
+        place = offer.store, offer.step
+        self.attempt(place, lambda: self.stores[offer.store].verify(self.opened[place]))
+        return place not in self.faulty
 
 
-def choose(offers: Iterable[Offer], saved_after: int | None) -> Offer | None:
+def choose(offers: Iterable[Offer], newest_on_disk: int | None) -> Offer | None:
     """Return the offer of the newest snapshot without a fault; None if there is none.
 
-    A snapshot in memory does not count if its `after` is more than `saved_after`, unless `saved_after` is
-    None. Of the same step, one on disk comes first, then that of the lowest rank.
+    A snapshot in memory does not count if its `after` is more than `newest_on_disk`, unless that is None. Of
+    the same step, one on disk comes first, then that of the lowest rank.
     """
     usable = [
         offer
         for offer in offers
-        if not offer.fault and (offer.is_on_disk or saved_after is None or offer.after <= saved_after)
+        if not offer.fault and (offer.is_on_disk or newest_on_disk is None or offer.after <= newest_on_disk)
     ]
     return max(usable, key=lambda one: (one.step, one.is_on_disk, -one.reader, -one.store), default=None)
-
-
-class Piece(NamedTuple):
-    """Some rows of the tensor `name`, which has `columns` elements in each row. A scalar is one row."""
-
-    name: str
-    rows: range
-    columns: int
-
-    @property
-    def numel(self) -> int:
-        return len(self.rows) * self.columns
 
 
 @dataclass(frozen=True)
 class StoredState:
     """A saved state that all ranks read together. Its tensors are float32.
 
-    `shapes` has the shape of each tensor, by name. Rank `reader` reads `snapshot`; on all other ranks
-    `snapshot` is None.
+    `files` has the layout of each tensor file, and `shapes` the shape of each tensor, by name. Rank `reader`
+    reads `snapshot`; on all other ranks `snapshot` is None.
     """
 
     manifest: Manifest
     tokenizer: bytes | None  # the tokenizer's bytes; None: there is no tokenizer
+    files: list[Layout]
     shapes: dict[str, Shape]
     reader: int
     snapshot: Snapshot | None
-
-    def stream(self, names: Iterable[str], context: DistributedContext) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield (name, number of first row, rows) for all rows of these tensors, the same on all ranks.
-
-        The rows are float32 on the CPU, at most PIECE_BYTES or one row at a time. The rows of several small
-        tensors are sent together. Collective: all ranks must iterate to the end.
-        """
-        pieces = (piece for name in names for piece in self.pieces(name))
-        for batch in in_batches(pieces, lambda piece: 4 * piece.numel, PIECE_BYTES):
-            sizes = [piece.numel for piece in batch]
-            buffer = context.on_all(functools.partial(self.read, batch))  # reading may be slow
-            context.transport.broadcast(buffer, self.reader)
-            for piece, part in zip(batch, buffer.split(sizes), strict=True):
-                yield piece.name, piece.rows.start, part.view(-1, *self.shapes[piece.name][1:])
-
-    def pieces(self, name: str) -> Iterator[Piece]:
-        """Yield the rows of a tensor in pieces of at most PIECE_BYTES, or of one row if a row is larger."""
-        shape = self.shapes[name]
-        columns = math.prod(shape[1:])
-        count, most = shape[0] if shape else 1, max(1, PIECE_BYTES // max(1, 4 * columns))
-        for begin in range(0, count, most):
-            yield Piece(name, range(begin, min(begin + most, count)), columns)
-
-    def read(self, batch: Sequence[Piece]) -> Tensor:
-        """Return the elements of these pieces as one vector, uninitialised on ranks other than the reader."""
-        buffer = torch.empty(sum(piece.numel for piece in batch))
-        parts = buffer.split([piece.numel for piece in batch])
-        for piece, part in zip(batch, parts, strict=True):
-            rows = piece.rows if self.shapes[piece.name] else None
-            if self.snapshot:
-                part.copy_(self.snapshot.read(piece.name, rows).view(-1))
-        return buffer
 
     def copy_into(
         self, parts: Mapping[str, Tensor], held: RowMap, rank: int, context: DistributedContext
     ) -> None:
         """Copy the saved rows into `parts`, this rank's tensors, by name. Collective.
 
-        `rank` is this rank, and `held` says which rows of each tensor it holds.
+        `rank` is this rank, and `held` says which rows of each tensor it holds. A file that has none of the
+        tensors is not read.
         """
-        for name, begin, rows in self.stream(parts, context):
-            copy_rows(parts[name], held.of(name, rank).start, begin, rows)
+        for number, file in enumerate(self.files):
+            names = parts.keys() & file.begins.keys()
+            for begin in range(len(file.header), file.size if names else 0, PIECE_BYTES):
+                size = min(PIECE_BYTES, file.size - begin)
+                piece = context.on_all(functools.partial(self.read, number, begin, size))  # may be slow
+                context.transport.broadcast(piece, self.reader)
+                for name in names:
+                    copy_part(parts[name], held.first(name, rank), (begin - file.begins[name]) // 4, piece)
+
+    def read(self, number: int, begin: int, size: int) -> Tensor:
+        """Return `size` bytes of file `number` as float32, uninitialised on ranks other than the reader."""
+        piece = torch.empty(size // 4)
+        if self.snapshot:
+            self.snapshot.tensor_files[number].file.read_into(begin, memory_of(piece.view(torch.uint8)))
+        return piece
 
 
 @torch.no_grad()
-def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
-    """Copy `rows` into `part`, except rows that `part` has no place for.
+def copy_part(part: Tensor, first: int, begin: int, elements: Tensor) -> None:
+    """Copy those of `elements`, a vector, into `part` that belong there.
 
-    `rows` are the rows of a tensor from row `begin` on; `part` holds the rows of the same tensor from row
-    `first` on. If the tensor is a scalar, `part` is this scalar, and `rows` has one element.
+    `part` holds the elements of a tensor from number `first` on, and `elements` those from `begin` on, which
+    is negative if the vector begins before the tensor.
     """
-    if not part.ndim:
-        part.copy_(rows.view(()))
-        return
-    low, high = max(first, begin), min(first + len(part), begin + len(rows))
+    low, high = max(first, begin), min(first + part.numel(), begin + len(elements))
     if low < high:
-        part[low - first : high - first].copy_(rows[low - begin : high - begin])
+        part.view(-1)[low - first : high - first].copy_(elements[low - begin : high - begin])
 
 
 @dataclass(frozen=True)
 class Found:
-    """The newest valid snapshot that any rank sees, and what each rank offered, by rank."""
+    """The newest valid snapshot that any rank sees, and all offers."""
 
     state: StoredState | None  # None: there is no valid snapshot
     where: str  # the folder or URL of the snapshot; without a snapshot, that of the snapshots on disk
-    offers: Sequence[Sequence[Offer]]
+    offers: Sequence[Offer]
 
     def on_disk(self, rank: int | None = None) -> list[Offer]:
-        """Return what rank `rank` (None: any rank) offered from its disk or URL."""
-        by_rank = self.offers if rank is None else [self.offers[rank]]
-        return [offer for offers in by_rank for offer in offers if offer.is_on_disk]
+        """Return what rank `rank` (None: any rank) offered from its disk or URL, newest first."""
+        offers = [one for one in self.offers if one.is_on_disk and rank in (None, one.reader)]
+        return sorted(offers, key=lambda one: -one.step)
 
     def step_on_disk(self, rank: int | None = None) -> int:
         """Return the newest step on the disk of `rank` (None: of any rank) without a known fault, or -1."""
-        return max((offer.step for offer in self.on_disk(rank) if not offer.fault), default=-1)
+        return next((offer.step for offer in self.on_disk(rank) if not offer.fault), -1)
 
     def is_held_by(self, rank: int) -> bool:
-        """Return whether the snapshot that was found is also, without a known fault, in a Store of `rank`."""
-        step = self.state.manifest.step if self.state else None
-        return any(offer.step == step and not offer.fault for offer in self.offers[rank])
+        """Return whether rank `rank` sees a snapshot of the step that was found, without a known fault."""
+        step = self.state.manifest.step if self.state else -1
+        return any(one.step == step and one.reader == rank and not one.fault for one in self.offers)
 
-    def faults(self) -> list[Offer]:
-        """Return the offers from disks that have a fault, newest first."""
-        return sorted({offer for offer in self.on_disk() if offer.fault}, reverse=True)
-
-    def unreadable(self) -> list[str]:
-        """Return a line for each snapshot on disk, and each folder, that any rank could not read.
+    def unreadable(self) -> list[Offer]:
+        """Return the offers of snapshots on disk, and folders, that a rank could not read.
 
         They may be valid.
         """
-        return list(dict.fromkeys(str(offer) for offer in self.faults() if not offer.is_corrupt))
+        return [offer for offer in self.on_disk() if offer.fault and not offer.is_corrupt]
 
     def corrupt(self, rank: int) -> dict[int, str]:
         """Return {step: reason} for the snapshots on disk that rank `rank` found corrupt.
 
-        A step is left out if any rank could not read the step's snapshot, because that snapshot may be valid.
+        A step is left out if any rank could not read the step's snapshot.
         """
-        unreadable = {offer.step for offer in self.faults() if not offer.is_corrupt}
-        faults = [offer for offer in self.on_disk(rank) if offer.is_corrupt]
-        return {offer.step: offer.fault for offer in faults if offer.step not in unreadable}
+        unreadable = {offer.step for offer in self.unreadable()}
+        faulty = [offer for offer in self.on_disk(rank) if offer.is_corrupt]
+        return {offer.step: offer.fault for offer in faulty if offer.step not in unreadable}
 
 
 def find_latest(
@@ -259,20 +216,18 @@ def find_latest(
 
     The first worker of each node reads `disk` and `memory`. After a restart, all snapshots in memory count,
     because snapshots on disk may be lost with a node. In a job's first generation, a snapshot in memory
-    counts only if some disk has a snapshot, valid or not, of step `after` or later. `after` is a field of the
-    manifest of the snapshot in memory: the newest step on disk when this snapshot was saved. If `after` is 0,
-    the snapshot always counts. So a user who deletes snapshots on disk can go back to an earlier step. For
-    UserErrors see `Reader.offers`.
+    counts only if the snapshot that was the newest on disk when it was saved (`Offer.after`), or a later one,
+    is still on a disk, valid or not. So a user who deletes the snapshots on disk of steps 100 and 120 goes
+    back to 80, and not to 115 in memory. For UserErrors see `Reader.offers`.
     """
     stores = [disk, *memory] if context.launch.local_rank == 0 else []
     reader = Reader(stores, check, context.rank)
     while True:
-        offers = context.gather_on_all(reader.offers)
-        found = Found(None, disk.url, offers)
-        newest = max((offer.step for offer in found.on_disk()), default=0)
-        choice = choose([offer for one in offers for offer in one], None if is_restart else max(0, newest))
+        offers = [offer for by_rank in context.gather_on_all(reader.offers) for offer in by_rank]
+        on_disk = [offer.step for offer in offers if offer.is_on_disk]
+        choice = choose(offers, None if is_restart else max([0, *on_disk]))
         if choice is None:
-            return found
+            return Found(None, disk.url, offers)
         if all(context.gather_on_all(functools.partial(reader.verify, choice))):
             return Found(share(reader, choice, context), choice.where, offers)
 
@@ -282,37 +237,36 @@ def share(reader: Reader, offer: Offer, context: DistributedContext) -> StoredSt
     content, snapshot = None, None
     if offer.reader == context.rank:
         snapshot = reader.opened[offer.store, offer.step]
-        shapes = {name: spec.shape for name, spec in snapshot.entries.items()}
-        content = snapshot.manifest, snapshot.read_tokenizer(), shapes
-    manifest, tokenizer, shapes = context.broadcast_object(content, offer.reader)
-    return StoredState(manifest, tokenizer, shapes, offer.reader, snapshot)
+        files = [file.specs for file in snapshot.tensor_files]
+        content = snapshot.manifest, snapshot.read_tokenizer(), files
+    manifest, tokenizer, files = context.broadcast_object(content, offer.reader)
+    shapes = {name: spec.shape for specs in files for name, spec in specs.items()}
+    layouts = [lay_out("", specs) for specs in files]
+    return StoredState(manifest, tokenizer, layouts, shapes, offer.reader, snapshot)
 
 
 def load_latest(store: Store, tensors: Mapping[str, Tensor], context: DistributedContext) -> Manifest | None:
     """Copy the newest valid snapshot that any rank sees into `tensors`, on all ranks; return its manifest.
 
     Use this in a training loop of your own in which each rank has the whole state, `tensors`, in float32.
-    Returns None if there is no snapshot. Raises UserError, only on this rank, if `tensors` are not float32.
-    All ranks raise UserError if the snapshot has other names, types or shapes. All ranks also raise UserError
-    if no snapshot can be used, but there are some or a rank cannot list the folder. Collective.
+    Returns None if there is no snapshot. Raises UserError if the snapshot has other names, types or shapes.
+    Also raises UserError if no snapshot can be used, but there are some or a rank cannot list the folder.
+    Collective.
     """
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.float32:
-            raise UserError(f"{name} is {tensor.dtype}, and only float32 can be read from a snapshot")
     rows = RowMap({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    wanted = {name: (tensor.dtype, rows.shapes[name]) for name, tensor in tensors.items()}
 
     def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-        there = {name: entry.shape for name, entry in entries.items() if entry.dtype == torch.float32}
-        if there != rows.shapes or len(there) < len(entries):
+        if {name: (entry.dtype, entry.shape) for name, entry in entries.items()} != wanted:
             raise UserError(f"{store.url} holds a snapshot of other tensors: go on in another folder")
 
     found = find_latest(store, [], context, check, is_restart=True)
-    faults = found.faults()
-    if found.state is None and faults:
-        raise UserError(f"no snapshot in {store.url} can be used ({faults[0]}): begin in another folder")
+    faulty = [offer for offer in found.on_disk() if offer.fault]
     if found.state is None:
+        if faulty:
+            raise UserError(f"no snapshot in {store.url} can be used ({faulty[0]}): begin in another folder")
         return None
-    for fault in faults if context.rank == 0 else ():
-        log.warning(f"a snapshot in {store.url} is not used: {fault}")
+    for offer in faulty if context.rank == 0 else ():
+        log.warning(f"a snapshot in {store.url} is not used: {offer}")
     found.state.copy_into(tensors, rows, context.rank, context)
     return found.state.manifest

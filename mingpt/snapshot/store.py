@@ -14,11 +14,9 @@ renames the files of a snapshot that must not be used.
 
 import contextlib
 import hashlib
-import itertools
 import logging
 import math
 import os
-import sys
 import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,11 +28,10 @@ from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot, U
 from mingpt.base.files import PIECE_BYTES, DriverError, reason_of
 from mingpt.base.paths import describe_obstacle
 from mingpt.config import Config
-from mingpt.snapshot.file_store import FileStore
+from mingpt.snapshot.file_store import NO_LOSS, FileStore
 from mingpt.snapshot.layout import (
     KINDS,
     LEFTOVER,
-    OPTIMIZER,
     TOKENIZER,
     UNFINISHED,
     Layout,
@@ -55,27 +52,20 @@ from mingpt.snapshot.manifest import (
     encode_manifest,
     validation_loss,
 )
-from mingpt.snapshot.reading import Check, SourceFile, StoredFile, TensorFile, accept_all, check_finite, wrong
+from mingpt.snapshot.reading import Check, SourceFile, StoredFile, TensorFile, accept_all, check_finite
 
-MAX_FILES_AT_ONCE = 4
-NO_LOSS = math.inf, -1  # stands for (validation loss, step) if no snapshot has a validation loss
 log = logging.getLogger(__name__)
 
 
-def verify_file(file: StoredFile, sha256: str, step: int) -> None:
+def verify_file(file: StoredFile, sha256: str) -> None:
     """Read a file once and check all its bytes. Raises CorruptSnapshot if a check fails.
 
-    The file must have this SHA-256 (hex), all numbers must be finite, and the optimizer must have counted at
-    most `step` updates. (It has counted fewer if the run has changed its optimizer or skipped updates.)
-    Raises UnreadableSnapshot if the file cannot be read. The file is read in pieces of at most 16 MiB. A
-    thread hashes a piece while the piece's numbers are checked and the next piece is read. At most two pieces
-    are in memory at a time.
+    The file must have this SHA-256 (hex), and all numbers must be finite. Raises UnreadableSnapshot if the
+    file cannot be read. The file is read in pieces of at most 16 MiB. A thread hashes a piece while the
+    piece's numbers are checked and the next piece is read. At most two pieces are in memory at a time.
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
-    for name, begin in file.begins.items():
-        if begin % file.specs[name].dtype.itemsize:  # then a piece might begin within a number
-            raise wrong(name, "its numbers are not aligned")
     buffers = [torch.empty(min(PIECE_BYTES, file.size), dtype=torch.uint8) for _ in range(2)]
     with ThreadPoolExecutor(max_workers=1) as pool:
         for number, begin in enumerate(range(0, file.size, PIECE_BYTES)):
@@ -85,42 +75,25 @@ def verify_file(file: StoredFile, sha256: str, step: int) -> None:
             hashing.result()
             hashing = pool.submit(digest.update, content)
             for name, spec in file.specs.items():
-                check_piece(name, spec, file.begins[name] - begin, piece, step)
+                low = max(file.begins[name] - begin, 0)
+                high = min(file.begins[name] - begin + spec.nbytes, len(piece))
+                if low < high:
+                    check_finite(name, piece[low:high].view(spec.dtype))
         hashing.result()
     if digest.hexdigest() != sha256:
         raise CorruptSnapshot(f"{file.file.what} does not have the SHA-256 in its manifest")
 
 
-def check_piece(name: str, spec: TensorSpec, begin: int, piece: torch.Tensor, step: int) -> None:
-    """Raise CorruptSnapshot if `piece`, some consecutive bytes of a file, has wrong numbers of tensor `name`.
-
-    The tensor begins `begin` bytes after the piece's first byte, or before it if `begin` is negative. A
-    number is wrong if it is not finite, or if it is the optimizer's count of updates and larger than `step`.
-    """
-    low, high = max(begin, 0), min(begin + spec.nbytes, len(piece))
-    if low >= high or not spec.dtype.is_floating_point:
-        return
-    numbers = piece[low:high].view(spec.dtype)
-    check_finite(name, numbers)
-    if name.startswith(OPTIMIZER) and name.endswith(".step") and numbers.max() > step:
-        raise wrong(name, f"it has counted {float(numbers.max()):g} updates at step {step}")
-
-
 class Snapshot:
     """Reads single tensors from the files of a snapshot, without verifying the files' checksums.
 
-    The constructor raises CorruptSnapshot if a tensor is in two files; the methods that read raise
-    UnreadableSnapshot or CorruptSnapshot.
+    The methods that read raise UnreadableSnapshot or CorruptSnapshot.
     """
 
     def __init__(self, manifest: Manifest, files: Sequence[StoredFile]) -> None:
         self.manifest, self.files = manifest, list(files)
-        self.file_of: dict[str, TensorFile] = {}
-        for file in (file for file in files if isinstance(file, TensorFile)):
-            for name in file.specs:
-                if name in self.file_of:
-                    raise CorruptSnapshot(f"its tensor {name[:100]!r} is in two files")
-                self.file_of[name] = file
+        self.tensor_files = [file for file in files if isinstance(file, TensorFile)]
+        self.file_of = {name: file for file in self.tensor_files for name in file.specs}
 
     @property
     def entries(self) -> dict[str, TensorSpec]:
@@ -132,9 +105,9 @@ class Snapshot:
         """The configuration in the manifest; settings that are missing there have their defaults."""
         return self.manifest.settings
 
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        """Return the tensor `name`, or those rows of it. Raises KeyError if the snapshot has no such tensor."""
-        return self.file_of[name].read(name, rows)
+    def read(self, name: str) -> Tensor:
+        """Return the tensor `name`. Raises KeyError if the snapshot has no such tensor."""
+        return self.file_of[name].read(name)
 
     def read_tokenizer(self) -> bytes | None:
         """Return the bytes of the snapshot's tokenizer; None if it has no tokenizer."""
@@ -164,32 +137,58 @@ class Store(FileStore):
         """Return whether `step` has a manifest. Asks for this file, because a listing may be out of date."""
         return bool(self.files.exists(self.path(file_name(step, "json"))))
 
-    def losses_of(self, steps: Sequence[int]) -> list[tuple[float, int]]:
-        """Return (validation loss, step) for each of `steps` whose manifest has the loss at that step.
+    def possible_steps(self) -> list[int]:
+        """Return the steps that may have a snapshot, newest first; an unfinished save is none.
 
-        Each manifest is read at most once. If a manifest cannot be read or used, that is logged once, and its
-        step is left out.
+        Raises UnreadableSnapshot if the folder cannot be listed.
         """
-        for step in {*steps} - self.losses.keys() - self.unreadable.keys():
+        names = {*self.names(), *self.names()}  # a first listing may be out of date
+        unfinished = {*unfinished_steps(names)} - {*steps_in(names, "json")}
+        return [step for step in steps_in(names) if step not in unfinished]
+
+    def losses_of(self, steps: Iterable[int]) -> dict[int, float]:
+        """Return {step: validation loss} for those of `steps` whose manifests can be read.
+
+        The loss is infinite if it was not measured at that step, or if the manifest is damaged. A manifest
+        that cannot be read or used is logged once, and its step is from then on in `unreadable`.
+        """
+        losses = dict[int, float]()
+        for step in {*steps} - self.unreadable:
             try:
-                self.losses[step] = validation_loss(self.read_manifest(step))
-            except (CorruptSnapshot, UnreadableSnapshot, UserError) as error:  # or of another version
+                loss = validation_loss(self.read_manifest(step))
+                losses[step] = math.inf if loss is None else loss
+            except CorruptSnapshot:
+                losses[step] = math.inf
+            except (UnreadableSnapshot, UserError) as error:  # or of another version
                 log.warning(f"snapshot of step {step} in {self.url} skipped: {error}")
-                if isinstance(error, CorruptSnapshot):
-                    self.losses[step] = None
-                else:
-                    self.unreadable[step] = str(error)
-        losses = [(self.losses.get(step), step) for step in steps]
-        return [(loss, step) for loss, step in losses if loss is not None]
+                self.unreadable.add(step)
+        return losses
+
+    def find_best(self, steps: Iterable[int]) -> None:
+        """Set `best` to the lowest validation loss of `steps`, and its step."""
+        pairs = [(loss, step) for step, loss in self.losses_of(steps).items()]
+        self.best = min([NO_LOSS, *pairs])
 
     def prepare(self) -> None:
-        """Create the folder and remove unfinished files. Raises UserError if the folder cannot be written to.
+        """Create the folder, remove what killed jobs left there (LEFTOVER), and write a file as a test.
 
-        Call this only while the job holds the claim (the right to write to the folder). Raises ClaimLost if
-        the claim is lost. A full disk is only logged, because there may be room again by the time of a save.
+        Raises UserError if the folder cannot be written to. A full disk is only logged, because there may be
+        room again by the time of a save. Call this only while the job holds the claim (the right to write to
+        the folder). Raises ClaimLost if the claim is lost.
         """
+        probe = f"probe-{uuid.uuid4().hex}"
         try:
-            self.make_ready()
+            self.files.makedirs(self.root, exist_ok=True)
+            names = self.names()
+            for step in unfinished_steps(names):
+                if not self.has_manifest(step):
+                    self.remove(step)
+            for name in filter(LEFTOVER.fullmatch, names):
+                self.remove_file(name)
+            try:
+                self.write_atomic(probe, b"writable")
+            finally:
+                self.remove_file(probe)
         except ClaimLost:
             raise
         except DriverError as error:
@@ -200,35 +199,16 @@ class Store(FileStore):
                 f"the snapshot folder {self.url} cannot be written to: {describe_obstacle(self.url, error)}"
             ) from None
 
-    def make_ready(self) -> None:
-        """Create the folder, remove what killed jobs left there (LEFTOVER), and write a file as a test.
-
-        Raises the errors of `write_stream`.
-        """
-        self.is_ready, probe = False, f"probe-{uuid.uuid4().hex}"
-        self.files.makedirs(self.root, exist_ok=True)
-        names = self.names()
-        for step in unfinished_steps(names):
-            if not self.has_manifest(step):
-                self.remove(step)
-        for name in filter(LEFTOVER.fullmatch, names):
-            self.remove_file(name)
-        try:
-            self.write_atomic(probe, b"writable")
-        finally:
-            self.remove_file(probe)
-        self.is_ready = True
-
     def begin(self, step: int) -> None:
-        """Prepare to save `step`. Call this on one rank only.
+        """Prepare to save `step`. Call this on one rank of those that see the folder.
 
         If the step has a manifest, the caller must write the same state over each file, so that the snapshot
         stays valid. Otherwise the step is marked as unfinished, and files of an earlier attempt are removed.
-        After a failed `prepare`, first calls `make_ready`. Raises the errors of `write_stream`.
+        Raises the errors of `write_stream`.
         """
         self.check_claim()
-        if not self.is_ready:
-            self.make_ready()
+        if self.is_local:
+            os.makedirs(self.root, exist_ok=True)  # on a full disk, `prepare` could not create it
         if not self.has_manifest(step):
             self.write_atomic(unfinished_name(step), b"")
             self.remove_files(step)
@@ -255,8 +235,7 @@ class Store(FileStore):
         """
         step = manifest.step
         self.write_atomic(file_name(step, "json"), encode_manifest(manifest))
-        self.unreadable.pop(step, None)
-        self.losses[step] = validation_loss(manifest)
+        self.unreadable.discard(step)
         try:
             self.remove_file(unfinished_name(step))
         except DriverError as error:  # the snapshot is valid
@@ -299,21 +278,23 @@ class Store(FileStore):
     def prune(self, keep: int, keep_best: bool, replayed_step: int | None) -> None:
         """Delete old snapshots, and the files of older steps without a manifest. Also sets `best`.
 
-        The `keep` newest snapshots stay. With `keep_best`, the one with the lowest validation loss stays, too.
+        The `keep` newest snapshots stay. With `keep_best`, that with the lowest validation loss stays, too.
         `replayed_step` is the last step at which the workers agreed (replay.py), or None: the newest snapshot
         up to this step also stays. Snapshots that could not be read are neither counted nor deleted.
         """
-        _, best = min(self.losses_of(self.steps()), default=NO_LOSS)
-        steps = [step for step in self.steps() if step not in self.unreadable]
+        names = self.names()
+        complete = steps_in(names, "json")
+        self.find_best(complete)
+        steps = [step for step in complete if step not in self.unreadable]
         replayed = [step for step in steps if replayed_step is not None and step <= replayed_step]
-        kept = {*steps[:keep], *replayed[:1], *([best] if keep_best else [])}
+        kept = {*steps[:keep], *replayed[:1], *([self.best[1]] if keep_best else [])}
         for step in steps:
             if step not in kept:
                 self.remove(step)
-        complete = self.steps()
-        self.best = min(self.losses_of(complete), default=NO_LOSS)
-        # Remove files that interrupted removals have left. A listing may be out of date: ask for the manifest.
-        for step in {*self.steps("safetensors")} - {*complete}:
+        if not keep_best:
+            self.find_best(kept)
+        # Remove what interrupted removals have left. A listing may be out of date: ask for the manifest.
+        for step in {*steps_in(names, "safetensors")} - {*complete}:
             if step < max(complete, default=0) and not self.has_manifest(step):
                 self.remove(step)
 
@@ -325,8 +306,9 @@ class Store(FileStore):
         for name in filter(is_snapshot_file, self.names()):
             if kept is None or step_of(name) != kept:
                 self.remove_file(name)
-        with contextlib.suppress(OSError):
-            os.rmdir(self.root)
+        if self.is_local:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.root)
 
     def file(self, name: str, what: str) -> SourceFile:
         """Return the file `name` for reading; messages call it `what`."""
@@ -336,7 +318,7 @@ class Store(FileStore):
         """Return the checked manifest of a step.
 
         Raises CorruptSnapshot if the manifest is missing or wrong, and UnreadableSnapshot if the manifest
-        cannot be read. Raises UserError if the schema version is unknown, or if a tensor file is split.
+        cannot be read. Raises UserError if the schema version is unknown.
         """
         file = self.file(file_name(step, "json"), "its manifest")
         size = file.size()
@@ -364,20 +346,19 @@ class Store(FileStore):
     def verify(self, snapshot: Snapshot, weights_only: bool = False) -> None:
         """Read each file once and check all its bytes; with `weights_only`, leave out the optimizer's state.
 
-        Raises CorruptSnapshot or UnreadableSnapshot. At most MAX_FILES_AT_ONCE files are read at a time, with
-        at most 32 MiB of memory each.
+        Raises CorruptSnapshot or UnreadableSnapshot. The files are read at the same time, with at most 32 MiB
+        of memory each.
         """
-        files, digests, step = [], [], snapshot.manifest.step
-        # A snapshot without a configuration is that of a user's own loop, in which a step may have several
-        # updates.
-        most_updates = step if "config" in snapshot.manifest.model_fields_set else sys.maxsize
-        for file, record in zip(snapshot.files, snapshot.manifest.files, strict=True):
-            if not weights_only or record.name != file_name(step, KINDS[1]):
-                files.append(file)
-                digests.append(record.sha256)
-        with ThreadPoolExecutor(max_workers=min(MAX_FILES_AT_ONCE, os.cpu_count() or 1)) as pool:
-            for _ in pool.map(verify_file, files, digests, itertools.repeat(most_updates)):
-                pass  # raises the error of a file's check
+        manifest = snapshot.manifest
+        left_out = file_name(manifest.step, KINDS[1]) if weights_only else None
+        with ThreadPoolExecutor() as pool:
+            checks = [
+                pool.submit(verify_file, file, record.sha256)
+                for file, record in zip(snapshot.files, manifest.files, strict=True)
+                if record.name != left_out
+            ]
+        for check in checks:
+            check.result()  # raises the error of a file's check
 
     def read(self, step: int, check: Check = accept_all, weights_only: bool = False) -> Snapshot:
         """Open and verify the snapshot of `step`, and return it.

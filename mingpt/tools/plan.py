@@ -79,10 +79,11 @@ def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, elemen
         "activations": activations(config, element) * (FRAGMENTED if on_cpu else 1) + LOGIT_BYTES * logits,
         "process": PROCESS_BYTES if on_cpu else CUDA_BYTES,
     }
-    state = weights + optimizer
+    # Worker 0 copies its rows, and has two whole states in its node's memory.
+    whole = 4 * sum(math.prod(shape) for shape in shapes.values())
     copies = {
-        "host: snapshot for disk": state,
-        "host: snapshots in memory": 3 * state if config.snapshot.memory_every else 0,
+        "host: copy for snapshots": weights + optimizer,
+        "host: snapshots in memory": 2 * whole if config.snapshot.memory_every else 0,
     }
     total = sum(needs.values()) + (sum(copies.values()) if on_cpu else 0)
     return needs | copies | {"total": total}

@@ -13,8 +13,9 @@ from mingpt.base.files import DriverError, reason_of
 from mingpt.config import Config, differences, to_dict
 from mingpt.data import Data, TextData
 from mingpt.distributed import DistributedContext
+from mingpt.model.weights import check_shapes
 from mingpt.snapshot import Check, Entries, Found, Manifest, MemoryFolder, Store, StoredState
-from mingpt.snapshot.contents import check_model, check_shapes, tensor_shapes
+from mingpt.snapshot.contents import check_model, tensor_shapes
 from mingpt.snapshot.manifest import is_distrusted
 from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 
@@ -158,7 +159,7 @@ def check_nothing_is_lost(
     the step of the newest snapshot that any run.json records; 0 for none. Without `has_records` there is no
     run.json on any node: in a restart this means that the disk of run_dir is away.
     """
-    errors = found.unreadable()
+    errors = [str(offer) for offer in found.unreadable()]
     if is_restart and not has_records:
         errors.append("run.json is gone: the disk of run_dir may be away")
     if errors:
@@ -173,7 +174,7 @@ def check_nothing_is_lost(
     newest = max(completed, recorded_step)
     if newest == 0 or begins_anew or config.trainer.eval_only:
         return
-    reasons = [str(offer) for offer in found.faults()]
+    reasons = [str(offer) for offer in found.on_disk() if offer.fault]
     if recorded_step > completed:
         reasons.append(f"run.json tells of one of step {recorded_step}, which no node has")
     raise UserError(
@@ -194,13 +195,12 @@ def report_skipped(found: Found, url: str, config: Config) -> None:
     With trainer.eval_only also log each corrupt snapshot; a run that trains renames corrupt snapshots, and
     logs that elsewhere. `url` is where the snapshots are, for the log lines.
     """
-    lines = dict[str, None]()
-    for offer in found.faults():
-        if config.trainer.eval_only or not offer.is_corrupt:  # a run that trains renames corrupt snapshots
-            what = "" if offer.step < 0 else f"snapshot of step {offer.step} in {url} skipped: "
-            lines[what + offer.fault] = None
-    for line in lines:
-        log.warning(line)
+    # A run that trains renames corrupt snapshots, and logs that.
+    skipped = found.on_disk() if config.trainer.eval_only else found.unreadable()
+    lines = {(offer.step, offer.fault) for offer in skipped if offer.fault}
+    for step, fault in sorted(lines, reverse=True):
+        what = "" if step < 0 else f"snapshot of step {step} in {url} skipped: "
+        log.warning(what + fault)
 
 
 def prepare_store(
@@ -209,9 +209,9 @@ def prepare_store(
     """Rename corrupt snapshots on disk, and remove useless snapshots from memory. Collective.
 
     A rank that writes snapshots to a folder renames the snapshots that `found.corrupt` returns, and prepares
-    the folder for saving. The first worker of each node removes from memory all
-    snapshots but those of the step that was found, and calls `MemoryFolder.remove_leftovers`. Raises the errors of `refuse_where_it_fails`
-    if a folder cannot be written to.
+    the folder for saving. The first worker of each node removes from memory all snapshots but those of the
+    step that was found, and calls `MemoryFolder.remove_leftovers`. Raises the errors of
+    `refuse_where_it_fails` if a folder cannot be written to.
     """
 
     def prepare() -> None:

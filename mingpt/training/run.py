@@ -22,11 +22,12 @@ from mingpt.data import CharDataset, Corpus, ElasticSampler, Tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment, autocast, enable_determinism
 from mingpt.model import GPT, LossModule, can_compile_block, choose_compile, compile_blocks
+from mingpt.model.weights import fit_weights
 from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
 from mingpt.snapshot import Snapshot
-from mingpt.snapshot.contents import fit_weights, make_tokenizer
-from mingpt.snapshot.search import copy_rows
+from mingpt.snapshot.contents import make_tokenizer
+from mingpt.snapshot.search import copy_part
 from mingpt.training.start import StartPoint
 from mingpt.training.state import LossScale, TrainState, load_state
 
@@ -197,8 +198,7 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
             weight.copy_((given.pop(name) if name in given else draw(name, shapes[name])).reshape(-1))
         context.transport.broadcast(buffer, 0)
         for name, weight in weights.items():
-            first = state.rows.of(f"model.{name}", context.rank).start
-            copy_rows(parts[f"model.{name}"], first, 0, weight.view(shapes[name]))
+            copy_part(parts[f"model.{name}"], state.rows.first(f"model.{name}", context.rank), 0, weight)
 
 
 def match_weights(

@@ -30,8 +30,8 @@ from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import find_program
 from mingpt.report import is_reported, load_history, read_job_start, read_records
-from mingpt.snapshot.claim import Claim, Holder
 from mingpt.snapshot.layout import memory_of
+from mingpt.training.claim import Claim, Holder
 
 # Settings that change no result but must be the same on all workers.
 SAME_EVERYWHERE = ("trainer.eval_only", "trainer.parallel", "trainer.shard_optimizer", "trainer.fsdp_reshard")
@@ -281,7 +281,8 @@ class KnownRun:
     job_start: int | None  # the step from which this job began; None in its first generation, or if unknown
     durable_step: int  # the step of the newest snapshot on disk that any node's run.json records; 0 for none
     distrusted: list[dict[str, Any]]  # see NodeRecords: the entries of all nodes, each once
-    generation: int  # one more than the number of generations that any node has on record
+    # More than the number of generations that any node has on record, and at least each `before_generation`.
+    generation: int
     is_reported: bool  # whether the end of the run is on record on all nodes
 
 
@@ -296,6 +297,7 @@ def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> 
     records, is_restart = [one for one, _ in told], any(was_started for _, was_started in told)
     distrusted = [entry for one in records for entry in one.distrusted]
     starts = [one.job_start for one in records if one.job_start is not None]
+    numbers = [entry["before_generation"] for entry in distrusted]
     return KnownRun(
         choose_run(context, folder.path, records),
         records[0].token,
@@ -303,7 +305,8 @@ def read_known_run(context: DistributedContext, folder: RunFolder, job: str) -> 
         max(starts, default=None) if is_restart else None,
         max(one.durable_step for one in records),
         [entry for entry, _ in itertools.groupby(sorted(distrusted, key=str))],
-        1 + max(one.generations for one in records),
+        # A run that goes on in a new run folder has fewer generations on record than its snapshots count.
+        max([1 + max(one.generations for one in records), *numbers]),
         all(one.is_reported for one in records),
     )
 
@@ -373,10 +376,10 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
-    """Return (number of entries in `distrusted`, records up to `step`, generations) of the run folder `path`.
+    """Return (number of distrusted entries, records up to `step`, generations) of the run folder `path`.
 
-    `distrusted` is a list in run.json, with an entry for each replay that found different results. Returns None
-    if there is no valid run.json, or if metrics.jsonl cannot be read.
+    `distrusted` in run.json has an entry for each replay that found different results. Returns None if there
+    is no valid run.json, or if metrics.jsonl cannot be read.
     """
     history = load_history(path)
     if history is None:

@@ -17,7 +17,6 @@ from mingpt.report import RunLogger
 from mingpt.snapshot import Manifest, Saver, Status, Store, Tier
 from mingpt.snapshot.contents import describe_tokenizer
 from mingpt.snapshot.manifest import DataFields, LossScaleFields, SoftwareFields, finite_records
-from mingpt.snapshot.store import NO_LOSS
 from mingpt.training.resume import DIFFERED
 from mingpt.training.run import Run
 
@@ -50,11 +49,11 @@ class Saving:
         tiers = [self.memory, self.disk] if self.memory.every else [self.disk]
         self.saver = Saver(tiers, tokenizer.to_bytes() if tokenizer else None, state.rows, context.rank)
         steps = [step for step in self.disk.store.steps() if step <= state.step] if self.is_main else []
-        self.disk.store.best = min(self.disk.store.losses_of(steps), default=NO_LOSS)
+        self.disk.store.find_best(steps)
         self.best_loss = -math.inf  # the lowest validation loss so far; -inf without keep_best: none is lower
         if config.snapshot.keep_best:
             self.best_loss = context.broadcast_object(self.disk.store.best[0], self.main_rank)
-        self.is_slow_disk_reported = self.is_memory_off = self.is_busy = False
+        self.is_slow_disk_reported = self.is_busy = False
         self.last_save_step = start.durable_step  # step of the last save to disk that was begun
         self.durable_step = start.durable_step  # of the last snapshot that all ranks know to be on disk
         # The last step at which a replay found that all workers compute alike. A manifest without the field
@@ -108,25 +107,31 @@ class Saving:
         the main rank), whether this rank is busy writing, and whether it cannot save to memory.
         """
         written = self.disk.written if self.is_main else 0
-        return written, not self.saver.wait(timeout_s=0.0), self.memory.error is not None
+        error = self.memory.error
+        # If a peer is lost, its generation ends, and the next one needs the snapshots in memory.
+        has_failed = error is not None and not is_lost_peer(error)
+        return written, not self.saver.wait(timeout_s=0.0), has_failed
 
     def note_counts(self, written: int, busy: int, failed: int) -> None:
         """Take note of the sums of `counts` over all ranks, which all ranks get in the same step."""
-        self.note_written(written)
         self.is_busy = busy > 0
-        if failed and not self.is_memory_off:
+        if failed:
             self.give_up_memory()
+        if written > self.durable_step:
+            self.durable_step = written
+            if self.run_logger:
+                self.run_logger.history.note_durable(written)
 
     def allocate(self) -> None:
         """Prepare for the first step: allocate the staging buffer, and the folders in memory. Collective.
 
-        If a node's memory has no room for two states, no rank saves to memory. Each writer then gets the
-        snapshot from which this generation starts, unless it is on the writer's node. So a change of writers
-        never leaves a single copy.
+        If a node's memory has no room for two states, no rank saves to memory. Each writer of the first tier
+        then gets the snapshot from which this generation starts, unless the writer sees it. So a change of
+        writers never leaves a single copy.
         """
-        rank = self.context.rank
-        if self.memory.every and rank in self.memory.writers:
-            shapes, tensors = self.state.rows.shapes, self.state.tensors()
+        rank, tensors = self.context.rank, self.state.tensors()
+        if self.memory in self.saver.tiers and rank in self.memory.writers:
+            shapes = self.state.rows.shapes
             nbytes = sum(math.prod(shapes[name]) * tensors[name].element_size() for name in tensors)
             try:
                 self.start.memory.create(self.memory.store, nbytes)
@@ -134,36 +139,27 @@ class Saving:
                 self.memory.error = error
         if any(self.context.all_gather_object(self.memory.error is not None)):
             self.give_up_memory()
-        if self.saver.takes_part(self.disk) or (self.saver.takes_part(self.memory) and self.memory.every):
-            self.saver.allocate(self.state.tensors())
-        tier = self.memory if self.memory.every and not self.is_memory_off else self.disk
+        if any(map(self.saver.takes_part, self.saver.tiers)):
+            self.saver.allocate(tensors)
+        tier = self.saver.tiers[0]
         lacking = [writer for writer in tier.writers if not self.start.found.is_held_by(writer)]
         if self.start.snapshot and lacking and (self.is_sharded or rank in lacking):
-            self.saver.save(self.manifest(), self.state.tensors(), [tier])
+            self.saver.save(self.manifest(), tensors, [tier])
             self.saver.wait()
 
-    def note_written(self, step: int) -> None:
-        """Record that the snapshot of `step` is durable, also in run.json if this rank writes run.json.
-
-        A step that is not newer than the last durable step is ignored.
-        """
-        if step > self.durable_step:
-            self.durable_step = step
-            if self.run_logger:
-                self.run_logger.history.note_durable(step)
-
     def give_up_memory(self) -> None:
-        """Save no more to memory, and remove what is there. All ranks call this; the first that failed logs."""
-        self.is_memory_off = True
+        """Save no more to memory; the next snapshot on disk replaces those there. All ranks call this."""
+        if self.memory not in self.saver.tiers:
+            return
+        self.saver.tiers.remove(self.memory)
         error = self.memory.error
-        if error and self.context.rank in self.memory.writers and not is_lost_peer(error):
+        if error and self.context.rank in self.memory.writers:
             log.warning(
-                f"no snapshots in memory: {self.start.memory.root.parent} cannot be used ({reason_of(error)}, "
-                f"on {platform.node()}); after a kill the run resumes from disk: make room for two states, or "
-                "set snapshot.memory_path to a larger folder, or snapshot.memory_every=0"
+                f"no snapshots in memory: {self.start.memory.root.parent} cannot be used "
+                f"({reason_of(error)}, on {platform.node()}); after a kill the run resumes from disk: make "
+                "room for two states, set snapshot.memory_path to a larger folder, or snapshot.memory_every=0"
             )
-        if self.context.launch.local_rank == 0:
-            self.start.memory.clear()
+        self.disk.replaces += self.start.memory.stores()
 
     def is_new_best(self, loss: float) -> bool:
         """Return whether `loss` is the lowest validation loss known so far; if so, remember `loss`.
@@ -183,33 +179,32 @@ class Saving:
     def save(self, is_end: bool = False, is_wanted: bool = False) -> None:
         """Copy the present state if a save is due, and write the copy in the background. Collective.
 
-        On return the state may change. `is_end` means that this generation saves no later step. `is_wanted`
-        means that the step is to be on disk, for its validation loss. If a save to disk is due, first waits for
-        the previous one. Raises ClaimLost on a rank whose previous write failed because the claim (the right
-        to write there) is lost. No other failed write raises an error here; `finish` raises an error if the
-        main rank's last write to disk failed.
+        On return the state may change. `is_end` means that this generation saves no later step, `is_wanted`
+        that the step is to be on disk, for its validation loss. If a save to disk is due, first waits for the
+        previous one, if that is not known to be durable. Raises ClaimLost on a rank whose previous write
+        failed because the claim (the right to write there) is lost. No other failed write raises an error
+        here; `finish` raises an error if the main rank's last write to disk failed.
         """
         step = self.state.step
         # A node that writes by itself leaves out its own saves while it is busy, and nobody waits for it.
         is_busy = self.is_busy if self.is_sharded else not self.saver.wait(timeout_s=0.0)
-        status = Status(is_end, is_wanted, is_busy, self.is_memory_off)
+        status = Status(is_end, is_wanted, is_busy)
         due = [tier for tier in self.saver.tiers if tier.is_due(step, status)]
-        is_on_disk = is_end or is_wanted or step % self.config.snapshot.every == 0
-        for kind in [tier.name for tier in due]:
-            events.emit("save_start", kind=kind, step=step)
-        if is_on_disk:
+        for tier in due:
+            events.emit("save_start", kind=tier.name, step=step)
+        if is_end or is_wanted or step % self.config.snapshot.every == 0:
             if isinstance(self.disk.error, ClaimLost):
                 raise self.disk.error
             if is_end or self.durable_step < self.last_save_step:
                 self.wait_for_previous_save()
             self.last_save_step = step
-        if any(self.saver.takes_part(tier) for tier in due):
+        if any(map(self.saver.takes_part, due)):
             metrics = finite_records(self.run_logger.last) if self.run_logger else {}
             # A step that has a snapshot is never computed again, so its records must be durable.
             before = self.run_logger.flush if self.run_logger else lambda: None
             self.saver.save(self.manifest(metrics), self.state.tensors(), due, before)
-        for kind in [tier.name for tier in due]:
-            events.emit("save_end", kind=kind, step=step)
+        for tier in due:
+            events.emit("save_end", kind=tier.name, step=step)
 
     def manifest(self, metrics: dict[str, dict[str, float]] | None = None) -> Manifest:
         """Return a manifest of the present step, with the last records of metrics.

@@ -10,10 +10,10 @@ from torch import Tensor
 from mingpt.base.rows import RowMap
 from mingpt.distributed import DistributedContext
 from mingpt.model import GPT
+from mingpt.model.weights import check_shapes
 from mingpt.optim import Optimizer
 from mingpt.parallel import Strategy
 from mingpt.snapshot import StoredState
-from mingpt.snapshot.contents import check_shapes
 
 GROWTH_STEPS = 2000  # steps in a row without overflow after which the loss scale doubles
 # A gradient of zeros never overflows: without a limit the loss scale would become too large for float32.

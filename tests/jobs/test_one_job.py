@@ -7,8 +7,8 @@ import pytest
 from conftest import Start, assert_same_run, command, error_of, reached, snapshot_steps
 from support.jobs import read_history
 
-from mingpt.snapshot.claim import read_newest
 from mingpt.tools.jobs import torchrun
+from mingpt.training.claim import read_newest
 
 
 @pytest.mark.slow

@@ -28,8 +28,8 @@ def test_what_is_sharded_is_held_once_by_all_workers_together() -> None:
     ddp, sharded, fsdp = (estimate(gpt2(**one), 50257, 4, True, 4) for one in sharding)
     found = [[needs["weights"] / GPT2, needs["optimizer"] / GPT2] for needs in (ddp, sharded, fsdp)]
     assert found == [pytest.approx(sizes, rel=1e-3) for sizes in ([4, 8], [4, 2], [1, 2])]
-    assert fsdp["host: snapshot for disk"] == pytest.approx(3 * GPT2, rel=1e-3)
-    assert fsdp["host: snapshots in memory"] == pytest.approx(9 * GPT2, rel=1e-3)
+    assert fsdp["host: copy for snapshots"] == pytest.approx(3 * GPT2, rel=1e-3)
+    assert fsdp["host: snapshots in memory"] == pytest.approx(24 * GPT2, rel=1e-3)
 
 
 @pytest.mark.parametrize(("workers", "most"), [(1, 4), (2, 3), (4, 2), (7, 2), (16, 0)])

@@ -16,7 +16,7 @@ from support.snapshots import make_manifest
 from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import digest, strategy
-from mingpt.snapshot.manifest import is_discarded
+from mingpt.snapshot.manifest import is_distrusted
 from mingpt.tools.jobs import torchrun
 from mingpt.training.replay import Replay
 
@@ -66,7 +66,9 @@ class Computer(Replay):
             environment=SimpleNamespace(device=device, kernels=kernels),
             start=SimpleNamespace(step=0),
         )
-        saving: Any = SimpleNamespace(replayed_step=0, discard_after=lambda step: 0)
+        saving: Any = SimpleNamespace(
+            replayed_step=0, start=SimpleNamespace(generation=1), set_aside_after=lambda step: 0
+        )
         super().__init__(run, saving, Mock())
         self.wrong, self.calls = wrong.get(context.rank, ()), 0
 
@@ -151,21 +153,23 @@ def test_workers_that_need_not_compute_alike_are_not_compared(
 
 
 @pytest.mark.parametrize(
-    ("step", "known", "expected"),
+    ("step", "generation", "expected"),
     [
-        (20, [], False),
-        (21, [], True),
-        (99, [], True),
-        (20, [40], False),
-        (21, [40], True),
-        (99, [40, 20], False),
+        (20, 1, False),
+        (21, 1, True),
+        (99, 4, True),
+        (99, 5, False),
+        (20, 0, False),
+        (21, 0, True),  # of an earlier version, which recorded no generation
     ],
 )
-def test_a_snapshot_of_before_a_difference_is_discarded_past_the_last_step_that_agreed(
-    step: int, known: list[int], expected: bool
+def test_what_a_generation_before_a_difference_saved_past_the_last_step_that_agreed_is_distrusted(
+    step: int, generation: int, expected: bool
 ) -> None:
-    """Workers have differed twice: what was saved after steps 40, then 20, must not be used."""
-    assert is_discarded(make_manifest(step, discarded_after=known), [40, 20]) == expected
+    """Workers have differed twice: in generation 2 after step 40, in generation 4 after step 20."""
+    manifest = make_manifest(step, generation=generation)
+    assert is_distrusted(manifest, [(40, 3), (20, 5)]) == expected
+    assert not is_distrusted(manifest, [])
 
 
 @pytest.mark.slow
@@ -190,9 +194,8 @@ def test_a_worker_that_computes_wrongly_ends_the_job_and_the_next_one_goes_on_be
     line = error_of(job, code=1)
     assert line.startswith(f"step {found_at}: worker 0 on ") and " or worker 1 on " in line
     history = read_history(run_dir)
-    assert [entry["after"] for entry in history["suspects"]] == [agreed_step] and len(
-        history["generations"]
-    ) == 1
+    (entry,) = history["distrusted"]
+    assert (entry["after"], entry["before_generation"], len(history["generations"])) == (agreed_step, 2, 1)
     assert history["status"] == "failed" and history["durable_step"] == agreed_step
     assert [path.name[:23] for path in (run_dir / "snapshots").glob("suspect-*.json")] == suspects
     again = finish(run_dir=run_dir, trainer__replay_every=5)

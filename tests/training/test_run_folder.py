@@ -101,6 +101,7 @@ def test_the_lowest_rank_that_sees_a_folder_keeps_it(tmp_path: Path) -> None:
     apart = folders(tmp_path, "abb")
     assert [folder.is_kept for folder in apart] == [True, True, False]
     assert [folder.keeps_snapshots for folder in apart] == [True, True, False]
+    assert [folder.snapshot_writers for folder in shared + apart] == [[0]] * 3 + [[0, 1]] * 3
     assert not any(folder.is_shared for folder in apart)
     assert not list(tmp_path.glob("*/run/probe-*"))
 
@@ -110,6 +111,7 @@ def test_snapshots_may_be_shared_where_run_folders_are_not(tmp_path: Path) -> No
     found = folders(tmp_path, "abc", **{"snapshot.path": "../all"})
     assert [folder.is_kept for folder in found] == [True, True, True]
     assert [folder.keeps_snapshots for folder in found] == [True, False, False]
+    assert [folder.snapshot_writers for folder in found] == [[0]] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,36 @@
+"""When and where a run's state is saved, on one rank or on nodes that share no folder."""
+
 import errno
 import re
+import shutil
 import threading
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
 from conftest import SMALL
+from support.ranks import run_ranks
 from support.single_process import SingleProcess
-from support.snapshots import TENSORS, make_manifest, make_store, save
+from support.snapshots import TENSORS, make_manifest, make_store, write
 
 from mingpt.base.errors import NonRetryableError
 from mingpt.base.rows import RowMap
 from mingpt.config.cli import build
 from mingpt.data import make_corpus
-from mingpt.snapshot import Manifest, MemorySnapshots, Saver
-from mingpt.snapshot.search import View
+from mingpt.distributed import DistributedContext
+from mingpt.snapshot import Found, Manifest, MemoryFolder, Store, StoredState
+from mingpt.snapshot.search import Offer
 from mingpt.training.run_folder import RunFolder
 from mingpt.training.saving import Saving
 from mingpt.training.start import NOT_BEGUN
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
+TOKEN = "0123456789abcdef" * 2
+STEP = 10  # of the states that are saved
 
 
 @pytest.fixture
@@ -37,50 +44,76 @@ def saving(tmp_path: Path, logger: Any) -> Saving:
 
 
 def make_saving(
-    tmp_path: Path, settings: dict[str, Any], rank: int = 0, is_on_one_disk: bool = False, logger: Any = None
+    tmp_path: Path,
+    settings: dict[str, Any],
+    context: DistributedContext | None = None,
+    offers: Sequence[Offer] = (),
+    logger: Any = None,
+    is_sharded: bool = False,
 ) -> Saving:
-    """The Saving of a run at step 10 that has no snapshot yet, perhaps on one of several nodes."""
+    """The Saving of a run at step STEP. Each of several ranks has a node and a disk of its own.
+
+    `offers` are those of the search, which has found the snapshot of STEP if there are any.
+    """
+    context = context or SingleProcess()
     config = build(SMALL | {"run_dir": str(tmp_path)} | settings)
-    folder = RunFolder(tmp_path, True, True, is_shared=True, snapshots_are_shared=not is_on_one_disk)
+    found = StoredState(make_manifest(STEP), None, [], {}, 0, None) if offers else None
     start: Any = SimpleNamespace(
-        run_id="id",
+        run_id="0" * 32,
+        generation=2,
         store=make_store(tmp_path),
-        memory=MemorySnapshots(str(tmp_path), "id", tmp_path),
+        memory=MemoryFolder(str(tmp_path), "0" * 32, tmp_path),
         durable_step=0,
         step=0,
-        manifest=NOT_BEGUN,
-        known=SimpleNamespace(discarded_after=[], token="0123456789abcdef" * 2),
-        found=SimpleNamespace(views=[View()] * (rank + 1)),
-        folder=folder,
+        snapshot=found,
+        manifest=found.manifest if found else NOT_BEGUN,
+        known=SimpleNamespace(token=TOKEN),
+        found=Found(found, "", offers),
+        folder=RunFolder(tmp_path, True, True, True, snapshot_writers=range(context.world_size)),
         corpus=make_corpus(TEXT, config.data),
     )
     state: Any = SimpleNamespace(
         skipped=(0, 0),
         loss_scale=None,
-        step=10,
-        windows_seen=80,
+        step=STEP,
+        windows_seen=8 * STEP,
         tensors=lambda: TENSORS,
         rows=RowMap({name: tuple(tensor.shape) for name, tensor in TENSORS.items()}),
-        strategy=SimpleNamespace(updates_are_sharded=is_on_one_disk, weights_are_sharded=False),
+        strategy=SimpleNamespace(updates_are_sharded=is_sharded, weights_are_sharded=False),
     )
-    context = SingleProcess()
-    context.rank = rank
+    environment = SingleProcess().environment()
     run: Any = SimpleNamespace(
-        config=config, context=context, state=state, start=start, environment=context.environment()
+        config=config, context=context, state=state, start=start, environment=environment
     )
     return Saving(run, logger)
 
 
+def on_second_node(tmp_path: Path, settings: dict[str, Any]) -> Saving:
+    """The Saving of rank 1 of two nodes that share no folder."""
+    context = SingleProcess()
+    context.rank, context.broadcast_object = 1, lambda value, source: value  # type: ignore[method-assign]
+    saving = make_saving(tmp_path, settings)
+    saving.start.folder = replace(saving.start.folder, snapshot_writers=(0, 1))
+    run: Any = SimpleNamespace(
+        config=saving.config,
+        context=context,
+        state=saving.state,
+        start=saving.start,
+        environment=saving.environment,
+    )
+    return Saving(run, None)
+
+
 def fail_from(saving: Saving, step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make snapshots from this step on fail to be written."""
-    write = saving.store.commit
+    write = saving.disk.store.commit
 
     def faulty_write(manifest: Manifest) -> None:
         if manifest.step >= step:
             raise error
         write(manifest)
 
-    monkeypatch.setattr(saving.store, "commit", faulty_write)
+    monkeypatch.setattr(saving.disk.store, "commit", faulty_write)
 
 
 @pytest.mark.parametrize(
@@ -105,11 +138,11 @@ def test_a_last_snapshot_that_cannot_be_written_ends_the_job_in_a_sentence(
     fail_from(saving, first, OSError(code, "broken"), monkeypatch)
     for step in (10, 20):
         saving.state.step = step
-        saving.save_to_disk()
+        saving.save()
     with pytest.raises(NonRetryableError) as error:
         saving.finish()
     assert str(error.value) == (
-        f"the snapshot of step 20 cannot be written to {saving.store.url} (broken) and {expected}"
+        f"the snapshot of step 20 cannot be written to {saving.disk.store.url} (broken) and {expected}"
     )
     logger.failed.assert_called_once_with(20, str(error.value))
 
@@ -119,24 +152,31 @@ def test_a_failure_in_between_is_forgotten_when_the_last_one_is_written(
 ) -> None:
     with monkeypatch.context() as patch:
         fail_from(saving, 0, OSError(errno.EIO, "broken"), patch)
-        saving.save_to_disk()
+        saving.save()
         saving.wait()
     saving.state.step = 20
-    saving.save_to_disk()
+    saving.save()
     saving.finish()
-    assert saving.store.steps() == [20]
+    assert saving.disk.store.steps() == [20]
 
 
 @pytest.mark.parametrize(("is_keeper", "left"), [(True, [10]), (False, [10, 20])])
 def test_one_rank_per_folder_sets_snapshots_aside_even_if_all_ranks_write_there(
-    is_keeper: bool, left: list[int], saving: Saving, logger: Any
+    is_keeper: bool, left: list[int], tmp_path: Path
 ) -> None:
+    """Each node sets aside those in its own memory."""
+    saving = make_saving(tmp_path, {"snapshot.memory_every": 1000})
+    saving.allocate()
     for step in (10, 20):
         saving.state.step = step
-        saving.save_to_disk()
-    saving.folder = replace(saving.folder, keeps_snapshots=is_keeper)
-    saving.discard_after(10)
-    assert sorted(saving.store.steps()) == left
+        saving.save()
+    saving.wait()
+    write(saving.memory.store, make_manifest(20))
+    saving.start.folder = replace(saving.start.folder, keeps_snapshots=is_keeper)
+    assert saving.set_aside_after(10) == left[-1]
+    assert sorted(saving.disk.store.steps()) == left
+    assert saving.memory.store.steps() == []
+    assert "suspect-1-step_00000020.json" in saving.memory.store.names()
 
 
 def test_waiting_long_for_the_write_before_is_said_once(
@@ -145,59 +185,11 @@ def test_waiting_long_for_the_write_before_is_said_once(
     monkeypatch.setattr("mingpt.training.saving.LONG_WAIT_S", -1.0)
     for step in (10, 15, 20, 25):
         saving.state.step = step
-        saving.save_to_disk()
+        saving.save()
     saving.finish()
     (line,) = caplog.messages
     expected = r"training waited \d+\.\d s until the snapshot of step 10 was written: raise snapshot\."
     assert re.match(expected, line)
-
-
-def test_what_one_node_has_on_disk_is_in_memory_before_and_until_no_generation_may_follow(
-    tmp_path: Path, logger: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At any moment that node may be lost, and the job goes on from the other nodes' memory."""
-    saving = make_saving(tmp_path, {}, is_on_one_disk=True)
-    memory = saving.memory.own.store
-    commit_to_memory, commit_to_disk, in_memory = memory.commit, saving.store.commit, list[list[int]]()
-
-    def steps_in_memory() -> list[int]:
-        return sorted(
-            {step for store in saving.memory.snapshots.stores() for step in store.steps()}, reverse=True
-        )
-
-    def slow_commit(manifest: Manifest) -> None:
-        time.sleep(0.2)
-        commit_to_memory(manifest)
-
-    def noted_commit(manifest: Manifest) -> None:
-        in_memory.append(steps_in_memory())
-        commit_to_disk(manifest)
-
-    monkeypatch.setattr(memory, "commit", slow_commit)
-    monkeypatch.setattr(saving.store, "commit", noted_commit)
-    for step in (10, 13):
-        saving.state.step = step
-        saving.save_to_memory()
-        saving.save_to_disk(is_last=step == 13)
-        saving.finish()
-    assert in_memory == [[10], [13, 10]]
-    saving.release_memory("SIGTERM")
-    assert steps_in_memory() == [13, 10]
-    saving.release_memory("STOP")
-    assert steps_in_memory() == [] and saving.store.steps() == [13, 10]
-
-
-@pytest.mark.parametrize(("is_on_one_disk", "expected"), [(False, [2, 6]), (True, [1, 2, 4, 5, 6])])
-def test_what_is_on_one_nodes_disk_is_also_saved_to_memory_and_so_is_a_generations_first_step(
-    is_on_one_disk: bool, expected: list[int], tmp_path: Path
-) -> None:
-    saving = make_saving(tmp_path, {"snapshot.memory_every": 2}, is_on_one_disk=is_on_one_disk)
-    due = []
-    for saving.state.step in range(1, 8):
-        if saving.is_due_in_memory(is_on_disk=saving.state.step in (4, 5)):
-            due.append(saving.state.step)
-            saving.save_to_memory()
-    assert due == expected
 
 
 @pytest.mark.parametrize(("local_every", "expected"), [(None, [5, 10, 15, 18]), (0, [18]), (10, [10, 18])])
@@ -205,44 +197,159 @@ def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
     local_every: int | None, expected: list[int], tmp_path: Path
 ) -> None:
     """The node's first worker, which is not rank 0, saves them; the last one is always kept."""
-    saving = make_saving(tmp_path, {"snapshot.local_every": local_every}, rank=1)
+    saving = on_second_node(tmp_path, {"snapshot.local_every": local_every})
     for step in (5, 10, 15, 18):
         saving.state.step = step
-        saving.save_to_disk(is_last=step == 18)
-        saving.wait()
-    assert sorted(saving.store.steps()) == expected
-    assert saving.newest_written == 0, "what counts for the job is on rank 0's disk"
+        saving.save(is_end=step == 18)
+        saving.saver.wait()
+    assert sorted(saving.disk.store.steps()) == expected
+    assert saving.counts[0] == 0, "what counts for the job is on rank 0's disk"
     assert not saving.is_missing()
-    saving.save_to_disk(is_last=True)
     saving.state.step = 19
     assert saving.is_missing()
 
 
 def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node leaves out its own copies meanwhile, but not the last one."""
-    saving = make_saving(tmp_path, {}, rank=1)
-    write, may_go_on = saving.store.commit, threading.Event()
+    saving = on_second_node(tmp_path, {})
+    write, may_go_on = saving.disk.store.commit, threading.Event()
 
     def slow_write(manifest: Manifest) -> None:
         assert may_go_on.wait(30)
         write(manifest)
 
-    monkeypatch.setattr(saving.store, "commit", slow_write)
+    monkeypatch.setattr(saving.disk.store, "commit", slow_write)
     for step in (5, 10, 15):
         saving.state.step = saving.durable_step = step
-        saving.save_to_disk()
+        saving.save()
     may_go_on.set()
     saving.state.step = 18
-    saving.save_to_disk(is_last=True)
-    saving.finish()
-    assert sorted(saving.store.steps()) == [5, 18]
+    saving.save(is_end=True)
+    saving.saver.wait()
+    assert sorted(saving.disk.store.steps()) == [5, 18]
 
 
 def test_a_new_best_is_one_below_all_that_are_kept(tmp_path: Path) -> None:
     """Snapshots of later steps do not count: the run does not go on from them. Without keep_best, none is."""
-    kept = Saver(make_store(tmp_path))
+    store = make_store(tmp_path)
     for step, loss in ((5, 3.0), (10, 4.0), (15, 1.0)):
-        save(kept, make_manifest(step, loss))
+        write(store, make_manifest(step, loss))
     saving = make_saving(tmp_path, {"snapshot.keep_best": True})
     assert [saving.is_new_best(loss) for loss in (3.0, 2.5, 2.75, 2.0)] == [False, True, False, True]
     assert not make_saving(tmp_path, {}).is_new_best(0.5)
+
+
+@pytest.mark.parametrize(("is_sharded", "expected"), [(False, [0, 1, 2]), (True, [0, 1])])
+def test_without_a_shared_folder_every_node_writes_the_state_or_two_do_if_it_is_sharded(
+    is_sharded: bool, expected: list[int], tmp_path: Path
+) -> None:
+    def work(context: DistributedContext) -> tuple[list[int], list[int]]:
+        saving = make_saving(tmp_path / str(context.rank), {}, context, is_sharded=is_sharded)
+        return list(saving.disk.writers), list(saving.memory.writers)
+
+    assert run_ranks(3, work) == [(expected, expected)] * 3
+
+
+class Steps(NamedTuple):
+    """The steps of the snapshots that a node has."""
+
+    in_memory: list[int]
+    on_disk: list[int]
+
+
+def after_allocate(
+    tmp_path: Path, settings: dict[str, Any], offers: Sequence[Offer], held: Callable[[Saving], None]
+) -> list[Steps]:
+    """What three nodes that share no folder have after `Saving.allocate`, by rank.
+
+    `held` is called on each rank before, and may write what that rank's node has.
+    """
+
+    def work(context: DistributedContext) -> Steps:
+        folder = tmp_path / str(context.rank)
+        folder.mkdir()
+        saving = make_saving(folder, settings, context, offers)
+        held(saving)
+        saving.allocate()
+        in_memory = {step for store in saving.start.memory.stores() for step in store.steps()}
+        return Steps(sorted(in_memory), saving.disk.store.steps())
+
+    results = run_ranks(3, work)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results  # type: ignore[return-value]
+
+
+def in_memory_of(*ranks: int) -> list[Offer]:
+    """The offers of ranks that see the snapshot of STEP in their nodes' memory."""
+    return [Offer(STEP, False, "", rank, 1) for rank in ranks]
+
+
+@pytest.mark.parametrize("memory_every", [5, 0])
+def test_a_writer_without_the_snapshot_of_the_start_gets_it_before_the_first_step(
+    memory_every: int, tmp_path: Path
+) -> None:
+    """It goes to the memory or, without snapshots in memory, to the disk. Nobody else writes."""
+    settings = {"snapshot.memory_every": memory_every}
+    offers = [
+        Offer(STEP, True, "", 0, 0),
+        Offer(STEP, False, "", 2, 1),
+        Offer(STEP, True, "", 1, 0, 0, "bad"),
+    ]
+    got = Steps([STEP], []) if memory_every else Steps([], [STEP])
+    assert after_allocate(tmp_path, settings, offers, lambda saving: None) == [
+        Steps([], []),
+        got,
+        Steps([], []),
+    ]
+
+
+@pytest.mark.parametrize("offers", [[], in_memory_of(0, 1, 2)], ids=["a fresh run", "all have it"])
+def test_nothing_is_written_before_the_first_step_if_no_writer_lacks_a_snapshot(
+    offers: list[Offer], tmp_path: Path
+) -> None:
+    settings = {"snapshot.memory_every": 5}
+    assert after_allocate(tmp_path, settings, offers, lambda saving: None) == [Steps([], [])] * 3
+
+
+def hold_in_memory(saving: Saving) -> None:
+    """Write the snapshot of STEP to the memory of each node but that of rank 1, for an earlier generation."""
+    if saving.context.rank != 1:
+        saving.start.memory.root.mkdir(mode=0o700)
+        write(Store(str(saving.start.memory.root / TOKEN[::-1])), make_manifest(STEP))
+
+
+def test_a_node_with_too_little_memory_ends_snapshots_in_memory_for_all_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The memory of two nodes keeps the snapshot until a newer one is on disk; the third node gets it."""
+    disk_usage = shutil.disk_usage
+
+    def usage(path: Path) -> Any:
+        is_small = path.parent == tmp_path / "1"
+        return SimpleNamespace(free=100) if is_small else disk_usage(path)
+
+    monkeypatch.setattr("mingpt.snapshot.memory.shutil.disk_usage", usage)
+    settings = {"snapshot.memory_every": 5}
+    found = after_allocate(tmp_path, settings, in_memory_of(0, 2), hold_in_memory)
+    assert found == [Steps([STEP], []), Steps([], [STEP]), Steps([STEP], [])]
+    (line,) = caplog.messages
+    assert line.startswith(f"no snapshots in memory: {tmp_path}/1 cannot be used (No space left for two")
+    assert "set snapshot.memory_path to a larger folder, or snapshot.memory_every=0" in line
+
+
+def test_no_rank_saves_to_memory_after_a_save_there_has_failed_on_another(tmp_path: Path) -> None:
+    saving = make_saving(tmp_path, {"snapshot.memory_every": 5, "snapshot.every": 1000})
+    saving.allocate()
+    saving.save()
+    saving.wait()
+    assert saving.memory.store.steps() == [STEP]
+    saving.note_counts(0, 0, 1)
+    saving.state.step = STEP + 5
+    saving.save()
+    saving.wait()
+    assert saving.memory.store.steps() == [STEP] and saving.disk.store.steps() == []
+    saving.save(is_end=True)
+    saving.wait()
+    assert saving.start.memory.stores() == [] and saving.disk.store.steps() == [STEP + 5]

@@ -13,24 +13,18 @@ from mingpt.base.errors import UserError
 from mingpt.base.rows import RowMap
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import StoredState, search
-from mingpt.snapshot.search import Source
+from mingpt.snapshot.layout import lay_out
 from mingpt.training.state import load_state
 
 Tensors = dict[str, Tensor]
 
 
-def make_stored(tensors: Tensors, owners: int = 1, rank: int | None = None) -> StoredState:
-    """A stored state that `owners` ranks can read, each some rows; rank `rank` must not read the others'."""
-    rows = RowMap({name: tuple(tensor.shape) for name, tensor in tensors.items()}, owners, ("",))
-    sources: dict[str, list[Source]] = {}
-    for name, tensor in tensors.items():
-        sources[name] = []
-        for owner in range(owners if tensor.ndim else 1):
-            part = rows.of(name, owner)
-            held = tensor[part.start : part.stop] if tensor.ndim else tensor
-            snapshot = snapshot_of(make_manifest(7), {name: held}) if rank in (None, owner) else None
-            sources[name].append(Source(name, part, held.numel(), owner, snapshot))
-    return StoredState(make_manifest(7), None, dict(rows.shapes), sources)
+def make_stored(tensors: Tensors, reader: int = 0, rank: int = 0) -> StoredState:
+    """A stored state as rank `rank` sees it; only rank `reader` has the snapshot and reads it."""
+    snapshot = snapshot_of(make_manifest(7), tensors)
+    layouts = [lay_out("", file.specs) for file in snapshot.tensor_files]
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return StoredState(make_manifest(7), None, layouts, shapes, reader, snapshot if rank == reader else None)
 
 
 def some_tensors() -> Tensors:
@@ -50,18 +44,18 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "PIECE_BYTES", 64)
 
 
-@pytest.mark.parametrize("owners", [1, 2])
-def test_all_ranks_get_what_each_alone_can_read(owners: int, small_pieces: None) -> None:
+@pytest.mark.parametrize("reader", [0, 1])
+def test_all_ranks_get_what_one_of_them_can_read(reader: int, small_pieces: None) -> None:
     tensors = some_tensors()
 
     def work(context: DistributedContext) -> Tensors:
-        stored = make_stored(tensors, owners, context.rank)
-        streamed = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        stored.copy_into(streamed, RowMap(stored.shapes), context.rank, context)
-        return streamed
+        stored = make_stored(tensors, reader, context.rank)
+        copied = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        stored.copy_into(copied, RowMap(stored.shapes), context.rank, context)
+        return copied
 
-    for streamed in results_of(2, work):
-        for name, tensor in streamed.items():
+    for copied in results_of(2, work):
+        for name, tensor in copied.items():
             assert torch.equal(tensor, tensors[name]), name
 
 

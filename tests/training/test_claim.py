@@ -22,8 +22,8 @@ from support.ranks import run_ranks
 from mingpt.base.errors import LaterGeneration, SupersededError, UserError
 from mingpt.base.processes import Process, this_process
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot import claim as claim_module
-from mingpt.snapshot.claim import Claim, Holder, read_newest
+from mingpt.training import claim as claim_module
+from mingpt.training.claim import Claim, Holder, read_newest
 from mingpt.training.run_folder import RunFolder, claim_run_folder
 
 
