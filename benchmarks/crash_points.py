@@ -122,7 +122,7 @@ def staged(tier: Tier, step: int) -> Saver:
 
 def write(tier: Tier, step: int) -> None:
     """Save a step, as the background thread does. `tier.error` keeps an error."""
-    staged(tier, step).write(manifest(step), [tier])
+    staged(tier, step).write(manifest(step), [tier], lambda: None)
 
 
 def find_newest(stores: Sequence[Store]) -> tuple[Snapshot | None, dict[int, str]]:
