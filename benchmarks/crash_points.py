@@ -131,7 +131,7 @@ def find_newest(stores: Sequence[Store]) -> tuple[Snapshot | None, dict[int, str
     choice = choose(reader.offers(), None)
     while choice and not reader.verify(choice):
         choice = choose(reader.offers(), None)
-    faults = {offer.step: offer.fault for offer in reader.seen.values() if offer.fault}
+    faults = {step: str(fault) for (_, step), fault in reader.faulty.items()}
     return reader.opened[choice.store, choice.step] if choice else None, faults
 
 
