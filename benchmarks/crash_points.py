@@ -122,7 +122,7 @@ def staged(tier: Tier, step: int) -> Saver:
 
 def write(tier: Tier, step: int) -> None:
     """Save a step, as the background thread does. `tier.error` keeps an error."""
-    staged(tier, step).write(manifest(step), [tier])
+    staged(tier, step).write(manifest(step), [tier], lambda: None)
 
 
 def find_newest(stores: Sequence[Store]) -> tuple[Snapshot | None, dict[int, str]]:
@@ -131,7 +131,7 @@ def find_newest(stores: Sequence[Store]) -> tuple[Snapshot | None, dict[int, str
     choice = choose(reader.offers(), None)
     while choice and not reader.verify(choice):
         choice = choose(reader.offers(), None)
-    faults = {offer.step: offer.fault for offer in reader.seen.values() if offer.fault}
+    faults = {step: str(fault) for (_, step), fault in reader.faulty.items()}
     return reader.opened[choice.store, choice.step] if choice else None, faults
 
 

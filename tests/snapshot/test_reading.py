@@ -4,7 +4,6 @@ test_store.py tests corrupt files.
 """
 
 import errno
-import itertools
 import logging
 import random
 from collections.abc import Callable
@@ -13,21 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.snapshots import (
-    TENSORS,
-    file_names,
-    make_manifest,
-    make_saver,
-    make_store,
-    newest,
-    open_content,
-    save,
-    to_safetensors,
-    write,
-)
+from support.single_process import SingleProcess
+from support.snapshots import TENSORS, file_names, make_manifest, make_saver, make_store, newest, save, write
 
 from mingpt.base.errors import UserError
-from mingpt.snapshot import Store, open_snapshot, reading
+from mingpt.base.rows import RowMap
+from mingpt.snapshot import Store, find_latest, open_snapshot, reading
+from mingpt.snapshot.reading import accept_all
 
 FAILURES = [
     OSError(errno.EIO, "Input/output error"),
@@ -69,33 +60,31 @@ def break_reading(monkeypatch: pytest.MonkeyPatch) -> Break:
     return arm
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
-def test_any_range_of_rows_is_read_and_no_other_byte(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("sharded", [(), ("optimizer.",), ("model.", "optimizer.")])
+def test_each_rank_reads_its_rows_whatever_the_pieces_that_are_sent(
+    sharded: tuple[str, ...], workers: int, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A piece may begin or end within a row, and hold several tensors. Some ranks have no row of a tensor."""
     tensors = {
-        "a": torch.arange(5, dtype=dtype),
-        "b": torch.arange(84, dtype=dtype).view(7, 3, 4),
-        "c": torch.arange(6, dtype=dtype).view(6, 1),
-        "scalar": torch.tensor(3, dtype=dtype),
+        "model.bias": torch.randn(5),
+        "model.weight": torch.randn(7, 3, 4),
+        "model.one_row": torch.randn(1, 50),
+        "optimizer.step": torch.tensor(3.0),
+        "optimizer.weight": torch.randn(7, 3, 4),
     }
-    file, counts = open_content(to_safetensors(tensors)), list[int]()
-    whole = reading.read_range
-
-    def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
-        counts.append(len(buffer))
-        whole(files, path, begin, buffer)
-
-    monkeypatch.setattr(reading, "read_range", read_range)
-    monkeypatch.setattr(reading, "PIECE_BYTES", 40)
-    for name, tensor in tensors.items():
-        rows = len(tensor) if tensor.ndim else 0
-        for begin, end in itertools.combinations(range(rows + 1), 2):
-            counts.clear()
-            assert torch.equal(file.read(name, range(begin, end)), tensor[begin:end])
-            assert sum(counts) == tensor[begin:end].nbytes and max(counts) <= 40
-        assert torch.equal(file.read(name), tensor)
-    assert file.read("b", range(2, 2)).shape == (0, 3, 4)
+    write(store, make_manifest(3), tensors)
+    monkeypatch.setattr("mingpt.snapshot.search.PIECE_BYTES", 40)
+    state = find_latest(store, [], SingleProcess(), accept_all, is_restart=True).state
+    assert state
+    rows = RowMap({name: tuple(tensor.shape) for name, tensor in tensors.items()}, workers, sharded)
+    for rank in range(workers):
+        held = {name: rows.of(name, rank) for name in tensors if rows.by_rank(name)}
+        own = {name: tensors[name][there.start : there.stop] for name, there in held.items()}
+        expected = tensors | own
+        parts = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+        state.copy_into(parts, rows, rank, SingleProcess())
+        assert all(torch.equal(parts[name], expected[name]) for name in tensors)
 
 
 @pytest.mark.parametrize("kind", ["json", "safetensors", "optimizer.safetensors"])
@@ -106,8 +95,7 @@ def test_the_snapshot_before_an_unreadable_one_is_used_and_nothing_is_renamed(
     before = file_names(store)
     failed = break_reading(f"00000002.{kind}", error)
     assert newest(store) == (1, {})
-    assert list(store.unreadable) == [2]
-    assert "cannot be read: " in store.unreadable[2]
+    assert store.unreadable == {2}
     assert len(failed) == 3, "it is tried again after each pause"
     assert file_names(store) == before
 

@@ -34,7 +34,6 @@ def store(tmp_path: Path) -> Store:
         (DISK, 11, Status(is_wanted=True), True),
         (DISK, 10, Status(is_busy=True), True),
         (DISK, 11, Status(is_wanted=True, is_busy=True), True),
-        (DISK, 10, Status(is_memory_off=True), True),
         (DISK, 11, Status(is_end=True), True),
         (DISK, 11, Status(is_end=True, is_busy=True), True),
         (DISK | {"begun": 10}, 11, Status(is_end=True), True),
@@ -45,13 +44,11 @@ def store(tmp_path: Path) -> Store:
         (DISK | {"every": 0}, 10, Status(is_end=True), True),
         (COPY, 10, Status(), True),
         (COPY, 10, Status(is_busy=True), False),
-        (COPY, 10, Status(is_memory_off=True), True),
         (COPY, 11, Status(is_wanted=True), False),
         (COPY, 11, Status(is_end=True, is_busy=True), True),
         (MEMORY, 5, Status(), True),
         (MEMORY, 6, Status(), False),
         (MEMORY, 5, Status(is_busy=True), False),
-        (MEMORY, 5, Status(is_memory_off=True), False),
         (MEMORY, 6, Status(is_wanted=True), False),
         (MEMORY, 5, Status(is_end=True), False),
         (MEMORY | {"every": 0}, 5, Status(), False),
@@ -60,7 +57,7 @@ def store(tmp_path: Path) -> Store:
 def test_a_save_is_due_as_the_settings_and_the_present_state_say(
     settings: dict[str, Any], step: int, status: Status, is_due: bool
 ) -> None:
-    """The main disk never leaves a save out; a copy does while it is busy, and memory also after a failure.
+    """The main disk never leaves a save out; a copy and memory do while they are busy.
 
     The last step is saved to each disk that lacks it, and never to memory.
     """

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.snapshots import TENSORS, make_manifest, open_content, to_safetensors
+from support.snapshots import TENSORS, open_content, to_safetensors
 
 from mingpt.base.errors import CorruptSnapshot
-from mingpt.snapshot import Snapshot
 from mingpt.snapshot.reading import MAX_HEADER
 from mingpt.snapshot.store import verify_file
 
@@ -75,21 +74,8 @@ def test_a_header_that_does_not_describe_its_file_is_corrupt(content: bytes) -> 
     assert len(str(error.value)) < 500
 
 
-def test_a_tensor_in_two_files_is_corrupt() -> None:
-    file = open_content(make_file({"a": A, "b": B}))
-    with pytest.raises(CorruptSnapshot, match="its tensor 'a' is in two files"):
-        Snapshot(make_manifest(1), [file, file])
-
-
 def verify(content: bytes) -> None:
-    verify_file(open_content(content), hashlib.sha256(content).hexdigest(), 5)
-
-
-def test_an_optimizer_that_has_counted_more_updates_than_steps_is_corrupt() -> None:
-    # Fewer tensors are valid: a run may change its optimizer.
-    verify(to_safetensors({"optimizer.wte.weight.step": torch.tensor(5.0)}))
-    with pytest.raises(CorruptSnapshot, match=r"wte\.weight\.step'.* 6 updates at step 5"):
-        verify(to_safetensors({"optimizer.wte.weight.step": torch.tensor(6.0)}))
+    verify_file(open_content(content), hashlib.sha256(content).hexdigest())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
