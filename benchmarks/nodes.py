@@ -4,16 +4,18 @@
     python benchmarks/nodes.py --kills 1 --disks own --victims 1      # and an undisturbed run: two minutes
     python benchmarks/nodes.py --cuts 2       # each node: data network, storage, both; frozen and thawed
     python benchmarks/nodes.py --grow         # 1 -> 3 -> 2 nodes while running
-    python benchmarks/nodes.py --joins $(seq 0 11)      # a node lost around a join, 24 trials: half an hour
+    python benchmarks/nodes.py --joins $(seq 0 11)      # a node lost around a join, 36 trials: an hour
+    python benchmarks/nodes.py --writers 2    # both writers of a sharded state killed at once: ten minutes
     python benchmarks/nodes.py --stock        # each node killed once under torchrun's own flags
 
 Needs root. Three nodes with one worker each, in namespaces of this machine. With a shared disk the nodes
-have one run_dir, with separate disks a run_dir each. A node is killed with everything on it. In every second
-round of kills, a node with an empty disk replaces the victim. A node that is cut off or frozen is healed
-when the others have trained again for 5 s. Under `--joins`, with sharded state and separate disks, a node
-is lost and comes back with an empty disk. Then a node is killed `delay_s` seconds after the `moment`. The
-moments: the empty node's agent starts, the rendezvous round ends, the next round begins, the next generation
-is on record.
+have one run_dir, with separate disks a run_dir each. A node is killed with everything on it. Kills take the
+--strategies in turn. In every second round of kills, a node with an empty disk replaces the victim. A node
+that is cut off or frozen is healed when the others have trained again for 5 s. Under `--joins`, with each
+strategy and separate disks, a node is lost and comes back with an empty disk. Then a node is killed `delay_s`
+seconds after the `moment`. The moments: the empty node's agent starts, the rendezvous round ends, the next
+round begins, the next generation is on record. Under `--writers`, with separate disks, the two nodes that
+write the sharded state are killed at once, and come back with their disks or, every second round, empty ones.
 
 Prints a row per trial, as JSON. `on_s` is the time from a kill until a new generation of the other nodes
 has completed a step. For any other fault, `on_s` is the longest time without a completed step until the
@@ -23,7 +25,10 @@ the number of steps before the fault that the other nodes computed again; `told`
 
 Exit code 2 if this machine cannot run the nodes, 1 unless every trial except those of `--stock` is ok. All
 nodes that are up must end with exit code 0, with one history and the hash of the undisturbed run. A kill may
-lose at most snapshot.memory_every steps, around a join twice as many. Another fault may hold the others up
+lose at most snapshot.memory_every steps; with a sharded state or around a join twice as many, because the
+save under way may be lost. With a sharded state and a shared disk, only one node has it in memory: a kill may
+then lose snapshot.every steps, and the save under way. If both writers come back with empty disks, the job
+may instead end with one sentence, without a last snapshot. Another fault may hold the others up
 for at most trainer.timeout_s + 15 s. The median `on_s` of kills, except those around joins, is at most 8 s.
 """
 
@@ -48,10 +53,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.nodes import Cluster, Node, why_no_cluster
 from support.nodes_job import LAUNCHES, PORT, NodesJob, listens, recorded_losses
 
-NODES, TIMEOUT_S, MEMORY_EVERY, MEDIAN_S = 3, 10, 5, 8
+NODES, TIMEOUT_S, MEMORY_EVERY, DISK_EVERY, MEDIAN_S = 3, 10, 5, 20, 8
 SETTINGS = SMALL | {
     "model.n_embd": 64, "trainer.batch_size": 24, "trainer.eval_every": 10_000,
-    "trainer.timeout_s": TIMEOUT_S, "snapshot.every": 20, "snapshot.memory_every": MEMORY_EVERY,
+    "trainer.timeout_s": TIMEOUT_S, "snapshot.every": DISK_EVERY, "snapshot.memory_every": MEMORY_EVERY,
 }  # fmt: skip
 # Steps of a tenth of a second at least, so that 120 of them suffice however fast the machine is.
 JOIN_STEPS, JOIN_SETTINGS = 120, {"trainer.timeout_s": 60, "trainer.batch_size": 6}
@@ -59,7 +64,9 @@ SLOW = "import time; events.subscribe('step_end', lambda step: time.sleep(0.1))"
 KILL_STEPS, LONG_STEPS = 400, 600  # enough for the job to be training when a healed node is back
 CUTS = ("network", "storage", "both", "frozen")
 ON_OWN_DISKS = ("network", "frozen")  # the other faults need storage over a network
-SHARDED = ({"trainer.parallel": "fsdp"}, {"trainer.shard_optimizer": True})
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {}, "fsdp": {"trainer.parallel": "fsdp"}, "sharded": {"trainer.shard_optimizer": True}
+}  # fmt: skip
 MOMENTS = [
     *(("agent", delay_s) for delay_s in (0.0, 1.0, 2.0)),
     *(("end", delay_s) for delay_s in (0.0, 0.1, 0.3)),
@@ -88,6 +95,14 @@ class Trial:
     @property
     def has_storage(self) -> bool:
         return self.disk == "shared" or self.launch == "folder"
+
+    @property
+    def most_lost(self) -> int:
+        """How many steps a kill may lose."""
+        is_sharded = any(name in self.settings for name in ("trainer.parallel", "trainer.shard_optimizer"))
+        if is_sharded and self.disk == "shared":
+            return DISK_EVERY + MEMORY_EVERY
+        return MEMORY_EVERY * (2 if is_sharded or self.fault == "join" else 1)
 
 
 def inflict(fault: str, node: Node) -> None:
@@ -125,6 +140,27 @@ def disturb(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
         mend(trial, job, victim)
         found["rejoined_s"] = job.seconds_until(lambda: job.all_train(since), since)
     return found
+
+
+def kill_writers(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
+    """Kill and boot the nodes of ranks 0 and 1, which write a sharded state; return the row's values."""
+    found: Found = {"on_s": None}
+    is_training = job.reach(rng.randrange(60, 200))
+    if not is_training:
+        return found
+    time.sleep(rng.uniform(0, 0.2))  # a random moment in a step
+    victims = [node for node in job.nodes if job.rank(node) in (0, 1)]
+    since, found["at_step"] = time.time(), job.last_step()
+    for node in victims:
+        os.kill(node.init, signal.SIGKILL)  # both before `Node.kill`, which waits
+    for node in victims:
+        node.kill()
+        node.boot(wipe=trial.is_replaced)
+        job.start(node)
+    found["killed"] = [node.name for node in victims]
+    found["on_s"] = job.seconds_until(lambda: job.goes_on(job.nodes, since), since)
+    now = job.progress(job.nodes)
+    return found | {"from_step": now.from_step if now and found["on_s"] else None}
 
 
 def mend(trial: Trial, job: NodesJob, victim: Node) -> None:
@@ -242,6 +278,8 @@ def carry_out(trial: Trial, rng: random.Random, undisturbed: Found) -> Found:
             found = grow_and_shrink(trial, job)
         elif trial.fault == "join":
             found = lose_around_a_join(trial, job, rng)
+        elif trial.fault == "writers":
+            found = kill_writers(trial, job, rng)
         elif trial.fault != "none":
             found = disturb(trial, job, rng)
         found |= outcome(trial, job) | {"seconds": round(time.monotonic() - began, 1)}
@@ -256,28 +294,34 @@ def carry_out(trial: Trial, rng: random.Random, undisturbed: Found) -> Found:
 
 def is_ok(trial: Trial, found: Found) -> bool:
     if not found["same"] or not found["one_history"] or set(found["codes"].values()) != {0}:
-        return False
+        is_told = len(found["errors"]) == 1 and None not in found["codes"].values()
+        return trial.fault == "writers" and trial.is_replaced and is_told and not found["hashes"]
     if trial.fault == "grow":
         return found["grown_s"] is not None and found["shrunk_s"] is not None
     if found["on_s"] is None or found.get("rejoined_s", 0) is None:
         return False
+    if trial.fault == "writers":
+        return True
     if trial.fault == "join":
-        return bool(found["lost"] <= 2 * MEMORY_EVERY)  # the last save may not have been complete
+        return bool(found["lost"] <= trial.most_lost)
     if trial.fault == "kill":
         # run.json is written in the background, one or two steps after metrics.jsonl.
-        return bool(found["lost"] <= MEMORY_EVERY and abs(found["told"] - found["lost"]) <= 2)
+        return bool(found["lost"] <= trial.most_lost and abs(found["told"] - found["lost"]) <= 2)
     return bool(found["on_s"] <= TIMEOUT_S + 15)
 
 
 def plan(arguments: argparse.Namespace) -> Iterator[Trial]:
     """Yield the trials that the arguments ask for, except the trials of joins."""
-    launch_of = {"shared": "folder", "own": "hosts"}
+    launch_of, number_of_kills = {"shared": "folder", "own": "hosts"}, itertools.count()
     for disk in arguments.disks:
         launch = arguments.launch or launch_of[disk]
         for number in range(arguments.kills):
             for victim in arguments.victims:
-                is_replaced = number % 2 == 1
-                yield Trial("kill", victim, disk, launch, is_replaced=is_replaced, steps=KILL_STEPS)
+                # Each round shifts the strategies by one, so that each meets all victims in three rounds.
+                turn = next(number_of_kills) + number
+                strategy = arguments.strategies[turn % len(arguments.strategies)]
+                given: dict[str, Any] = {"settings": STRATEGIES[strategy], "is_replaced": number % 2 == 1}
+                yield Trial("kill", victim, disk, launch, steps=KILL_STEPS, **given)
         minimum = 1 if disk == "shared" else 2  # without a shared folder, only a majority goes on
         for _ in range(arguments.cuts):
             for fault in arguments.faults:
@@ -290,6 +334,10 @@ def plan(arguments: argparse.Namespace) -> Iterator[Trial]:
         if arguments.stock:
             for victim in arguments.victims:
                 yield Trial("kill", victim, disk, "stock", steps=KILL_STEPS, limit_s=90)
+    for number in range(arguments.writers):
+        for strategy in sorted({"fsdp", "sharded"} & {*arguments.strategies}):
+            given = {"settings": STRATEGIES[strategy], "is_replaced": number % 2 == 1}
+            yield Trial("writers", 0, "own", "hosts", minimum=2, steps=KILL_STEPS, **given)
 
 
 def plan_joins(arguments: argparse.Namespace, rng: random.Random) -> Iterator[Trial]:
@@ -297,11 +345,12 @@ def plan_joins(arguments: argparse.Namespace, rng: random.Random) -> Iterator[Tr
     chosen = [
         ((number + number // 3) % NODES, NODES - 1, MOMENTS[number], settings)
         for number in arguments.joins
-        for settings in SHARDED
+        for settings in map(STRATEGIES.__getitem__, arguments.strategies)
     ]
     for _ in range(arguments.random_joins):
         moment = rng.choice(MOMENTS)[0], round(rng.uniform(0, 3), 2)
-        chosen.append((rng.randrange(NODES), rng.randrange(NODES), moment, rng.choice(SHARDED)))
+        strategy = STRATEGIES[rng.choice(arguments.strategies)]
+        chosen.append((rng.randrange(NODES), rng.randrange(NODES), moment, strategy))
     for victim, joiner, moment, settings in chosen:
         given = dict(settings) | JOIN_SETTINGS
         yield Trial("join", victim, "own", "hosts", 1, False, JOIN_STEPS, 600, joiner, moment, given)
@@ -316,6 +365,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--joins", nargs="*", type=int, choices=numbers, default=[], help="moments' numbers")
     parser.add_argument("--random_joins", type=int, default=0, metavar="N")
     parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--writers", type=int, default=0, metavar="N", help="rounds, on separate disks")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--disks", nargs="+", choices=("shared", "own"), default=["shared", "own"])
     parser.add_argument("--faults", nargs="+", choices=CUTS, default=CUTS, help="of --cuts")
     parser.add_argument("--victims", nargs="+", type=int, choices=range(NODES), default=range(NODES))
@@ -343,6 +394,8 @@ def main() -> int:
         if trial.fault == "join":
             moment, delay_s = trial.moment
             kind |= {"joiner": trial.joiner, "moment": moment, "delay_s": delay_s, **trial.settings}
+        else:
+            kind |= trial.settings
         row(**kind, nodes=f"{trial.minimum}:{NODES}", replaced=trial.is_replaced, **without_losses(found))
         if trial.launch != "stock":
             tally.add(found["ok"])

@@ -127,7 +127,8 @@ class Manifest(Part):
     # and agreed. None: there was no such step, or the step is not recorded.
     evaluated_step: Count | None = None
     replayed_step: Count | None = None
-    generation: Count = 0  # number, in the run, of the generation that wrote the snapshot; 0: not recorded
+    # Number, in the run, of the generation that wrote the snapshot; 0: not recorded.
+    generation: Annotated[int, pydantic.Field(ge=0, lt=2**62)] = 0
     # Numbers of updates that were left out: in all, and in a row up to this step.
     skipped: Annotated[list[Count], pydantic.Field(min_length=2, max_length=2)] = [0, 0]
     loss_scale: LossScaleFields | None = None  # of a run in float16

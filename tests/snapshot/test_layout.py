@@ -3,7 +3,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load
-from support.snapshots import PARTS, TENSORS
+from support.snapshots import TENSORS
 
 from mingpt.snapshot.layout import (
     KINDS,
@@ -17,7 +17,7 @@ from mingpt.snapshot.layout import (
     step_of,
 )
 
-SPECS = specs_of(PARTS)
+SPECS = specs_of(TENSORS)
 
 
 def test_weights_and_optimizer_state_lie_in_files_of_their_own() -> None:
@@ -36,7 +36,7 @@ def test_the_order_in_which_tensors_are_given_does_not_matter() -> None:
 
 def test_the_chunks_of_a_layout_are_safetensors_files_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mingpt.snapshot.layout.PIECE_BYTES", 40)
-    tensors = PARTS | {
+    tensors = TENSORS | {
         "model.bytes": torch.arange(3, dtype=torch.uint8),
         "model.empty": torch.zeros(0, 4),
         "model.long": torch.arange(5),
@@ -64,9 +64,9 @@ def test_where_cuda_cannot_lock_a_buffer_one_line_says_so_and_copies_go_on(
     monkeypatch.setattr(torch.cuda, "check_error", Mock(side_effect=RuntimeError("CUDA error 2")))
     monkeypatch.setattr(torch, "ones", Mock(side_effect=RuntimeError("the error that CUDA remembers")))
     caplog.set_level("INFO", "mingpt")
-    for staging in (Staging(PARTS), Staging(PARTS)):
+    for staging in (Staging(TENSORS), Staging(TENSORS)):
         staging.lock_pages()
-        staging.fill(PARTS)
+        staging.fill(TENSORS)
     (line,) = caplog.messages
     assert line.endswith("CUDA cannot lock host memory (CUDA error 2)")
 

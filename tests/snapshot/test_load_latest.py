@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.single_process import SingleProcess
-from support.snapshots import make_store, save
+from support.snapshots import make_store, write
 from torch import Tensor
 
 from mingpt.base.errors import UserError
-from mingpt.snapshot import Manifest, Saver, load_latest
+from mingpt.snapshot import Manifest, load_latest
 from mingpt.snapshot.contents import check_model
 
 
@@ -23,7 +23,7 @@ def make_state(value: float) -> dict[str, Tensor]:
 def test_a_snapshot_of_other_tensors_is_refused_here_and_by_train_py(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     assert load_latest(store, make_state(0.0), SingleProcess()) is None
-    save(Saver(store), Manifest(step=2, windows=16), make_state(2.0))
+    write(store, Manifest(step=2, windows=16), make_state(2.0))
     with pytest.raises(UserError, match=r"model\.weight is torch\.int64, and only float32"):
         load_latest(store, {"model.weight": torch.zeros(5, 3, dtype=torch.int64)}, SingleProcess())
     for other in ({"model.weight": torch.zeros(5, 3)}, make_state(0.0) | {"model.weight": torch.zeros(3, 5)}):

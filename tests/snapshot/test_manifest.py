@@ -8,7 +8,7 @@ from support.snapshots import make_manifest, manifest_fields
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, to_dict
 from mingpt.snapshot import Snapshot
-from mingpt.snapshot.contents import check_shard
+from mingpt.snapshot.contents import check_model
 from mingpt.snapshot.manifest import (
     MAX_BYTES,
     SCHEMA,
@@ -17,6 +17,7 @@ from mingpt.snapshot.manifest import (
     decode_manifest,
     encode_manifest,
     finite_records,
+    is_distrusted,
     joint_sha256,
 )
 
@@ -90,7 +91,6 @@ def test_a_manifest_that_is_another_kind_of_text_is_corrupt(content: bytes) -> N
         decode_manifest(content)
 
 
-SHARD = {"rank": 1, "workers": 2, "weights": True, "generation": "0" * 32}
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("step", {"step": -1}),
     ("step", {"step": True}),
@@ -139,15 +139,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("software.numerics", with_software(numerics=2**63)),
     ("its tokenizer has 2,000,000 bytes, more than 1,050,576", with_tokenizer(2_000_000, 2)),
     ("its tokenizer has 1,000,000,000 bytes, more than 67,108,864", with_tokenizer(10**9, 10**9)),
-    ("shard", {"shard": 3}),
-    ("shard.rank", {"shard": SHARD | {"rank": -1}}),
-    ("there is no rank 2 of 2 workers", {"shard": SHARD | {"rank": 2}}),
-    ("shard.workers", {"shard": SHARD | {"rank": 0, "workers": 0}}),
-    ("shard.workers", {"shard": SHARD | {"workers": 2**30}}),
-    ("shard.weights", {"shard": SHARD | {"weights": 1}}),
-    ("shard.generation", {"shard": SHARD | {"generation": "x"}}),
-    ("shard.more", {"shard": SHARD | {"more": 1}}),
-    ("shard.weights", {"shard": {"rank": 1, "workers": 2, "generation": "0" * 32}}),
+    ("generation", {"generation": -1}),
+    ("generation", {"generation": None}),
+    ("generation", {"generation": "1"}),
     ("the loss scale 3.0 is no power of two", {"loss_scale": {"scale": 3.0, "good_steps": 0}}),
     ("loss_scale.scale", {"loss_scale": {"scale": 0.5, "good_steps": 0}}),
     ("loss_scale.good_steps", {"loss_scale": {"scale": 1.0, "good_steps": -1}}),
@@ -172,7 +166,7 @@ def test_a_field_that_is_missing_is_named(field: str) -> None:
     """The manifest of a loop of one's own has the first two of them; a run's has all."""
     rest = {key: value for key, value in WHOLE.items() if key != field}
     with pytest.raises(CorruptSnapshot, match=f"{field}: Field required|lacks {field}"):
-        check_shard(decode_manifest(add_checksum(rest)), {}, None)
+        check_model(decode_manifest(add_checksum(rest)), {}, None)
 
 
 def test_fields_and_settings_that_this_version_does_not_know_are_ignored() -> None:
@@ -195,12 +189,44 @@ def test_files_in_parts_are_refused_and_not_called_corrupt() -> None:
         decode_manifest(encode_manifest(make_manifest(4).with_files([record])))
 
 
+def test_a_manifest_of_the_version_before_is_read() -> None:
+    """Its snapshots on disk have no number of a generation, and count as older than all generations."""
+    manifest = decode_manifest(add_checksum(WHOLE | {"schema": 3}))
+    assert (manifest.step, manifest.generation, manifest.after) == (4, 0, 0)
+    assert manifest.files == RECORDS
+
+
 def test_a_format_of_the_future_or_the_past_is_named() -> None:
     """Fields of another schema may differ; such a manifest is not called corrupt, so it is not renamed."""
-    for schema in (1, 2, 4, 99, 10**400):
-        expected = rf"the snapshot of step 4 has schema version {str(schema)[:20]}, .* reads version 3: go on"
+    for schema in (1, 2, 5, 99, 10**400):
+        expected = (
+            rf"the snapshot of step 4 has schema version {str(schema)[:20]}, .* versions 3 and 4: go on"
+        )
         with pytest.raises(UserError, match=expected):
             decode_manifest(add_checksum({"schema": schema, "step": 4}))
+
+
+@pytest.mark.parametrize(
+    ("step", "generation", "entries", "expected"),
+    [
+        (20, 1, [], False),
+        (20, 1, [(20, 2)], False),
+        (21, 1, [(20, 2)], True),
+        (21, 2, [(20, 2)], False),
+        (21, 2, [(20, 3)], True),
+        (21, 0, [(20, 2)], True),
+        (20, 0, [(20, 2)], False),
+        (25, 2, [(20, 2), (22, 4)], True),
+        (25, 3, [(30, 4), (20, 2)], False),
+        (1, 0, [(0, 1)], True),
+        (0, 0, [(0, 1)], False),
+    ],
+)
+def test_what_was_saved_after_the_last_agreement_and_before_the_next_generation_is_distrusted(
+    step: int, generation: int, entries: list[tuple[int, int]], expected: bool
+) -> None:
+    """Each entry is (the last step at which the workers agreed, the number of the next generation)."""
+    assert is_distrusted(make_manifest(step, generation=generation), entries) == expected
 
 
 def test_a_manifest_that_no_reader_would_accept_is_not_written() -> None:

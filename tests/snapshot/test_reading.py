@@ -1,6 +1,10 @@
-"""A file that cannot be read now is not taken for a corrupt one; test_store.py tests corrupt files."""
+"""Rows of tensors, and files that cannot be read now, which are not taken for corrupt ones.
+
+test_store.py tests corrupt files.
+"""
 
 import errno
+import itertools
 import logging
 import random
 from collections.abc import Callable
@@ -9,10 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from support.snapshots import TENSORS, file_names, make_manifest, make_store, newest, save, write
+from support.snapshots import (
+    TENSORS,
+    file_names,
+    make_manifest,
+    make_saver,
+    make_store,
+    newest,
+    open_content,
+    save,
+    to_safetensors,
+    write,
+)
 
 from mingpt.base.errors import UserError
-from mingpt.snapshot import Keep, Saver, Store, open_snapshot, reading
+from mingpt.snapshot import Store, open_snapshot, reading
 
 FAILURES = [
     OSError(errno.EIO, "Input/output error"),
@@ -52,6 +67,35 @@ def break_reading(monkeypatch: pytest.MonkeyPatch) -> Break:
         return failed
 
     return arm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_any_range_of_rows_is_read_and_no_other_byte(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {
+        "a": torch.arange(5, dtype=dtype),
+        "b": torch.arange(84, dtype=dtype).view(7, 3, 4),
+        "c": torch.arange(6, dtype=dtype).view(6, 1),
+        "scalar": torch.tensor(3, dtype=dtype),
+    }
+    file, counts = open_content(to_safetensors(tensors)), list[int]()
+    whole = reading.read_range
+
+    def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
+        counts.append(len(buffer))
+        whole(files, path, begin, buffer)
+
+    monkeypatch.setattr(reading, "read_range", read_range)
+    monkeypatch.setattr(reading, "PIECE_BYTES", 40)
+    for name, tensor in tensors.items():
+        rows = len(tensor) if tensor.ndim else 0
+        for begin, end in itertools.combinations(range(rows + 1), 2):
+            counts.clear()
+            assert torch.equal(file.read(name, range(begin, end)), tensor[begin:end])
+            assert sum(counts) == tensor[begin:end].nbytes and max(counts) <= 40
+        assert torch.equal(file.read(name), tensor)
+    assert file.read("b", range(2, 2)).shape == (0, 3, 4)
 
 
 @pytest.mark.parametrize("kind", ["json", "safetensors", "optimizer.safetensors"])
@@ -108,7 +152,7 @@ def test_an_unreadable_snapshot_is_never_pruned_and_does_not_count(
     write(store, make_manifest(9))
     break_reading(f"00000009.{kind}", FAILURES[0])
     newest(store)
-    saver = Saver(store)
+    saver = make_saver(store, keep=1, keep_best=True)
     for step in (3, 4):
-        save(saver, make_manifest(step), keep=Keep(last=1, best=True))
+        save(saver, make_manifest(step))
     assert store.steps() == [9, 4]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.faults import FaultyDisk
 from support.object_store import object_store
-from support.snapshots import file_names, make_manifest, make_store, newest, write
+from support.snapshots import TENSORS, file_names, make_manifest, make_store, newest, write
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.snapshot import Store, open_snapshot
@@ -202,7 +202,36 @@ def test_the_best_snapshot_has_the_lowest_validation_loss_of_its_own_step(
     ]
 
 
-TENSORS = {"model.a": torch.randn(100, 100), "model.b": torch.randn(5), "optimizer.a": torch.zeros(3)}
+def test_all_files_of_a_step_are_set_aside_and_removed_the_manifest_first(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        write(store, make_manifest(step))
+    store.quarantine(2, "for a test")
+    names = [f"damaged-1-step_00000002.{kind}" for kind in sorted(KINDS)]
+    assert [name for name in file_names(store) if "00000002" in name] == names
+    assert store.steps() == [1]
+    disk = FaultyDisk(monkeypatch, "remove", "safetensors", errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.remove(1)
+    assert store.steps() == [], "its manifest is gone before any other file of it"
+    disk.broken = False
+    store.remove(1)
+    assert file_names(store) == names
+
+
+def test_weights_are_used_though_the_optimizer_state_beside_them_is_damaged(store: Store) -> None:
+    for step in (1, 2):
+        write(store, make_manifest(step))
+    path = Path(store.path("step_00000002.optimizer.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    snapshot = open_snapshot(store.root, weights_only=True)
+    weights = snapshot.tensors("model.")
+    assert list(weights) == ["wte", "half"] and torch.equal(weights["wte"], TENSORS["model.wte"])
+    assert (snapshot.manifest.step, open_snapshot(store.root).manifest.step) == (2, 1)
+
+
+LARGE = {"model.a": torch.randn(100, 100), "model.b": torch.randn(5), "optimizer.a": torch.zeros(3)}
 
 
 def test_an_upload_that_breaks_off_is_repeated_and_otherwise_leaves_nothing(
@@ -223,9 +252,9 @@ def test_an_upload_that_breaks_off_is_repeated_and_otherwise_leaves_nothing(
 
         monkeypatch.setattr(store.files, "put_file", put_tensors)
         with pytest.raises(OSError, match="connection lost"):
-            write(store, make_manifest(1), TENSORS)
+            write(store, make_manifest(1), LARGE)
         assert len(broken) == 2 and store.names() == []
-        write(store, make_manifest(1), TENSORS)
+        write(store, make_manifest(1), LARGE)
         assert len(broken) == 3 and "and is retried" in caplog.text
         snapshot = store.read(1)
-        assert all(torch.equal(snapshot.read(name), tensor) for name, tensor in TENSORS.items())
+        assert all(torch.equal(snapshot.read(name), tensor) for name, tensor in LARGE.items())
