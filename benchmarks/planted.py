@@ -1,6 +1,6 @@
 """Do the tests find faults? Each fault of planted.toml is put into a copy of the program and tested there.
 
-    python benchmarks/planted.py                 # all 40, about half an hour on two cores
+    python benchmarks/planted.py                 # all 39, about half an hour on two cores
     python benchmarks/planted.py --faults 7 22   # only these, by their number from 1
 
 A fault is two texts. `old` stands once in a file of mingpt/. In a copy of the working tree, `new` takes the

@@ -76,12 +76,11 @@ class Reader:
             if place not in self.opened.keys() | self.faulty.keys():
                 self.attempt(place, functools.partial(self.open, number, step))
             after = self.opened[place].manifest.after if place in self.opened else 0
-            offer = Offer(step, number == 0, store.url, self.rank, number, after)
-            if place not in self.faulty:
-                yield offer
+            fault = self.faulty.get(place)
+            is_corrupt = isinstance(fault, CorruptSnapshot)
+            yield Offer(step, number == 0, store.url, self.rank, number, after, str(fault or ""), is_corrupt)
+            if fault is None:
                 return
-            fault = self.faulty[place]
-            yield offer._replace(fault=str(fault), is_corrupt=isinstance(fault, CorruptSnapshot))
 
     def open(self, number: int, step: int) -> None:
         self.opened[number, step] = self.stores[number].open(step, self.check)

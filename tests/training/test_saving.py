@@ -69,7 +69,9 @@ def make_saving(
         manifest=found.manifest if found else NOT_BEGUN,
         known=SimpleNamespace(token=TOKEN),
         found=Found(found, "", offers),
-        folder=RunFolder(tmp_path, True, True, True, snapshot_writers=range(context.world_size)),
+        folder=RunFolder(
+            tmp_path, True, True, True, snapshot_writers=range(max(context.world_size, context.rank + 1))
+        ),
         corpus=make_corpus(TEXT, config.data),
     )
     state: Any = SimpleNamespace(
@@ -91,17 +93,8 @@ def make_saving(
 def on_second_node(tmp_path: Path, settings: dict[str, Any]) -> Saving:
     """The Saving of rank 1 of two nodes that share no folder."""
     context = SingleProcess()
-    context.rank, context.broadcast_object = 1, lambda value, source: value  # type: ignore[method-assign]
-    saving = make_saving(tmp_path, settings)
-    saving.start.folder = replace(saving.start.folder, snapshot_writers=(0, 1))
-    run: Any = SimpleNamespace(
-        config=saving.config,
-        context=context,
-        state=saving.state,
-        start=saving.start,
-        environment=saving.environment,
-    )
-    return Saving(run, None)
+    context.rank = 1
+    return make_saving(tmp_path, settings, context)
 
 
 def fail_from(saving: Saving, step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:

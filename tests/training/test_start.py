@@ -70,7 +70,9 @@ def test_a_job_that_has_completed_a_snapshot_never_starts_again_at_0_by_itself(
     """This holds whichever worker has seen the snapshot."""
     for rank in (0, 1):
         with pytest.raises(UserError, match=expected) as refusal:
-            check_nothing_is_lost(latest(seen._replace(reader=rank)), AUTO, is_restart)
+            check_nothing_is_lost(
+                latest(offer(seen.step, seen.fault, seen.is_corrupt, rank)), AUTO, is_restart
+            )
         assert refusal.value.may_pass == (seen is not CORRUPT)
     if seen is not CORRUPT:  # it may be valid
         with pytest.raises(UserError, match=expected):
@@ -124,11 +126,11 @@ def test_a_step_that_any_worker_cannot_read_is_not_set_aside(
     for step in (5, 10):
         write(store, make_manifest(step))  # another model's: corrupt
     context = SingleProcess()
-    gather = context.gather_on_all
+    gather, unreadable = context.gather_on_all, offer(5, UNREADABLE.fault, False, rank=1)
 
     def gather_two(work: Callable[[], Any]) -> list[Any]:
         results = gather(work)
-        return [*results, [UNREADABLE._replace(reader=1)]] if isinstance(results[0], list) else results
+        return [*results, [unreadable]] if isinstance(results[0], list) else results
 
     monkeypatch.setattr(context, "gather_on_all", gather_two)
     found = find_latest(store, [], context, check_model, is_restart=False)
