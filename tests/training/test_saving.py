@@ -165,7 +165,8 @@ def test_one_rank_per_folder_sets_snapshots_aside_even_if_all_ranks_write_there(
         saving.save()
     saving.wait()
     write(saving.memory.store, make_manifest(20))
-    saving.start.folder = replace(saving.start.folder, keeps_snapshots=is_keeper)
+    start: Any = saving.start
+    start.folder = replace(start.folder, keeps_snapshots=is_keeper)
     assert saving.set_aside_after(10) == left[-1]
     assert sorted(saving.disk.store.steps()) == left
     assert saving.memory.store.steps() == []
