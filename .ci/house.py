@@ -57,10 +57,10 @@ PROGRAM = ("mingpt", "anynode", "train.py", "sample.py", "launch")
 CORE = ("mingpt", "train.py")
 NOT_CORE = ("mingpt/tools", "mingpt/extras")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=10_935 + MARGIN["statements"], nodes=80_700 + MARGIN["nodes"]),
-    CORE: Size(statements=8_260 + MARGIN["statements"], nodes=60_120 + MARGIN["nodes"]),
-    ("tests",): Size(statements=11_540),
-    ("benchmarks",): Size(lines=4_680),
+    PROGRAM: Size(statements=10_720 + MARGIN["statements"], nodes=79_240 + MARGIN["nodes"]),
+    CORE: Size(statements=8_040 + MARGIN["statements"], nodes=58_620 + MARGIN["nodes"]),
+    ("tests",): Size(statements=11_560),
+    ("benchmarks",): Size(lines=4_835),
 }
 
 

@@ -53,7 +53,13 @@ def test_each_fault_that_can_be_planted_has_its_place() -> None:
 def test_wherever_a_save_is_cut_short_a_valid_snapshot_is_there() -> None:
     row = last_row("benchmarks/crash_points.py", "--stride", "11")
     assert row["ok"] == row["trials"]
-    assert row["points"].keys() >= {"disk kill", "disk power", "disk store tears", "memory kill", "memory EIO"}
+    assert row["points"].keys() >= {
+        "disk kill",
+        "disk power",
+        "disk store tears",
+        "memory kill",
+        "memory EIO",
+    }
 
 
 @pytest.mark.weekly

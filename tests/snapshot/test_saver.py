@@ -13,7 +13,7 @@ from support.snapshots import TENSORS, file_names, make_manifest, make_saver, ma
 
 from mingpt.base.errors import ClaimLost
 from mingpt.snapshot import Saver, Status, Store, Tier
-from mingpt.snapshot.layout import Layout, make_layout, specs_of, step_of
+from mingpt.snapshot.layout import Layout, step_of
 from mingpt.snapshot.manifest import FileRecord
 
 DISK: dict[str, Any] = {"name": "disk", "every": 10}
@@ -188,44 +188,6 @@ def test_a_snapshot_that_is_written_again_stays_valid_if_that_fails(
     assert store.steps() == [5] and "val" not in store.read(5).manifest.metrics
     save(saver, make_manifest(5, 1.0))
     assert store.read(5).manifest.metrics["val"]["val/loss"] == 1.0
-
-
-@pytest.mark.parametrize("kind", ["safetensors", "optimizer.safetensors", "tokenizer", "json"])
-@pytest.mark.parametrize(("function", "code"), [("fsync", errno.ENOSPC), ("replace", errno.EIO)])
-def test_a_disk_that_fails_in_any_file_keeps_nothing_of_the_snapshot(
-    kind: str, function: str, code: int, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(store, make_manifest(2))
-    before = file_names(store)
-    FaultyDisk(monkeypatch, function, f"partial-step_00000003.{kind}", code)
-    with pytest.raises(OSError, match=os.strerror(code)):
-        write(store, make_manifest(3), tokenizer=b"abc")
-    assert file_names(store) == before
-
-
-@pytest.mark.parametrize("written", [[0, 1], [1], []])
-def test_a_save_that_was_killed_is_no_snapshot_and_its_files_are_removed_at_the_next_start(
-    written: list[int], store: Store
-) -> None:
-    """This holds whichever files were written."""
-    write(store, make_manifest(2))
-    before = file_names(store)
-    store.begin(3)
-    for number in written:
-        layout = make_layout(specs_of(TENSORS), 3)[number]
-        Path(store.path(layout.name)).write_bytes(layout.header)
-    assert newest(store) == (2, {}), "it is not set aside"
-    store.prepare()
-    assert file_names(store) == before
-
-
-def test_leftovers_of_a_removal_that_was_cut_short_go_with_the_next_save(store: Store) -> None:
-    for step in (1, 2, 3):
-        write(store, make_manifest(step))
-    Path(store.path("step_00000002.json")).unlink()
-    Path(store.path("step_00000002.optimizer.safetensors")).unlink()
-    save(make_saver(store), make_manifest(4))
-    assert store.steps() == store.steps("safetensors") == [4, 3, 1]
 
 
 def test_a_job_that_is_superseded_removes_nothing(store: Store) -> None:

@@ -140,19 +140,6 @@ def test_a_last_snapshot_that_cannot_be_written_ends_the_job_in_a_sentence(
     logger.failed.assert_called_once_with(20, str(error.value))
 
 
-def test_a_failure_in_between_is_forgotten_when_the_last_one_is_written(
-    saving: Saving, logger: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        fail_from(saving, 0, OSError(errno.EIO, "broken"), patch)
-        saving.save()
-        saving.wait()
-    saving.state.step = 20
-    saving.save()
-    saving.finish()
-    assert saving.disk.store.steps() == [20]
-
-
 @pytest.mark.parametrize(("is_keeper", "left"), [(True, [10]), (False, [10, 20])])
 def test_one_rank_per_folder_sets_snapshots_aside_even_if_all_ranks_write_there(
     is_keeper: bool, left: list[int], tmp_path: Path
