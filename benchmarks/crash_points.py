@@ -38,7 +38,7 @@ from common import Tally, argument_parser, row, work_folder
 from faulty_store import FAULTS, FaultyStore
 
 from mingpt.snapshot import Manifest, MemoryFolder, Saver, Snapshot, Store, Tier
-from mingpt.snapshot.layout import make_layout
+from mingpt.snapshot.layout import make_layout, specs_of
 from mingpt.snapshot.reading import accept_all
 from mingpt.snapshot.search import Reader, choose
 
@@ -334,7 +334,7 @@ def orders(work: Path, kind: str, stride: int) -> Verdicts:
         tier = place.tier(2)
         store, saver = tier.store, staged(tier, 30)
         store.begin(30)
-        for layout, condition in zip(make_layout(saver.specs(), 30), state, strict=True):
+        for layout, condition in zip(make_layout(specs_of(tensors_of(30)), 30), state, strict=True):
             content = b"".join(saver.chunks(layout))
             if condition == "half":
                 Path(store.path(f"partial-{layout.name}")).write_bytes(content[: len(content) // 2])

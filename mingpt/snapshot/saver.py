@@ -14,7 +14,7 @@ import collections
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from mingpt.base.files import PIECE_BYTES, reason_of
 from mingpt.base.rows import RowMap
 from mingpt.distributed.exit import is_lost_peer
 from mingpt.distributed.group import BackgroundGroup, picklable
-from mingpt.snapshot.layout import Layout, Staging, TensorSpec, make_layout, memory_of
+from mingpt.snapshot.layout import KINDS, Layout, Staging, TensorSpec, file_name, make_layout, memory_of
 from mingpt.snapshot.manifest import FileRecord, Manifest
 from mingpt.snapshot.store import Store
 
@@ -99,6 +99,7 @@ class Saver:
         self.is_sharded = bool(self.rows.sharded)
         self.group = BackgroundGroup(rank, self.rows.workers) if self.is_sharded else BackgroundGroup(0, 1)
         self.staging: Staging | None = None
+        self.layouts: list[Layout] = []  # of the tensor files of step 0
         self.thread: threading.Thread | None = None
 
     def takes_part(self, tier: Tier) -> bool:
@@ -116,6 +117,9 @@ class Saver:
             is_writer = any(self.rank in tier.writers for tier in self.tiers)
             names = [name for name in tensors if is_writer or self.rows.by_rank(name)]
             self.staging = Staging({name: tensors[name] for name in names})
+            shapes = self.rows.shapes
+            specs = {name: TensorSpec(tensors[name].dtype, shapes[name]) for name in names}
+            self.layouts = make_layout(specs, step=0)  # once, because it takes some milliseconds
 
     def save(
         self,
@@ -186,23 +190,23 @@ class Saver:
         peer.
         """
         assert self.staging
-        layouts, sent = make_layout(self.specs(), step), list[Work | None]()
-        sharded = [name for layout in layouts for name in layout.begins if self.rows.by_rank(name)]
+        sent = list[Work | None]()
+        sharded = [name for layout in self.layouts for name in layout.begins if self.rows.by_rank(name)]
         for writer in tier.writers if sharded else ():
             if writer != self.rank:
                 sent += self.group.send(writer, self.staging.pieces(sharded))
-        error = self.write_files(tier.store, step, layouts, records) if self.rank in tier.writers else None
+        error = self.write_files(tier.store, step, records) if self.rank in tier.writers else None
         self.group.wait(sent)
         return picklable(error) if error and self.is_sharded else error
 
-    def write_files(
-        self, store: Store, step: int, layouts: Sequence[Layout], records: list[FileRecord]
-    ) -> Exception | None:
+    def write_files(self, store: Store, step: int, records: list[FileRecord]) -> Exception | None:
         """Write all files but the manifest, and add their records; return the error of a failed write.
 
         After an error, receives the rows that were not written, too, because their ranks wait for that.
         Raises the error of a lost peer.
         """
+        names = [file_name(step, kind) for kind in KINDS]
+        layouts = [replace(layout, name=name) for name, layout in zip(names, self.layouts, strict=False)]
         files = [(layout, self.chunks(layout)) for layout in layouts]
 
         def write() -> None:
@@ -227,12 +231,6 @@ class Saver:
                 tier.replaces.pop().clear()
         except Exception as error:  # of any driver; the new snapshot is valid all the same
             log.warning(f"old snapshots could not be removed: {reason_of(error)}")
-
-    def specs(self) -> dict[str, TensorSpec]:
-        """Return the types and full shapes of the staged tensors, by name."""
-        assert self.staging
-        slots, shapes = self.staging.slots, self.rows.shapes
-        return {name: TensorSpec(slots[name].dtype, tuple(shapes[name])) for name in slots}
 
     def chunks(self, layout: Layout) -> Iterator[memoryview]:
         """Yield a file's bytes: the header, this rank's rows, and the rows that other ranks send."""
