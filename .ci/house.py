@@ -51,7 +51,7 @@ class Size:
 
 # What a fork may add to the program; all additions of docs/extending.md fit in it. A fork raises it.
 MARGIN = {"statements": 105, "nodes": 680, "files": 6}
-MAX_FILES = 103 + MARGIN["files"]
+MAX_FILES = 104 + MARGIN["files"]
 # What is counted together, and its budget. The core is what a run needs, without the folders of NOT_CORE.
 PROGRAM = ("mingpt", "anynode", "train.py", "sample.py", "launch")
 CORE = ("mingpt", "train.py")
