@@ -1,6 +1,7 @@
 """Real ranks of this machine that share memory, and the errors they raise if a peer is gone or frozen."""
 
 import functools
+import gc
 import itertools
 import os
 import resource
@@ -215,6 +216,7 @@ def test_a_process_that_is_no_peer_is_turned_away() -> None:
 
 def test_a_segment_that_cannot_be_made_leaves_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "ftruncate", lambda *_: 1 / 0)
+    gc.collect()  # files that earlier tests have left open would be closed at any moment
     before = os.listdir("/proc/self/fd")
     with pytest.raises(ZeroDivisionError):
         Segments(Peers(0, {}, 1.0), [0]).begin(1)

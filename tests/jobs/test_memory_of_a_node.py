@@ -37,8 +37,9 @@ def test_a_killed_worker_comes_back_from_memory_and_an_orderly_end_leaves_none(
     assert "Traceback" not in job.err() and "could not be written" not in job.err(), job.err()
     first, second = read_history(run_dir)["generations"]
     assert first["end"] == f"worker {victim} vanished" and second["end"] == "finished"
-    assert second["restart"] and second["from_step"] >= 6 and second["from_step"] % 2 == 0
-    assert first["to_step"] - second["from_step"] <= 4
+    # One save may have been under way, and the one before left out because steps are as fast as saves.
+    assert second["restart"] and second["from_step"] >= 4 and second["from_step"] % 2 == 0
+    assert first["to_step"] - second["from_step"] <= 6
     assert snapshot_steps(run_dir) == [30] and list(shm.iterdir()) == []
     assert_same_run(run_dir, undisturbed)
 
@@ -70,6 +71,6 @@ def test_other_workers_with_another_strategy_go_on_from_the_memory_of_a_killed_j
     job = start(command(launcher=torchrun(next_workers), **settings, **next_strategy))
     assert job.wait() == 0, job.err()
     _, last = read_history(run_dir)["generations"]
-    assert last["from_step"] >= 6 and last["from_step"] % 2 == 0 and not last["restart"]
+    assert last["from_step"] >= 4 and last["from_step"] % 2 == 0 and not last["restart"]
     assert snapshot_steps(run_dir) == [30] and list(shm.iterdir()) == []
     assert_same_run(run_dir, undisturbed)
