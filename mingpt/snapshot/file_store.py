@@ -89,24 +89,28 @@ class FileStore:
     def names(self) -> list[str]:
         """Return the names of all files and folders at `url`, sorted; [] if `url` does not exist.
 
-        Raises UnreadableSnapshot if the last attempt to list the folder fails.
+        Raises OSError or an error of fsspec's driver if the last attempt to list the folder fails.
         """
-        try:
-            return retry(
-                self.list_once,
-                self.retries_s,
-                lambda error: log.info(f"{self.url} cannot be listed ({reason_of(error)}); trying again"),
-            )
-        except DriverError as error:
-            raise UnreadableSnapshot(f"the folder {self.url} cannot be read: {reason_of(error)}") from None
+        return retry(
+            self.list_once,
+            self.retries_s,
+            lambda error: log.info(f"{self.url} cannot be listed ({reason_of(error)}); trying again"),
+        )
 
     def list_once(self) -> list[str]:
-        """Return what `names` returns, or raise an error of fsspec's driver, after a single attempt."""
+        """Return what `names` returns, or raise its errors, after a single attempt."""
         self.files.invalidate_cache()
         try:
             return sorted(str(entry).rsplit("/", 1)[-1] for entry in self.files.ls(self.root, detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    def list_names(self) -> list[str]:
+        """Return what `names` returns. Raises UnreadableSnapshot if `url` cannot be listed."""
+        try:
+            return self.names()
+        except DriverError as error:
+            raise UnreadableSnapshot(f"the folder {self.url} cannot be read: {reason_of(error)}") from None
 
     def write_atomic(self, name: str, content: Content) -> None:
         """Write `content` to the file `name`, as `write_stream` does; raise the errors of `write_stream`."""

@@ -10,7 +10,7 @@ import os
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.config.cli import read_file
-from mingpt.snapshot.layout import step_of
+from mingpt.snapshot.layout import step_of, steps_in
 from mingpt.snapshot.reading import Check, accept_all
 from mingpt.snapshot.store import Snapshot, Store
 
@@ -43,13 +43,14 @@ def open_snapshot(
     for place in possible_places(where):
         store = Store(place)
         try:
-            steps = store.steps()
+            steps = steps_in(store.list_names(), "json")
         except UnreadableSnapshot as error:
             problems.append(str(error))
             continue
         if best:
             losses = store.losses_of(steps)
-            steps = sorted((step for step in losses if losses[step] < math.inf), key=losses.__getitem__)
+            pairs = sorted((loss, step) for step, loss in losses.items() if loss < math.inf)
+            steps = [step for _, step in pairs]
         for step in steps:
             try:
                 return store.read(step, check, weights_only)

@@ -90,7 +90,8 @@ def generation_folders(root: Path) -> list[Path]:
     """Return the generations' folders in a run's folder, sorted; [] if `is_private(root)` is false."""
     if not is_private(root):
         return []
-    return sorted(path for path in root.iterdir() if GENERATION_NAME.fullmatch(path.name) and path.is_dir())
+    # If another agent on this machine removes the folder meanwhile, glob finds nothing.
+    return sorted(path for path in root.glob("*") if GENERATION_NAME.fullmatch(path.name) and path.is_dir())
 
 
 def is_leftover(root: Path) -> bool:

@@ -142,7 +142,7 @@ class Store(FileStore):
 
         Raises UnreadableSnapshot if the folder cannot be listed.
         """
-        names = {*self.names(), *self.names()}  # a first listing may be out of date
+        names = {*self.list_names(), *self.list_names()}  # a first listing may be out of date
         unfinished = {*unfinished_steps(names)} - {*steps_in(names, "json")}
         return [step for step in steps_in(names) if step not in unfinished]
 
@@ -301,7 +301,7 @@ class Store(FileStore):
     def clear(self, kept: int | None = None) -> None:
         """Remove all files of snapshots but those of the step `kept`, then the local folder if it is empty.
 
-        What a user has put there stays. Raises OSError.
+        What a user has put there stays. Raises OSError or an error of fsspec's driver.
         """
         for name in filter(is_snapshot_file, self.names()):
             if kept is None or step_of(name) != kept:

@@ -22,7 +22,7 @@ def list_snapshots(store: Store) -> Iterator[tuple[int, str]]:
     Logs the errors that reading a snapshot raises. A snapshot that a run has renamed is not read. Raises
     UnreadableSnapshot if the folder cannot be read.
     """
-    for match in filter(None, map(MANIFEST.fullmatch, store.names())):
+    for match in filter(None, map(MANIFEST.fullmatch, store.list_names())):
         loss, size, state, step = "-", "-", match[1], int(match[2])
         if state is None:
             try:

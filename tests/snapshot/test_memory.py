@@ -8,6 +8,7 @@ import time
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from support.snapshots import make_manifest, save, write
@@ -151,3 +152,14 @@ def test_a_folder_to_which_another_user_can_write_is_neither_used_nor_touched(
     with pytest.raises(OSError, match="there is a link, or another user can write to it"):
         make_generation(memory)
     assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == content
+
+
+def test_a_folder_that_cannot_be_listed_is_left_and_ends_no_job(
+    memory: MemoryFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(make_generation(memory), make_manifest(10))
+    with monkeypatch.context() as broken:
+        broken.setattr("mingpt.base.files.time.sleep", lambda pause_s: None)
+        broken.setattr(Store, "list_once", Mock(side_effect=OSError(errno.EIO, "broken")))
+        memory.clear()
+    assert steps_in(memory) == [[10]]
