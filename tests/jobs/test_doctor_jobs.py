@@ -25,7 +25,7 @@ def test_two_agents_get_one_table_and_a_sentence_if_they_differ(
     options = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
     command = [*torchrun(1, 3, options), *DOCTOR]
     jobs = [start(command, OMP_NUM_THREADS=one) for one in ("1", threads)]
-    assert [job.wait(60) for job in jobs] == [code, code]
+    assert [job.wait(60) for job in jobs] == [code, code], [job.out() + job.err() for job in jobs]
     lines = "".join(job.out() for job in jobs).splitlines()
     shown = [line[:7] for line in lines if line.startswith(("host", "threads"))]
     assert shown == ["host   ", *["threads"] * (1 + code)]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -144,9 +145,10 @@ def tensor_hash(run_dir: Path, step: int | None = None) -> str:
 
 
 def free_port() -> int:
+    """A port below those that the system gives to connections, since other jobs connect until it is used."""
+    port = random.randrange(15_000, 32_000)
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        return port if probe.connect_ex(("127.0.0.1", port)) else free_port()
 
 
 def read_metric(run_dir: Path, name: str = "train/loss") -> dict[int, float]:
