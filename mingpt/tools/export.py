@@ -27,9 +27,9 @@ from mingpt.base.paths import describe_obstacle, typed_path
 from mingpt.base.urls import redact
 from mingpt.config import Config
 from mingpt.snapshot import Snapshot, open_snapshot
-from mingpt.snapshot.contents import check_model, make_tokenizer
 from mingpt.snapshot.manifest import validation_loss
 from mingpt.tools.hugging_face import form_of, hf_fields, import_transformers, to_hf
+from mingpt.training.contents import check_model, make_tokenizer
 
 CARD = """\
 ---

@@ -28,10 +28,10 @@ from mingpt.config import Config, DataConfig, ModelConfig, to_dict
 from mingpt.data import Tokenizer, load_named_tokenizer
 from mingpt.model import parameter_shapes
 from mingpt.snapshot import Manifest, Saver, Store, Tier
-from mingpt.snapshot.contents import describe_tokenizer, tensor_shapes
 from mingpt.snapshot.manifest import DataFields, SoftwareFields
 from mingpt.snapshot.reading import check_finite
 from mingpt.tools.hugging_face import config_from_hf, from_hf, import_transformers
+from mingpt.training.contents import describe_tokenizer, tensor_shapes
 
 NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"

@@ -29,7 +29,7 @@ from mingpt.data.corpus import open_data, tokenizer_file
 from mingpt.distributed.device import resolve_dtype
 from mingpt.model.operations import MAX_LOGITS
 from mingpt.parallel.ddp import BUCKET_BYTES
-from mingpt.snapshot.contents import tensor_shapes
+from mingpt.training.contents import tensor_shapes
 from mingpt.training.evaluate import eval_batch_size
 
 # {column of the table: settings}, from the simplest strategy to the one that needs least memory.

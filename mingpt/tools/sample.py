@@ -18,7 +18,7 @@ from mingpt.distributed.device import resolve_dtype
 from mingpt.model import GPT, generate_batch
 from mingpt.model.weights import load_weights
 from mingpt.snapshot import open_snapshot
-from mingpt.snapshot.contents import check_model, make_tokenizer
+from mingpt.training.contents import check_model, make_tokenizer
 
 BATCH = 16  # samples that are generated at once; each has a key/value cache
 SEPARATOR = "---------------\n"

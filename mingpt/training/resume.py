@@ -15,8 +15,8 @@ from mingpt.data import Data, TextData
 from mingpt.distributed import DistributedContext
 from mingpt.model.weights import check_shapes
 from mingpt.snapshot import Check, Entries, Found, Manifest, MemoryFolder, Store, StoredState
-from mingpt.snapshot.contents import check_model, tensor_shapes
 from mingpt.snapshot.manifest import is_distrusted
+from mingpt.training.contents import check_model, tensor_shapes
 from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 
 # The settings that can change an evaluation, by the beginnings of their names.

@@ -26,8 +26,8 @@ from mingpt.model.weights import fit_weights
 from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
 from mingpt.snapshot import Snapshot
-from mingpt.snapshot.contents import make_tokenizer
 from mingpt.snapshot.search import copy_part
+from mingpt.training.contents import make_tokenizer
 from mingpt.training.start import StartPoint
 from mingpt.training.state import LossScale, TrainState, load_state
 

@@ -13,7 +13,7 @@ from mingpt.data.json_tokenizer import parse_named_tokenizer
 from mingpt.data.shards import ShardData
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import Manifest, Snapshot, StoredState
-from mingpt.snapshot.contents import make_tokenizer
+from mingpt.training.contents import make_tokenizer
 from mingpt.training.run_folder import read_on, refuse_where_it_fails
 
 log = logging.getLogger(__name__)

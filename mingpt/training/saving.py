@@ -15,8 +15,8 @@ from mingpt.config import to_dict
 from mingpt.distributed.exit import is_lost_peer
 from mingpt.report import RunLogger
 from mingpt.snapshot import Manifest, Saver, Status, Store, Tier
-from mingpt.snapshot.contents import describe_tokenizer
 from mingpt.snapshot.manifest import DataFields, LossScaleFields, SoftwareFields, finite_records
+from mingpt.training.contents import describe_tokenizer
 from mingpt.training.resume import DIFFERED
 from mingpt.training.run import Run
 

@@ -28,8 +28,8 @@ from mingpt.snapshot import (
     find_latest,
     open_snapshot,
 )
-from mingpt.snapshot.contents import check_model
 from mingpt.training.claim import Claim
+from mingpt.training.contents import check_model
 from mingpt.training.resume import (
     check_nothing_is_lost,
     check_snapshot,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mingpt.base.errors import UserError
 from mingpt.snapshot import Manifest, load_latest
-from mingpt.snapshot.contents import check_model
+from mingpt.training.contents import check_model
 
 
 def make_state(value: float) -> dict[str, Tensor]:

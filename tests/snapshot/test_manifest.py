@@ -8,7 +8,6 @@ from support.snapshots import make_manifest, manifest_fields
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, to_dict
 from mingpt.snapshot import Snapshot
-from mingpt.snapshot.contents import check_model
 from mingpt.snapshot.manifest import (
     MAX_BYTES,
     SCHEMA,
@@ -20,6 +19,7 @@ from mingpt.snapshot.manifest import (
     is_distrusted,
     joint_sha256,
 )
+from mingpt.training.contents import check_model
 
 RECORDS = [
     FileRecord(name="step_00000004.safetensors", sha256="ab" * 32, bytes=17),

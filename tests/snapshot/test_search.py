@@ -15,10 +15,10 @@ from support.snapshots import make_manifest, write
 from mingpt.base.errors import CorruptSnapshot
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import Check, Found, Manifest, Store, find_latest
-from mingpt.snapshot.contents import check_model
 from mingpt.snapshot.manifest import is_distrusted
 from mingpt.snapshot.reading import Entries
 from mingpt.snapshot.search import Offer, choose
+from mingpt.training.contents import check_model
 
 
 def on_disk(step: int, reader: int = 0, **fields: Any) -> Offer:

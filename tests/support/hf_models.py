@@ -9,8 +9,8 @@ from mingpt.config import Config, ModelConfig, to_dict
 from mingpt.data import CharTokenizer
 from mingpt.model import GPT
 from mingpt.snapshot import Store
-from mingpt.snapshot.contents import describe_tokenizer
 from mingpt.tools.hugging_face import form_of, hf_fields, import_transformers
+from mingpt.training.contents import describe_tokenizer
 from support.models import add_noise
 from support.snapshots import make_manifest, write
 from support.training import make_optimizer

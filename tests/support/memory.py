@@ -9,7 +9,7 @@ from mingpt.base.rows import RowMap
 from mingpt.config import Config, DataConfig, ModelConfig, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import StoredState
-from mingpt.snapshot.contents import tensor_shapes
+from mingpt.training.contents import tensor_shapes
 
 CONFIG = Config(
     data=DataConfig(block_size=7), model=ModelConfig(n_layer=1, n_head=1, n_embd=8, arch="modern")

@@ -15,10 +15,10 @@ from mingpt.base import command as base_command
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.data import CharTokenizer, JsonTokenizer
 from mingpt.snapshot import open_snapshot
-from mingpt.snapshot.contents import make_tokenizer
 from mingpt.tools.export import export, main
 from mingpt.tools.hugging_face import FORMS
 from mingpt.tools.import_model import import_model
+from mingpt.training.contents import make_tokenizer
 
 CHARACTERS = "\t\n !,.?abcdefghijklmnopqrstuvwxyz\u00e9\u4e2d\U0001f600"
 PROMPT = "to be,\tor \U0001f600 not\n"

@@ -21,9 +21,9 @@ from mingpt.base.errors import UserError
 from mingpt.config import ModelConfig
 from mingpt.model import parameter_shapes
 from mingpt.snapshot import Snapshot, open_snapshot
-from mingpt.snapshot.contents import check_model
 from mingpt.tools.hugging_face import from_hf, import_transformers
 from mingpt.tools.import_model import import_model, main
+from mingpt.training.contents import check_model
 
 CONFIG = {arch: ModelConfig(arch=arch, n_layer=2, n_head=3, n_embd=24) for arch in ARCHITECTURES}
 WEIGHTS, WTE = "model.safetensors", "transformer.wte.weight"

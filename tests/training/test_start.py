@@ -20,9 +20,9 @@ from mingpt.data import TextData
 from mingpt.distributed import DistributedContext
 from mingpt.report.history import RunHistory
 from mingpt.snapshot import MemoryFolder, Store, StoredState, find_latest
-from mingpt.snapshot.contents import check_model, tensor_shapes
 from mingpt.snapshot.manifest import is_distrusted
 from mingpt.snapshot.search import Found, Offer
+from mingpt.training.contents import check_model, tensor_shapes
 from mingpt.training.resume import (
     check_nothing_is_lost,
     check_snapshot,

@@ -13,8 +13,8 @@ from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, SnapshotConfig, to_dict
 from mingpt.data import CharTokenizer, Corpus
 from mingpt.snapshot import Manifest, Snapshot
-from mingpt.snapshot.contents import check_model, describe_tokenizer, make_tokenizer
 from mingpt.snapshot.layout import TensorSpec
+from mingpt.training.contents import check_model, describe_tokenizer, make_tokenizer
 from mingpt.training.run import match_weights
 from mingpt.training.run_data import load_corpus, load_data
 
