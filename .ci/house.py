@@ -59,7 +59,7 @@ NOT_CORE = ("mingpt/tools", "mingpt/extras")
 BUDGETS: dict[tuple[str, ...], Size] = {
     PROGRAM: Size(statements=10_720 + MARGIN["statements"], nodes=79_240 + MARGIN["nodes"]),
     CORE: Size(statements=8_040 + MARGIN["statements"], nodes=58_620 + MARGIN["nodes"]),
-    ("tests",): Size(statements=11_575),
+    ("tests",): Size(statements=11_580),
     ("benchmarks",): Size(lines=4_835),
 }
 

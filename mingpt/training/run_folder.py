@@ -191,9 +191,12 @@ def try_disks(config: Config) -> None:
 
 
 def check_is_ours(path: Path) -> None:
-    """Raise UserError if the folder `path` has files that a run would replace, but no run.json of a run."""
+    """Raise UserError if the folder `path` has files that a run would replace, but no run.json of a run.
+
+    Empty files do not count: a run leaves an empty metrics.jsonl if the disk is full when it starts.
+    """
     found = [name for name in REPLACED_FILES if os.path.lexists(path / name)]
-    if not found:
+    if not any(os.lstat(path / name).st_size for name in found):
         return
     with contextlib.suppress(OSError), (path / "run.json").open("rb") as file:
         if OWN_HISTORY.match(file.read(100)):

@@ -64,7 +64,12 @@ def test_a_disk_that_hangs_is_refused(setting: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", run_folder.REPLACED_FILES)
 def test_a_folder_with_a_users_file_that_a_run_would_replace_is_refused(name: str, tmp_path: Path) -> None:
-    """The first line of run.json shows that there is a run, also if the rest is damaged."""
+    """The first line of run.json shows that there is a run, also if the rest is damaged.
+
+    A run that starts on a full disk leaves an empty metrics.jsonl, and no run.json.
+    """
+    (tmp_path / name).touch()
+    check_is_ours(tmp_path)
     (tmp_path / name).write_text('{"id": "mine"}')
     with pytest.raises(
         UserError, match=f"^run_dir {tmp_path} holds {name}, which a run would replace, and no"
