@@ -236,7 +236,9 @@ def lose_around_a_join(trial: Trial, job: NodesJob, rng: random.Random) -> Found
     found["on_s"] = job.seconds_until(goes_on, since)
     now = job.progress(others)
     if now is not None:
-        found |= {"from_step": now.from_step, "lost": max(0, found["at_step"] - now.from_step)}
+        # A node that was killed before it has joined interrupts no generation.
+        lost = max(0, found["at_step"] - now.from_step) if now.began > since else 0
+        found |= {"from_step": now.from_step, "lost": lost}
     return found
 
 
