@@ -34,7 +34,7 @@ from mingpt.distributed.rendezvous import Rendezvous
 Facts = dict[str, Any]  # {name: value}: what was found on one worker; it can be written as JSON
 MEET_S, ANSWER_S = 20.0, 60.0  # limits of the rendezvous, of an answer
 GROUP_S = 8.0  # limit of a collective
-MESSAGES, MESSAGE_BYTES = 8, 8 << 20  # the fastest of 3 messages took up to 3.6 times as long
+MESSAGES, MESSAGE_BYTES = 8, 8 << 20  # with 3, the rate of a busy host varied by 3.6
 SLOW = 0.25  # share of the usual rate below which a node is slow
 # {name of a fact: what to do if the nodes differ in it; "": they may differ}
 ADVICE = {

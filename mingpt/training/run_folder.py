@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import re
+import stat
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -195,16 +196,26 @@ def check_is_ours(path: Path) -> None:
 
     Empty files do not count: a run leaves an empty metrics.jsonl if the disk is full when it starts.
     """
-    found = [name for name in REPLACED_FILES if os.path.lexists(path / name)]
-    if not any(os.lstat(path / name).st_size for name in found):
+    found = [name for name in REPLACED_FILES if holds_something(path / name)]
+    if not found:
         return
-    with contextlib.suppress(OSError), (path / "run.json").open("rb") as file:
-        if OWN_HISTORY.match(file.read(100)):
-            return
+    if os.path.isfile(path / "run.json"):  # opening a pipe, for example, would block
+        with contextlib.suppress(OSError), (path / "run.json").open("rb") as file:
+            if OWN_HISTORY.match(file.read(100)):
+                return
     raise UserError(
         f"run_dir {path} holds {', '.join(found)}, which a run would replace, and no run.json of a run: "
         "choose another run_dir, or move these files away"
     )
+
+
+def holds_something(path: Path) -> bool:
+    """Return whether there is anything at `path`, such as a link or a pipe, but an empty file."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return status.st_size > 0 or not stat.S_ISREG(status.st_mode)
 
 
 def make_run_dir(path: Path) -> None:

@@ -68,6 +68,10 @@ def test_a_folder_with_a_users_file_that_a_run_would_replace_is_refused(name: st
 
     A run that starts on a full disk leaves an empty metrics.jsonl, and no run.json.
     """
+    os.mkfifo(tmp_path / name)  # its size is 0, too, and to open it would block
+    with pytest.raises(UserError, match=name):
+        check_is_ours(tmp_path)
+    (tmp_path / name).unlink()
     (tmp_path / name).touch()
     check_is_ours(tmp_path)
     (tmp_path / name).write_text('{"id": "mine"}')
