@@ -113,9 +113,9 @@ class DistributedContext(Group):
         # If this machine is slow to start, the others may be as slow.
         own_start_s = time.monotonic() - self.exit.began_at
         least_s = 0.0 if self.launch.agent_pid else UNMANAGED_WAIT_S
-        check_gloo()
         rendezvous = Rendezvous(self.launch, max(timeout_s, SLOWEST_START * own_start_s, least_s))
         self.exit.join(rendezvous, timeout_s)
+        check_gloo()
         self.stop_signal.watch_siblings()
         nccl.set_defaults()
         torch.distributed.init_process_group(

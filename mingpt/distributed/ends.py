@@ -1,7 +1,8 @@
 """How workers ended: the exit reason that each worker stores, and the sentence made of all exit reasons.
 
-An exit reason is {"why": text, "step": the worker's last completed step}. A worker that stored no exit reason
-was, for example, killed or cut off from the job's TCPStore. A generation is the workers between two restarts.
+An exit reason is {"why": text, "step": the worker's last completed step, "code": the job's exit code, or None
+if the worker does not know it}. A worker that stored no exit reason was, for example, killed or cut off from
+the job's TCPStore. A generation is the workers between two restarts.
 """
 
 import re

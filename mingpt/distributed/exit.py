@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -36,7 +35,7 @@ from mingpt.distributed.ends import (
     ExitReason,
     stack_path,
 )
-from mingpt.distributed.launch import AGENT_FOLDER, Launch
+from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import Rendezvous
 
 POLL_S = 0.05
@@ -49,6 +48,8 @@ STACK_FILES = f"worker-[0-9]*-{8 * '[0-9a-z]'}.txt"  # the names that `stack_pat
 NCCL_LOST = "remote process exited or there was a network error"  # NCCL's only text that means a lost peer
 PAUSE = "trainer.pause_after"  # the name of the request to stop that this setting makes
 JOB_ENDS = ("SIGUSR1", "STOP", PAUSE)  # requests to stop that end the job; after others, the agent decides
+JOB_ENDED = signal.SIGUSR2  # tells plain python's agent that a worker ends the job; torchrun's gets SIGTERM
+BEFORE_FIRST = "before the first step"
 
 
 class SignalReceived(Exception):
@@ -72,14 +73,13 @@ class ExitPlan:
     """What a worker does before it exits with `code`, in the order of the fields, but `ends_agent` last."""
 
     code: int
-    ends_agent: bool = False  # send SIGTERM to the agent, last: no exit code ends a job under torchrun
-    status: str = ""  # write this to the status file: the job's exit code, and a line; "": write nothing
-    reason: str = ""  # store this exit reason, for other workers and the next generation; "": store none
+    ends_agent: bool = False  # send a signal to the agent, last: no exit code ends a job under torchrun
+    reason: str = ""  # store this exit reason, for the agent, other workers and the next generation
+    job_code: int | None = None  # the job's exit code, stored with `reason`; None: this worker does not know
     text: str = ""  # print this to stderr
     kills: Sequence[int] = ()  # ranks; kill those of this agent's workers that store no exit reason in time
     failure: str = ""  # record in run.json that this made the job fail; "": nothing is recorded
     releases_claims: bool = False  # give up the job's right to write to the run folder
-    removes: Path | None = None  # remove this temporary folder of an agent that is gone
     awaits_agent: bool = False  # wait for the agent to pass on the SIGTERM that another worker sends to it
     pause_s: float = 0.0  # wait so long, because a disk may be back in the next generation
 
@@ -103,9 +103,7 @@ def how_to_exit(
     is_last = not launch.has_restarts_left()
     if is_orphan:  # no generation follows
         said = f"error: the agent (process {launch.agent_pid}) was lost after step {step}\n"
-        folder = launch.status_file.parent if launch.status_file else Path()
-        is_agents = folder.name.startswith(AGENT_FOLDER)
-        return ExitPlan(1, text="" if launch.rank else said, removes=folder if is_agents else None)
+        return ExitPlan(1, text="" if launch.rank else said)
     if error is None or isinstance(error, StopRequested):
         return plan_of_end(error.reason if error else None, launch)
     if isinstance(error, SignalReceived):
@@ -124,7 +122,6 @@ def how_to_exit(
         return ExitPlan(
             1,
             ends_agent=repeats and launch.agent_pid is not None,
-            status="1 " if repeats else "",
             text=text,
             reason=f"{FAILED} ({what})",
             failure=what if is_last else "",
@@ -139,7 +136,7 @@ def how_to_exit(
     )
     return ExitPlan(
         1,
-        text=line if is_last and launch.status_file is None else "",  # plain python's agent prints it, once
+        text=line if is_last and not launch.has_own_agent else "",  # plain python's agent prints it, once
         reason=timed_out or f"{LOST_PEER} ({said})",
         kills=range(launch.world_size) if timed_out else (),  # the agent would wait 30 s for a frozen worker
         failure=said if is_last else "",
@@ -153,12 +150,10 @@ def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
     gives up its claims. But after a signal other than SIGUSR1, under an agent, the exit code is 128 + signal.
     The job then keeps its claims, because the agent decides whether workers start again.
     """
-    status = "" if launch.rank else "0 "
     if request is None or request in JOB_ENDS or launch.agent_pid is None:
         reason = f"{STOPPED} {request}" if request else FINISHED
-        return ExitPlan(0, status=status, reason=reason, releases_claims=True)
-    code = 128 + signal.Signals[request]
-    return ExitPlan(code, status=status, reason=f"{TOLD} by {request}")
+        return ExitPlan(0, reason=reason, job_code=0, releases_claims=True)
+    return ExitPlan(128 + signal.Signals[request], reason=f"{TOLD} by {request}", job_code=0)
 
 
 def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
@@ -166,13 +161,15 @@ def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
 
     The exit code is 128 + signal, or 0 if `received.is_first` is true and there is no agent.
     """
-    line = before_first_step(received.number.name) if received.is_first and launch.rank == 0 else ""
-    is_alone = launch.agent_pid is None
+    name, is_alone = received.number.name, launch.agent_pid is None
+    if not received.is_first:
+        return ExitPlan(128 + received.number, reason=f"{TOLD} by {name}")
+    # Plain python's agent prints the line if it was also told to stop.
     return ExitPlan(
-        0 if is_alone and received.is_first else 128 + received.number,
-        status=f"0 {line}" if line else "",  # the agent prints the line if it was also told to stop
-        text=line if is_alone else "",
-        reason=f"{TOLD} by {received.number.name}",
+        0 if is_alone else 128 + received.number,
+        text=before_first_step(name) if is_alone and launch.rank == 0 else "",
+        reason=f"{TOLD} by {name} {BEFORE_FIRST}",
+        job_code=0,
     )
 
 
@@ -195,9 +192,9 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool, is_restart: b
     return ExitPlan(
         code,
         ends_agent=is_first and launch.agent_pid is not None,
-        status=f"{code} " if is_first else "",
         text=f"error: {error}\n" if is_first and is_printed else "",
         reason=f"ended the job ({type(error).__name__}: {first_line(error)})",
+        job_code=code,
         # The code that raises a NonRetryableError has recorded the failure already.
         failure="" if isinstance(error, NonRetryableError) else str(error),
         releases_claims=is_first,
@@ -249,7 +246,7 @@ class ProcessExit:
     """Ends this process as `how_to_exit` decides, and holds the values that this decision needs.
 
     Any thread may begin an exit. Only the first thread that does so carries the exit out, but `exit_at_once`
-    exits even while another thread is exiting. On rank 0, the constructor removes an old status file.
+    exits even while another thread is exiting.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -264,8 +261,6 @@ class ProcessExit:
         self.note_failure: Callable[[str], None] | None = None
         self.stacks: StackFile | None = None
         self.exiting = threading.Lock()  # taken by the first thread that exits, and never released
-        if launch.rank == 0 and launch.status_file:
-            launch.status_file.unlink(missing_ok=True)  # left by an earlier generation
 
     def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         """From now on, store exit reasons through `rendezvous`, at which all ranks have met.
@@ -370,14 +365,8 @@ class ProcessExit:
         launch = self.launch
         if plan.ends_agent:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes SIGTERM on to all its workers
-        if plan.status and launch.status_file:
-            # Without a status file the agent exits with 1. If the file exists, another worker has ended the
-            # job.
-            mode = "w" if plan.ends_agent else "x"
-            with contextlib.suppress(OSError), launch.status_file.open(mode) as file:
-                file.write(plan.status)
         if plan.reason and self.rendezvous:
-            reason = {"why": plan.reason, "step": self.last_step()}
+            reason = {"why": plan.reason, "step": self.last_step(), "code": plan.job_code}
             self.rendezvous.record_exit_reason(launch.rank, reason)
         try_within(STORAGE_S, lambda: write_stderr(plan.text))
         if plan.kills:
@@ -389,10 +378,8 @@ class ProcessExit:
             try_within(STORAGE_S, lambda: note(plan.failure))
         if plan.releases_claims:
             try_within(STORAGE_S, self.release_claims)
-        if plan.removes:
-            shutil.rmtree(plan.removes, ignore_errors=True)
         if plan.ends_agent and launch.agent_pid:
-            os.kill(launch.agent_pid, signal.SIGTERM)
+            os.kill(launch.agent_pid, JOB_ENDED if launch.has_own_agent else signal.SIGTERM)
         while plan.awaits_agent and not (is_told() or launch.is_orphan()):
             time.sleep(POLL_S)
         time.sleep(plan.pause_s)
@@ -421,7 +408,7 @@ def write_stderr(text: str) -> None:
 
 def before_first_step(reason: str) -> str:
     """Return the line to print about a stop before the first step; `reason` is the request to stop."""
-    return f"stopped by {reason} before the first step: the same command goes on\n"
+    return f"stopped by {reason} {BEFORE_FIRST}: the same command goes on\n"
 
 
 def first_line(error: BaseException) -> str:

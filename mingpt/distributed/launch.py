@@ -5,19 +5,16 @@ torch is not imported here, so that a wrong setting is reported without waiting 
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from mingpt.base.errors import UserError
 
 # Set by mingpt.launch.agent for its workers.
 # The agent's process id. getppid() would return a wrong one if the agent dies before the worker calls it.
 AGENT_PID = "MINGPT_AGENT_PID"
-STATUS_FILE = "MINGPT_STATUS_FILE"
 MAX_THREADS = 1024  # the limit of trainer.threads
 UNSET = "if no launcher has set these, start by `env -u RANK -u WORLD_SIZE python ...`"
 # Variables by which launchers number their processes. Users of these launchers may set RANK from them.
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID")
-AGENT_FOLDER = "mingpt-"  # prefix of the folder that the agent makes for the status file
 # Set by the rendezvous anynode for its workers, with the same values on all nodes; see anynode/__init__.py.
 JOB, ROUND, STORE_PORT = "ANYNODE_JOB", "ANYNODE_ROUND", "ANYNODE_STORE_PORT"
 
@@ -44,8 +41,7 @@ class Launch:
     rdzv_round: int | None = None
     has_known_launcher: bool = False  # one of the variables in LAUNCHERS is set
     slurm_tasks: int = 1  # number of tasks in the job step that srun started
-    # A worker that ends the job writes the job's exit code to this file; see mingpt.launch.agent.
-    status_file: Path | None = None
+    has_own_agent: bool = False  # the agent is that of plain `python`; see mingpt.launch.agent
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -95,7 +91,7 @@ class Launch:
             max_restarts=number("TORCHELASTIC_MAX_RESTARTS"),
             job=env.get(JOB),
             rdzv_round=number(ROUND) if ROUND in env else None,
-            status_file=Path(env[STATUS_FILE]) if STATUS_FILE in env else None,
+            has_own_agent=AGENT_PID in env,
             has_known_launcher=any(name in env for name in LAUNCHERS),
         )
 

@@ -20,12 +20,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from mingpt.base.errors import NonRetryableError, UserError
-from mingpt.base.files import temporary_folder
 from mingpt.base.system import LOOPBACK, allow_open_files, usable_cores
 from mingpt.config import Config, check_workers
 from mingpt.distributed.ends import FINISHED, LOST_PEER, STOPPED, TIMED_OUT, GenerationEnd
-from mingpt.distributed.exit import STORAGE_S, before_first_step, write_stderr
-from mingpt.distributed.launch import AGENT_FOLDER, AGENT_PID, STATUS_FILE, Launch
+from mingpt.distributed.exit import BEFORE_FIRST, JOB_ENDED, STORAGE_S, before_first_step, write_stderr
+from mingpt.distributed.launch import AGENT_PID, Launch
 from mingpt.distributed.rendezvous import read_generation_end
 from mingpt.distributed.signals import SIGNALS, StopSignal
 from mingpt.distributed.worker import Worker
@@ -98,16 +97,15 @@ def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> Non
 
 
 class StopRequest:
-    """The first signal that told this job to stop. torch's agent obeys when it next calls the rendezvous.
+    """The signal that told this job to stop. torch's agent obeys when it next calls the rendezvous.
 
     Before that call, the signal handler `note` raises nothing. torch's rendezvous might swallow a
     SignalException, and a SignalException during the start of workers would leave these workers running.
+    JOB_ENDED is the signal of a worker that ends the job; other signals come from a user or a scheduler.
     """
 
-    def __init__(self, status_file: Path) -> None:
-        self.status_file = status_file
+    def __init__(self) -> None:
         self.first: signal.Signals | None = None
-        self.status = ""  # takes the place of the status file, if there is none
         self.is_obeyed = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
@@ -117,49 +115,39 @@ class StopRequest:
         STORAGE_S seconds this process then ends even if a worker cannot, because a worker's disk hangs.
         """
         self.first = self.first or signal.Signals(number)
-        if self.is_obeyed:
+        if self.is_obeyed and number != JOB_ENDED:
             threading.Timer(STORAGE_S, os._exit, [1]).start()
             self.obey()
 
-    def obey(self, before_start: bool = False) -> None:
-        """If the job was told to stop, raise SignalException, which ends the agent and its workers.
-
-        The status file has the job's exit code and a line to print. With `before_start`, first set `status`,
-        because no worker is running that could write the file.
-        """
+    def obey(self) -> None:
+        """If the job was told to stop, raise SignalException, which ends the agent and its workers."""
         from torch.distributed.elastic.multiprocessing import SignalException
 
         if self.first:
-            if before_start:
-                self.status = f"0 {before_first_step(self.first.name)}"
             self.is_obeyed = True
-            raise SignalException(f"got {self.first.name}", sigval=self.first)
-
-    def read_status(self) -> str:
-        """Return the content of the status file, which a worker that ends the job writes; else `status`."""
-        return self.status_file.read_text() if self.status_file.exists() else self.status
+            passed_on = signal.SIGTERM if self.first == JOB_ENDED else self.first
+            raise SignalException(f"got {self.first.name}", sigval=passed_on)
 
 
 def job_exit(
-    is_told: bool, status: str, codes: Mapping[int, int], end: GenerationEnd | None, command: str
+    told: signal.Signals | None, codes: Mapping[int, int], end: GenerationEnd | None, command: str
 ) -> tuple[int, str]:
     """Return the exit code of a job whose workers have ended, and the text to print.
 
-    `is_told` says whether the job was told to stop. `status` is the content of the status file, "" if there
-    is none. `codes` has the exit codes of the workers that failed, by rank. `end` is how the last generation
-    ended, None if no workers met at the rendezvous. `command` is what the workers ran.
+    `told` is the signal that told the job to stop; None if there was none. `codes` has the exit codes of the
+    workers that failed, by rank. `end` is how the last workers ended; None if they did not meet at the
+    rendezvous. `command` is what the workers ran.
     """
-    # The status file may be gone, because others clean the folder of temporary files.
-    reason = end.exit_reasons[0] if end else None
-    if not status and reason and reason["why"].startswith((FINISHED, STOPPED)):
-        status = "0 "
-    # A worker that ends the job writes the status file and sends a signal to the agent. The agent may see the
-    # worker's exit before the signal.
-    if is_told and (status or not codes):
-        told = status or "1 error: the job was told to stop, but worker 0 could not end in order\n"
-        code, _, sentence = told.partition(" ")
-        return int(code), sentence
-    if not codes and status:  # worker 0 writes the status file once the run has ended in order
+    reason = (end.exit_reasons[0] if end else None) or {"why": "", "code": None}
+    if told == JOB_ENDED:  # the worker has printed why
+        return reason["code"] or 1, ""
+    if told and reason["code"] == 0:
+        return 0, before_first_step(told.name) if reason["why"].endswith(BEFORE_FIRST) else ""
+    if told and not codes:
+        if end is None:
+            return 0, before_first_step(told.name)
+        return 1, "error: the job was told to stop, but worker 0 could not end in order\n"
+    if not codes and reason["why"].startswith((FINISHED, STOPPED)):
         return 0, ""
     if not codes:
         return 1, f"error: the workers ended without training: {command}\n"
@@ -167,9 +155,7 @@ def job_exit(
     if killed:
         rank, number = killed[0]
         what = f"worker {rank} was killed by {number.name}"
-    elif end and all(
-        reason and reason["why"].startswith((LOST_PEER, TIMED_OUT)) for reason in end.exit_reasons
-    ):
+    elif end and all(one and one["why"].startswith((LOST_PEER, TIMED_OUT)) for one in end.exit_reasons):
         what = end.sentence()
     else:
         return 1, ""  # a worker that failed has printed why
@@ -192,53 +178,54 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
 
-    with temporary_folder(AGENT_FOLDER) as folder:
-        # `stop_signal` still listens, because this C++ code asks a name resolver, which may not answer.
-        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        stop = StopRequest(Path(folder) / "status")
-        stop_signal.hand_over(stop.note)
-        register_rendezvous(store, stop)
-        os.environ[STATUS_FILE] = str(stop.status_file)
-        os.environ[AGENT_PID] = str(os.getpid())
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-        # Resolving this host's name may fail or take 20 s. On systems other than Linux, gloo resolves it.
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        socket.getfqdn = lambda name="": name or platform.node()  # for torch's events, which nobody reads
-        agent = elastic_launch(launch_config(workers, max_restarts, Path(folder)), sys.executable)
-        gc.enable()
-        # The workers inherit this thread's mask, so these signals wait until a worker's StopSignal unblocks
-        # them. The agent's own signals arrive in another thread, which does not block them.
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        codes: Mapping[int, int] = {}
-        try:
-            agent(*command)
-        except ChildFailedError as error:
-            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        except BlockingIOError:  # EAGAIN of fork
-            raise NonRetryableError(
-                f"{workers} workers cannot be started: the system allows no more processes (ulimit -u); "
-                "raise that limit, or set trainer.workers=1"
-            ) from None
-        except Exception as error:
-            stop.first = stop.first or getattr(error, "sigval", None)  # from a handler that torch has set
-            if stop.first is None:
-                raise
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # nothing is left to stop
-        found = read_generation_end(store)
-        end = found[0] if found else None
-        code, text = job_exit(stop.first is not None, stop.read_status(), codes, end, shlex.join(command))
-        write_stderr(text)
+    # `stop_signal` still listens, because this C++ code asks a name resolver, which may not answer.
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    stop = StopRequest()
+    signal.signal(JOB_ENDED, stop.note)
+    stop_signal.hand_over(stop.note)
+    earlier = register_rendezvous(store, stop)
+    os.environ[AGENT_PID] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    # Resolving this host's name may fail or take 20 s. On systems other than Linux, gloo resolves it.
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    socket.getfqdn = lambda name="": name or platform.node()  # for torch's events, which nobody reads
+    agent = elastic_launch(launch_config(workers, max_restarts), sys.executable)
+    gc.enable()
+    # The workers inherit this thread's mask, so these signals wait until a worker's StopSignal unblocks
+    # them. The agent's own signals arrive in another thread, which does not block them.
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    codes: Mapping[int, int] = {}
+    try:
+        agent(*command)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    except BlockingIOError:  # EAGAIN of fork
+        raise NonRetryableError(
+            f"{workers} workers cannot be started: the system allows no more processes (ulimit -u); "
+            "raise that limit, or set trainer.workers=1"
+        ) from None
+    except Exception as error:
+        stop.first = stop.first or getattr(error, "sigval", None)  # from a handler that torch has set
+        if stop.first is None:
+            raise
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # nothing is left to stop
+    found = read_generation_end(store)
+    end = found[0] if found and found[0].name not in earlier else None
+    code, text = job_exit(stop.first, codes, end, shlex.join(command))
+    write_stderr(text)
     os._exit(code)
 
 
-def register_rendezvous(store: "TCPStore", stop: StopRequest) -> None:
+def register_rendezvous(store: "TCPStore", stop: StopRequest) -> set[str]:
     """Register with torch, under the name BACKEND, a rendezvous for a single agent.
 
-    The workers use the TCPStore `store`. The rendezvous needs no host name, and obeys `stop`.
+    The workers use the TCPStore `store`. The rendezvous needs no host name, and obeys `stop`. To the set that
+    is returned, it adds the name of each generation that ended before the last start of workers.
     """
+    earlier = set[str]()
     from torch.distributed.elastic.rendezvous import (
         RendezvousInfo,
         RendezvousStoreInfo,
@@ -252,7 +239,10 @@ def register_rendezvous(store: "TCPStore", stop: StopRequest) -> None:
 
         def next_rendezvous(self) -> RendezvousInfo:
             """Obey `stop`, if it has a signal; else return the rendezvous. Called before workers start."""
-            stop.obey(before_start=True)
+            found = read_generation_end(store)
+            if found and stop.first != JOB_ENDED:
+                earlier.add(found[0].name)
+            stop.obey()
             return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(store.host, store.port))
 
         def num_nodes_waiting(self) -> int:
@@ -263,10 +253,11 @@ def register_rendezvous(store: "TCPStore", stop: StopRequest) -> None:
     rendezvous_handler_registry.register(
         BACKEND, lambda params: Rendezvous(store.host, store.port, 0, 1, params.run_id, 0)
     )
+    return earlier
 
 
-def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":
-    """Return torchrun's LaunchConfig for one node, with the rendezvous BACKEND and with logs in `folder`."""
+def launch_config(workers: int, max_restarts: int) -> "LaunchConfig":
+    """Return torchrun's LaunchConfig for one node, with the rendezvous BACKEND, and without files of logs."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -277,7 +268,7 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
         run_id=str(uuid.uuid4()),
         rdzv_backend=BACKEND,
         max_restarts=max_restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     config.shutdown_timeout = SHUTDOWN_TIMEOUT_S  # torch 2.11 has no such field, and ignores it
     config.signals_to_handle = ""  # `StopRequest.note` stays the handler

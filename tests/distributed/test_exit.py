@@ -89,10 +89,11 @@ WRONG, FULL, VANISHED = (
 AWAY = UserError("run_dir is away")
 AWAY.may_pass = True
 TOLD_FIRST = SignalReceived(signal.SIGTERM, True)
+TOLD_EARLY = "told to stop by SIGTERM before the first step"
 BEFORE = "stopped by SIGTERM before the first step: the same command goes on\n"
 ALONE: Facts = {"agent_pid": None, "world_size": 1}
 SECOND: Facts = {"rank": 1, "local_rank": 1}
-PLAIN: Facts = {"status_file": Path("/tmp/mingpt-x/status")}
+PLAIN: Facts = {"has_own_agent": True}
 EARLY: Facts = {"has_met": False}
 LATE = "timed out waiting for a peer after 60 s"
 ABORTS = "ended the job (UserError: no such file)"
@@ -107,45 +108,48 @@ def case(
 @pytest.mark.parametrize(
     ("error", "launch", "known", "plan"),
     [
-        case(None, {}, {}, 0, "finished", status="0 ", releases_claims=True),
-        case(StopRequested("STOP"), SECOND, {}, 0, "stopped by STOP", releases_claims=True),
-        case(StopRequested("SIGTERM"), {}, {}, 143, "told to stop by SIGTERM", status="0 "),
-        case(StopRequested("SIGTERM"), ALONE, {}, 0, "stopped by SIGTERM", status="0 ", releases_claims=True),
-        case(TOLD_FIRST, {}, {}, 143, "told to stop by SIGTERM", status=f"0 {BEFORE}"),
-        case(TOLD_FIRST, ALONE, {}, 0, "told to stop by SIGTERM", text=BEFORE, status=f"0 {BEFORE}"),
-        case(TOLD_FIRST, SECOND, {}, 143, "told to stop by SIGTERM"),
+        case(None, {}, {}, 0, "finished", job_code=0, releases_claims=True),
+        case(StopRequested("STOP"), SECOND, {}, 0, "stopped by STOP", job_code=0, releases_claims=True),
+        case(StopRequested("SIGTERM"), {}, {}, 143, "told to stop by SIGTERM", job_code=0),
+        case(StopRequested("SIGTERM"), ALONE, {}, 0, "stopped by SIGTERM", job_code=0, releases_claims=True),
+        case(TOLD_FIRST, {}, {}, 143, TOLD_EARLY, job_code=0),
+        case(TOLD_FIRST, ALONE, {}, 0, TOLD_EARLY, text=BEFORE, job_code=0),
+        case(TOLD_FIRST, SECOND, {}, 143, TOLD_EARLY, job_code=0),
         case(SignalReceived(signal.SIGTERM, False), ALONE, {}, 143, "told to stop by SIGTERM"),
         case(
-            WRONG, {}, {}, 2, ABORTS, ends_agent=True, status="2 ", text="error: no such file\n",
+            WRONG, {}, {}, 2, ABORTS, ends_agent=True, job_code=2, text="error: no such file\n",
             failure="no such file", releases_claims=True,
         ),
         case(
-            WRONG, {"rank": 2}, {}, 2, ABORTS, ends_agent=True, status="2 ", failure="no such file",
+            WRONG, {"rank": 2}, {}, 2, ABORTS, ends_agent=True, job_code=2, failure="no such file",
             releases_claims=True,
         ),
-        case(WRONG, SECOND, {}, 2, ABORTS, failure="no such file", awaits_agent=True),
+        case(WRONG, SECOND, {}, 2, ABORTS, job_code=2, failure="no such file", awaits_agent=True),
         case(
             AWAY, {}, {"is_restart": True}, 1, "failed (run_dir is away)", pause_s=30.0,
             text="error: run_dir is away; a restart follows in 30 s\n",
         ),
         case(AWAY, SECOND, {"is_restart": True}, 1, "failed (run_dir is away)", pause_s=30.0),
-        case(AWAY, SECOND, {}, 2, "ended the job (UserError: run_dir is away)", failure="run_dir is away",
-             awaits_agent=True),
+        case(
+            AWAY, SECOND, {}, 2, "ended the job (UserError: run_dir is away)", failure="run_dir is away",
+            job_code=2, awaits_agent=True,
+        ),
         case(
             AWAY, SECOND | {"restart_count": 1}, {"is_restart": True}, 2,
-            "ended the job (UserError: run_dir is away)", failure="run_dir is away", awaits_agent=True,
-        ),
-        case(
-            NodeRefused("no GPU"), {"rank": 2}, {}, 2, "ended the job (NodeRefused: no GPU)", ends_agent=True,
-            status="2 ", text="error: no GPU\n", failure="no GPU", releases_claims=True,
-        ),
-        case(
-            NonRetryableError("not finite"), SECOND, {}, 1, "ended the job (NonRetryableError: not finite)",
+            "ended the job (UserError: run_dir is away)", failure="run_dir is away", job_code=2,
             awaits_agent=True,
         ),
         case(
+            NodeRefused("no GPU"), {"rank": 2}, {}, 2, "ended the job (NodeRefused: no GPU)", ends_agent=True,
+            job_code=2, text="error: no GPU\n", failure="no GPU", releases_claims=True,
+        ),
+        case(
+            NonRetryableError("not finite"), SECOND, {}, 1, "ended the job (NonRetryableError: not finite)",
+            job_code=1, awaits_agent=True,
+        ),
+        case(
             ImportError("torch"), SECOND, EARLY, 1, "failed (ImportError: torch)", ends_agent=True,
-            status="1 ", text="ImportError: torch\n",
+            text="ImportError: torch\n",
         ),
         case(ImportError("torch"), SECOND, {}, 1, "failed (ImportError: torch)", text="ImportError: torch\n"),
         case(OSError("stale"), {}, EARLY, 1, "failed (OSError: stale)", text="OSError: stale\n"),
@@ -172,7 +176,7 @@ def case(
         case(VANISHED, {}, {"timed_out": LATE}, 1, "lost a peer (worker 1 vanished)"),  # a long step
         case(PeerLost(LATE), {}, {}, 1, LATE, kills=range(2)),
         case(
-            FULL, PLAIN, {"is_orphan": True}, 1, removes=Path("/tmp/mingpt-x"),
+            FULL, PLAIN, {"is_orphan": True}, 1,
             text="error: the agent (process 9) was lost after step 7\n",
         ),
         case(None, SECOND, {"is_orphan": True}, 1),

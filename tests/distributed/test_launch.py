@@ -1,13 +1,11 @@
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import anynode
 from mingpt.base.errors import UserError
 from mingpt.distributed import Launch
-from mingpt.distributed.launch import JOB, ROUND, STATUS_FILE, STORE_PORT
+from mingpt.distributed.launch import AGENT_PID, JOB, ROUND, STORE_PORT
 
 RENDEZVOUS = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 TORCHRUN = RENDEZVOUS | {
@@ -24,7 +22,7 @@ TORCHRUN = RENDEZVOUS | {
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, STATUS_FILE, JOB, ROUND, STORE_PORT):
+    for name in (*TORCHRUN, AGENT_PID, JOB, ROUND, STORE_PORT):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -39,10 +37,8 @@ def test_without_a_launcher_there_is_one_worker_and_no_process_group() -> None:
     assert (launch.rank, launch.world_size, launch.is_distributed) == (0, 1, False)
 
 
-def test_the_variables_of_torchrun_say_who_a_worker_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    set_environment(monkeypatch, TORCHRUN | {STATUS_FILE: str(tmp_path / "status")})
+def test_the_variables_of_torchrun_say_who_a_worker_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, TORCHRUN | {AGENT_PID: "7"})
     launch = Launch.from_environment()
     assert launch == Launch(
         rank=5,
@@ -53,11 +49,11 @@ def test_the_variables_of_torchrun_say_who_a_worker_is(
         master_addr="node-0",
         master_port=29500,
         agent_hosts_store=True,
-        agent_pid=os.getppid(),
+        agent_pid=7,
         restart_count=2,
         max_restarts=3,
         omp_threads=1,
-        status_file=tmp_path / "status",
+        has_own_agent=True,
         has_known_launcher=True,
     )
     set_environment(monkeypatch, {JOB: "token", ROUND: "7", STORE_PORT: "29600"})

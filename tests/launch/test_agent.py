@@ -17,7 +17,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from mingpt.config import Config
 from mingpt.distributed import GenerationEnd, Launch, Worker
-from mingpt.distributed.exit import STORAGE_S, before_first_step
+from mingpt.distributed.exit import JOB_ENDED, STORAGE_S, before_first_step
 from mingpt.distributed.signals import StopSignal
 from mingpt.launch import agent
 from mingpt.launch.agent import StopRequest, job_exit, launch_config, register_rendezvous
@@ -43,7 +43,7 @@ def test_the_agent_obeys_a_signal_before_it_starts_workers_and_while_they_run(
 ) -> None:
     """The handler itself raises nothing, since torch might swallow it."""
     monkeypatch.setattr("mingpt.launch.agent.BACKEND", f"test-{comes_first}")
-    stop, mark = StopRequest(tmp_path / "status"), tmp_path / "mark"
+    stop, mark = StopRequest(), tmp_path / "mark"
     register_rendezvous(new_store(), stop)
 
     def send_signal() -> None:
@@ -52,13 +52,12 @@ def test_the_agent_obeys_a_signal_before_it_starts_workers_and_while_they_run(
 
     sender = threading.Thread(target=send_signal)
     sender.start()
-    start = elastic_launch(launch_config(1, 3, tmp_path), sys.executable)
+    start = elastic_launch(launch_config(1, 3), sys.executable)
     with pytest.raises(SignalException) as error:
         start("-c", WORKER, str(mark))
     sender.join()
     assert error.value.sigval == signal.SIGHUP
     assert comes_first or mark.read_text() == "SIGHUP"
-    assert stop.read_status() == (f"0 {before_first_step('SIGHUP')}" if comes_first else "")
     timer = Mock()
     monkeypatch.setattr(threading, "Timer", timer)
     with pytest.raises(SignalException):  # a second signal reaches workers that are stuck
@@ -66,35 +65,42 @@ def test_the_agent_obeys_a_signal_before_it_starts_workers_and_while_they_run(
     timer.assert_called_once_with(STORAGE_S, os._exit, [1])
 
 
-LOSS = {"why": "lost a peer (refused)", "step": 4}
-LOST, FAILED = GenerationEnd([LOSS, LOSS]), GenerationEnd([{"why": "failed (OSError)", "step": 4}, LOSS])
+def end(why: str, code: int | None = None) -> GenerationEnd:
+    reason = {"why": why, "step": 4, "code": code}
+    return GenerationEnd([reason, reason])
+
+
+LOST, FAILED = end("lost a peer (refused)"), end("failed (OSError)")
+TERM, EARLY = signal.SIGTERM, before_first_step("SIGTERM")
 TOLD_LATE = "error: the job was told to stop, but worker 0 could not end in order\n"
 NO_RESTART = "and no restart is left (trainer.max_restarts)\n"
 
 
 @pytest.mark.parametrize(
-    ("is_told", "status", "codes", "end", "expected"),
+    ("told", "codes", "end", "expected"),
     [
-        (False, "0 ", {}, None, (0, "")),
-        (False, "", {}, None, (1, "error: the workers ended without training: train.py\n")),
-        (False, "", {}, GenerationEnd([{"why": "finished", "step": 4}]), (0, "")),
-        (True, "", {}, GenerationEnd([{"why": "stopped by SIGUSR1", "step": 4}]), (0, "")),
-        (True, "", {}, GenerationEnd([{"why": "told to stop by SIGINT", "step": 4}]), (1, TOLD_LATE)),
-        (True, "0 stopped by STOP\n", {}, None, (0, "stopped by STOP\n")),
-        (True, "2 ", {0: 2, 1: -15}, None, (2, "")),
-        (True, "", {}, None, (1, TOLD_LATE)),
-        (True, "", {1: -9}, LOST, (1, f"error: worker 1 was killed by SIGKILL {NO_RESTART}")),
-        (False, "0 ", {0: 1, 1: -9}, LOST, (1, f"error: worker 1 was killed by SIGKILL {NO_RESTART}")),
-        (False, "", {0: 1, 1: 1}, LOST, (1, f"error: the workers lost a peer (refused) {NO_RESTART}")),
-        (False, "", {0: 1, 1: 1}, FAILED, (1, "")),
-        (False, "", {0: 1}, None, (1, "")),
+        (None, {}, None, (1, "error: the workers ended without training: train.py\n")),
+        (None, {}, end("finished", 0), (0, "")),
+        (TERM, {}, end("stopped by SIGUSR1", 0), (0, "")),
+        (TERM, {}, end("told to stop by SIGTERM", 0), (0, "")),
+        (TERM, {}, end("told to stop by SIGTERM before the first step", 0), (0, EARLY)),
+        (TERM, {}, None, (0, EARLY)),
+        (TERM, {}, end("told to stop by SIGTERM"), (1, TOLD_LATE)),  # a second signal: nothing was saved
+        (TERM, {}, GenerationEnd([None, None]), (1, TOLD_LATE)),
+        (TERM, {1: -9}, LOST, (1, f"error: worker 1 was killed by SIGKILL {NO_RESTART}")),
+        (JOB_ENDED, {0: 2, 1: -15}, end("ended the job (UserError: no)", 2), (2, "")),
+        (JOB_ENDED, {}, None, (1, "")),
+        (None, {0: 1, 1: -9}, LOST, (1, f"error: worker 1 was killed by SIGKILL {NO_RESTART}")),
+        (None, {0: 1, 1: 1}, LOST, (1, f"error: the workers lost a peer (refused) {NO_RESTART}")),
+        (None, {0: 1, 1: 1}, FAILED, (1, "")),
+        (None, {0: 1}, None, (1, "")),
     ],
-)  # fmt: skip
+)
 def test_the_exit_code_of_plain_python(
-    is_told: bool, status: str, codes: dict[int, int], end: GenerationEnd | None, expected: tuple[int, str]
+    told: signal.Signals | None, codes: dict[int, int], end: GenerationEnd | None, expected: tuple[int, str]
 ) -> None:
     """A worker that failed has printed why."""
-    assert job_exit(is_told, status, codes, end, "train.py") == expected
+    assert job_exit(told, codes, end, "train.py") == expected
 
 
 NO_TRAINING = """
@@ -144,7 +150,7 @@ def test_workers_are_started_by_the_path_of_a_file(program: str, monkeypatch: py
 
 def test_the_store_of_the_workers_is_at_an_address_not_at_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mingpt.launch.agent.BACKEND", "test-address")
-    register_rendezvous(new_store(), StopRequest(Path("status")))
+    register_rendezvous(new_store(), StopRequest())
     parameters = RendezvousParameters("test-address", "", "id", 1, 1)
     info = rendezvous_handler_registry.create_handler(parameters).next_rendezvous()
     assert info.bootstrap_store_info is not None and info.bootstrap_store_info.master_addr == "127.0.0.1"
