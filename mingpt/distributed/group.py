@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 HEARTBEAT_S = 0.5
+FIRST_BYTES = 1 << 14  # of a pickled object, that travel in one collective
 # The time limit of a background thread's collectives, long because a rank may write slowly between them. A
 # dead rank is noticed at once; a frozen rank, by the timeout of training's collectives.
 TIMEOUT = timedelta(hours=2)
@@ -67,24 +68,32 @@ class Group:
     def all_gather_object(self, value: T) -> list[T]:
         """Return, on all ranks, the values of all ranks in the order of the ranks. Collective.
 
-        Values are pickled.
+        Values are pickled. The first collective takes the first FIRST_BYTES bytes of each value; only larger
+        values need further collectives.
         """
         if self.world_size == 1:
             return [value]
-        from torch.distributed import all_gather_object
+        import torch
 
-        values: list[Any] = [None] * self.world_size
-        all_gather_object(values, value, group=self.process_group)
+        from mingpt.distributed.transport import all_gather_single
+
+        content = pickle.dumps(value)
+        head = len(content).to_bytes(8, "little") + content[:FIRST_BYTES]
+        own = torch.frombuffer(bytearray(head.ljust(8 + FIRST_BYTES, b"\0")), dtype=torch.uint8)
+        heads = own.new_empty(self.world_size, len(own))
+        all_gather_single(heads.flatten(), own, group=self.process_group)
+        values: list[Any] = []
+        for rank, first in enumerate(heads):
+            size = int.from_bytes(first[:8].numpy().tobytes(), "little")
+            found = first[8 : 8 + size].numpy().tobytes()
+            if size > FIRST_BYTES:
+                rest = own.new_empty(size - FIRST_BYTES)
+                if rank == self.rank:
+                    rest = torch.frombuffer(bytearray(content[FIRST_BYTES:]), dtype=torch.uint8)
+                torch.distributed.broadcast(rest, rank, group=self.process_group)
+                found += rest.numpy().tobytes()
+            values.append(pickle.loads(found))
         return values
-
-    def broadcast_object(self, value: T | None, source: int) -> T:
-        """Return, on all ranks, the value that rank `source` gives, which is pickled. Collective."""
-        box = [value]
-        if self.world_size > 1:
-            from torch.distributed import broadcast_object_list
-
-            broadcast_object_list(box, src=source, group=self.process_group)
-        return box[0]  # type: ignore[return-value]
 
     def send(self, rank: int, pieces: "Iterable[Tensor]") -> "list[Work | None]":
         """Start to send the tensors `pieces` to `rank`; return the argument for `wait`. Not collective.

@@ -21,7 +21,7 @@ from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES
 from mingpt.base.rows import RowMap, Shape
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot.layout import Layout, lay_out, memory_of
+from mingpt.snapshot.layout import Layout, TensorSpec, lay_out, memory_of
 from mingpt.snapshot.manifest import Manifest
 from mingpt.snapshot.reading import Check, Entries
 from mingpt.snapshot.store import Snapshot, Store
@@ -233,12 +233,16 @@ def find_latest(
 
 def share(reader: Reader, offer: Offer, context: DistributedContext) -> StoredState:
     """Return, on all ranks, the state that `offer` offers. No weights are read yet. Collective."""
-    content, snapshot = None, None
-    if offer.reader == context.rank:
-        snapshot = reader.opened[offer.store, offer.step]
-        files = [file.specs for file in snapshot.tensor_files]
-        content = snapshot.manifest, snapshot.read_tokenizer(), files
-    manifest, tokenizer, files = context.broadcast_object(content, offer.reader)
+    snapshot = reader.opened[offer.store, offer.step] if offer.reader == context.rank else None
+
+    def describe() -> tuple[Manifest, bytes | None, list[dict[str, TensorSpec]]] | None:
+        if snapshot is None:
+            return None
+        return snapshot.manifest, snapshot.read_tokenizer(), [file.specs for file in snapshot.tensor_files]
+
+    content = context.on_rank(offer.reader, describe)
+    assert content is not None, "the reader has opened what it offers"
+    manifest, tokenizer, files = content
     shapes = {name: spec.shape for specs in files for name, spec in specs.items()}
     layouts = [lay_out("", specs) for specs in files]
     return StoredState(manifest, tokenizer, layouts, shapes, offer.reader, snapshot)

@@ -52,7 +52,7 @@ class Saving:
         self.disk.store.find_best(steps)
         self.best_loss = -math.inf  # the lowest validation loss so far; -inf without keep_best: none is lower
         if config.snapshot.keep_best:
-            self.best_loss = context.broadcast_object(self.disk.store.best[0], self.main_rank)
+            self.best_loss = context.all_gather_object(self.disk.store.best[0])[self.main_rank]
         self.is_slow_disk_reported = self.is_busy = False
         self.last_save_step = start.durable_step  # step of the last save to disk that was begun
         self.durable_step = start.durable_step  # of the last snapshot that all ranks know to be on disk
@@ -264,7 +264,7 @@ class Saving:
         """
         self.wait()
         failure = self.describe_failure() if self.is_main else None
-        failure = self.context.broadcast_object(failure, self.main_rank)
+        failure = self.context.all_gather_object(failure)[self.main_rank]
         if failure is None:
             return
         if self.run_logger:
@@ -307,7 +307,7 @@ class Saving:
                 if newer > step:
                     store.quarantine(newer, DIFFERED, "suspect")
         left = max([0, *self.disk.store.steps()]) if self.is_main else 0
-        return int(self.context.broadcast_object(left, self.main_rank))
+        return self.context.all_gather_object(left)[self.main_rank]
 
     def remove_memory_snapshots(self) -> None:
         """Wait for the present save, and remove this run's snapshots from the memory of this node.

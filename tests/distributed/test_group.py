@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.forks import fork_ranks
 from support.ranks import run_ranks
 
 from mingpt.base.errors import StopRequested, UserError
@@ -55,3 +56,17 @@ def test_a_request_to_stop_reaches_all_ranks_during_the_work(
         context.on_all(wait)
 
     assert [type(result) for result in run_ranks(3, work)] == [error] * 3
+
+
+def test_objects_of_any_size_reach_all_ranks() -> None:
+    """A small object takes one collective, the rest of a larger one another."""
+    sizes = [0, group.FIRST_BYTES - 200, group.FIRST_BYTES, 3_000_000]
+
+    def work(context: DistributedContext) -> list[bytes]:
+        found = list[bytes]()
+        for shift in range(len(sizes)):
+            found += context.all_gather_object(bytes([context.rank]) * sizes[context.rank - shift])
+        return found
+
+    expected = [bytes([rank]) * sizes[rank - shift] for shift in range(4) for rank in range(4)]
+    assert fork_ranks(4, work) == [expected] * 4

@@ -73,9 +73,6 @@ class ThreadContext(DistributedContext):
         self.barrier.wait()
         return values
 
-    def broadcast_object(self, value: T | None, source: int) -> T:
-        return self.all_gather_object(value)[source]  # type: ignore[return-value]
-
     fail_beside_work = Group.fail_beside_work  # which does not exit
 
 
