@@ -18,11 +18,9 @@ from mingpt.base.system import keep_freed_memory
 from mingpt.distributed.device import (
     NUMERICS,
     Environment,
-    check_device_types,
     check_gloo,
     device_name,
     find_device,
-    idle_gpus,
     kernel_variables,
     resolve_dtype,
 )
@@ -51,14 +49,21 @@ class Place(NamedTuple):
     host: str
 
 
+class Own(NamedTuple):
+    """What a rank has of its own, before the ranks are connected for tensors."""
+
+    place: Place
+    device: "torch.device | None"  # None: the rank lacks the device that trainer.device names
+    dtype: str = "float32"  # what trainer.dtype means on this device
+    address: object = None  # of the rank's connector
+    fault: str = ""  # why there is no device
+
+
 class DistributedContext(Group):
     """A worker's rank, world size, device, dtype and transport. Constructing it waits for all other workers.
 
-    `device`, `dtype` and `threads` are the settings trainer.device, trainer.dtype and trainer.threads.
-    `timeout_s` limits each collective. Without a launcher such as torchrun this worker is the only one. All
-    ranks raise UserError if any rank lacks the device, or if the ranks have different kinds of devices. In a
-    job of several ranks, all raise StopRequested, or exit, if any rank has received a request to stop. For
-    further errors see `join_generation` and `connect_gpus`.
+    `timeout_s` limits each collective. Without a launcher such as torchrun this worker is the only one. For
+    errors see `join_generation`. Collectives on tensors, and the device, are there after `settle`.
 
     While the work of `on_rank`, `on_all` or `gather_on_all` runs, this process exits if a peer is lost. The
     process also exits if all ranks agree to stop before training begins. If the work raises UserError on any
@@ -69,35 +74,31 @@ class DistributedContext(Group):
     stop_signal: StopSignal
 
     def __init__(
-        self,
-        launch: Launch,
-        stop_signal: StopSignal,
-        process_exit: ProcessExit,
-        device: str,
-        dtype: str,
-        threads: int,
-        timeout_s: float,
+        self, launch: Launch, stop_signal: StopSignal, process_exit: ProcessExit, timeout_s: float
     ) -> None:
-        import torch
-
         super().__init__(launch.rank, launch.world_size, stop_signal)
         self.launch, self.exit = launch, process_exit
-        self.threads = launch.threads(threads)
-        torch.set_num_threads(self.threads)
+        self.timeout_s = timeout_s
         self.rendezvous = self.join_generation(timeout_s) if launch.is_distributed else None
-        found = self.gather_on_all(lambda: self.find_own(device, dtype))
-        devices, dtypes, places, addresses = zip(*found, strict=True)
-        check_device_types([device.type for device in devices])
-        self.device, self.places = devices[self.rank], list(places)
-        self.idle_gpus = idle_gpus(device, launch)
-        # If dtype=auto means different dtypes on the ranks, take one that all support: all GPUs have float16.
-        common = torch.float16 if self.device.type == "cuda" else torch.float32
-        self.dtype = dtypes[0] if len(set(dtypes)) == 1 else common
-        self.transport = self.connector.connect(self, addresses, timeout_s)
+
+    def settle(self, found: "Sequence[Own]", dtype: str, threads: int) -> None:
+        """Use this rank's device, and connect the ranks for tensors. Collective.
+
+        `found` is what `find_own` has returned on each rank, without a fault. `dtype` is that of matrix
+        products, and `threads` the number of CPU threads of each worker.
+        """
+        import torch
+
+        device = found[self.rank].device
+        assert device is not None, "a rank without its device is refused before"
+        self.device, self.places = device, [own.place for own in found]
+        self.dtype, self.threads = getattr(torch, dtype), threads
+        torch.set_num_threads(threads)
+        self.transport = self.connector.connect(self, [own.address for own in found], self.timeout_s)
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.device.type == "cuda" and self.world_size > 1:
-            self.connect_gpus(timeout_s)
+            self.connect_gpus(self.timeout_s)
 
     def join_generation(self, timeout_s: float) -> Rendezvous:
         """Wait until all workers have arrived; initialize torch's default process group. Collective.
@@ -127,18 +128,20 @@ class DistributedContext(Group):
         )
         return rendezvous
 
-    def find_own(self, wanted: str, dtype: str) -> "tuple[torch.device, torch.dtype, Place, object]":
-        """Return (device, dtype, place, address) of this rank; make its `connector`, which has the address.
+    def find_own(self, wanted: str, dtype: str) -> Own:
+        """Return this rank's place and device; make its `connector`, which has the address.
 
-        `wanted` and `dtype` are the settings trainer.device and trainer.dtype. Raises UserError if this rank
-        lacks the device.
+        `wanted` and `dtype` are the settings trainer.device and trainer.dtype.
         """
         from mingpt.distributed.transport import make_connector
 
-        device = find_device(wanted, self.launch)
         place = Place(self.launch.node_rank, self.launch.local_rank, platform.node())
+        try:
+            device = find_device(wanted, self.launch)
+        except UserError as error:
+            return Own(place, None, fault=str(error))
         self.connector = make_connector(device.type, self.world_size)
-        return device, resolve_dtype(dtype, device), place, self.connector.address
+        return Own(place, device, resolve_dtype(dtype, device), self.connector.address)
 
     def connect_gpus(self, timeout_s: float) -> None:
         """Connect the GPUs of all ranks; from now on, StopSignal's thread watches NCCL. Collective.
@@ -173,18 +176,6 @@ class DistributedContext(Group):
             kernels=kernel_variables(self.device),
             compiled=False,
         )
-
-    def use_threads(self, recorded: int) -> None:
-        """Set the number of CPU threads to `recorded`, the number with which this run began.
-
-        The results of a run depend on this number. If this call changes the number, it logs a line.
-        """
-        import torch
-
-        if recorded != self.threads:
-            log.info(f"using {recorded} CPU threads per worker, as this run began with, not {self.threads}")
-            self.threads = recorded
-            torch.set_num_threads(recorded)
 
     def was_started(self) -> bool:
         """Return whether a call of `mark_started` is recorded in the job's TCPStore.

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 DRIVER = Path("/proc/driver/nvidia/version")
+DEVICES_DIFFER = (
+    "the workers have different kinds of devices (by rank: {devices}): start the job where all have the same, "
+    "or set trainer.device=cpu"
+)
 # Beginnings of the names of environment variables that choose kernels, and so change bits.
 CPU_KERNELS = ("ATEN_CPU_", "MKL_", "ONEDNN_", "DNNL_", "TORCH_MKLDNN_", "OPENBLAS_", "BLIS_")
 GPU_KERNELS = ("CUBLAS", "CUDNN_", "TORCH_CUDNN_", "TORCH_BLAS_", "TORCH_ALLOW_TF32_", "NVIDIA_TF32_")
@@ -66,18 +71,6 @@ def idle_gpus(wanted: str, launch: Launch) -> str | None:
     )
 
 
-def check_device_types(types: list[str]) -> None:
-    """Raise UserError if the ranks' devices have different types.
-
-    `types` has the type of each rank's device, such as "cuda", in the order of the ranks.
-    """
-    if len(set(types)) > 1:
-        raise UserError(
-            f"the workers have different kinds of devices (by rank: {', '.join(types)}): start the job where "
-            "all have the same, or set trainer.device=cpu"
-        )
-
-
 def check_gloo() -> None:
     """Raise NodeRefused if gloo cannot use the network that environment variables ask for.
 
@@ -115,8 +108,8 @@ def has_fast_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() and not torch.cpu.get_capabilities()["avx512_fp16"]
 
 
-def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
-    """Return the dtype of matrix products for `wanted`, the setting trainer.dtype.
+def resolve_dtype(wanted: str, device: "torch.device") -> str:
+    """Return the name of the dtype of matrix products for `wanted`, the setting trainer.dtype.
 
     auto means bfloat16 on CPUs and CUDA GPUs that compute bfloat16 fast. Otherwise auto means float16 on CUDA
     GPUs, and float32 on all other devices.
@@ -127,9 +120,16 @@ def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
         wanted = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
     elif wanted == "auto":
         wanted = "bfloat16" if device.type == "cpu" and has_fast_bfloat16() else "float32"
-    dtype = getattr(torch, wanted)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+    return wanted
+
+
+def common_dtype(dtypes: Iterable[str], device_type: str) -> str:
+    """Return the dtype that all ranks use, whose devices have one type, if trainer.dtype means `dtypes` there.
+
+    If these differ, the result is one that all devices of this type have.
+    """
+    found = {*dtypes}
+    return found.pop() if len(found) == 1 else ("float16" if device_type == "cuda" else "float32")
 
 
 def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":

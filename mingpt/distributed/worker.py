@@ -12,6 +12,7 @@ from mingpt.base.command import open_streams
 from mingpt.base.errors import StopRequested, UserError
 from mingpt.base.system import check_working_directory, use_one_arena
 from mingpt.distributed.context import DistributedContext
+from mingpt.distributed.device import DEVICES_DIFFER, common_dtype
 from mingpt.distributed.exit import ProcessExit
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.signals import StopSignal
@@ -48,16 +49,33 @@ class Worker:
     def __enter__(self) -> "Worker":
         return self
 
-    def connect(
-        self, device: str = "auto", dtype: str = "auto", threads: int = 1, timeout_s: float = 60.0
-    ) -> DistributedContext:
-        """Wait for all workers; return the DistributedContext. Collective.
+    def meet(self, timeout_s: float = 60.0) -> DistributedContext:
+        """Wait for all workers; return a DistributedContext on which `settle` is still to be called.
 
-        Arguments and errors are those of DistributedContext.
+        `timeout_s` limits each collective, in seconds. For errors see DistributedContext. Collective.
         """
         gc.enable()
         gc.freeze()  # imported objects stay alive, so collections need not look at them again
-        return DistributedContext(self.launch, self.stop_signal, self.exit, device, dtype, threads, timeout_s)
+        return DistributedContext(self.launch, self.stop_signal, self.exit, timeout_s)
+
+    def connect(
+        self, device: str = "auto", dtype: str = "auto", threads: int = 1, timeout_s: float = 60.0
+    ) -> DistributedContext:
+        """Wait for all workers, and connect them; return the DistributedContext. Collective.
+
+        `device`, `dtype` and `threads` are the settings trainer.device, trainer.dtype and trainer.threads.
+        All ranks raise UserError if a rank lacks the device, or if the ranks have different kinds of devices.
+        For further errors see `meet` and `DistributedContext.settle`.
+        """
+        context = self.meet(timeout_s)
+        found = context.gather_on_all(lambda: context.find_own(device, dtype))
+        types = [own.device.type for own in found if own.device]
+        fault = next((own.fault for own in found if own.fault), "")
+        if fault or len(set(types)) > 1:
+            raise UserError(fault or DEVICES_DIFFER.format(devices=", ".join(types)))
+        dtype = common_dtype([own.dtype for own in found], types[0])
+        context.settle(found, dtype, self.launch.threads(threads))
+        return context
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -24,8 +24,7 @@ def main() -> None:
         from mingpt.training.start import find_start
         from mingpt.training.trainer import Trainer
 
-        chosen = config.trainer
-        context = worker.connect(chosen.device, chosen.dtype, chosen.threads, chosen.timeout_s)
+        context = worker.meet(config.trainer.timeout_s)
         worker.stopped_by = Trainer(build_run(config, context, find_start(config, context))).run()
 
 

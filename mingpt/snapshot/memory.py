@@ -73,6 +73,13 @@ class MemoryFolder:
                     root.rmdir()
 
 
+def run_folders(path: str, run_dir: Path) -> list[MemoryFolder]:
+    """Return the folders under `path` (such as /dev/shm) of all runs that were trained in `run_dir`."""
+    place = MemoryFolder(path, "", run_dir).root.name.rpartition("-")[2]
+    roots = sorted(root.name for root in Path(path).glob(f"mingpt-*-{place}"))
+    return [MemoryFolder(path, name.split("-")[1], run_dir) for name in roots if RUN_NAME.fullmatch(name)]
+
+
 def is_private(folder: Path) -> bool:
     """Return whether `folder` belongs to this user, and no other user can write there. False for a link.
 

@@ -27,6 +27,11 @@ from mingpt.snapshot.reading import Check, Entries
 from mingpt.snapshot.store import Snapshot, Store
 
 log = logging.getLogger(__name__)
+Content = tuple[bytes | None, list[dict[str, TensorSpec]]]  # the tokenizer's bytes, and each file's tensors
+
+
+def throw(error: Exception) -> None:
+    raise error
 
 
 class Offer(NamedTuple):
@@ -37,9 +42,14 @@ class Offer(NamedTuple):
     where: str  # the folder or URL
     reader: int
     store: int
-    after: int = 0  # the newest step on disk when the snapshot was saved
+    manifest: Manifest | None = None  # None: there is none, or it cannot be used
     fault: str = ""  # why the snapshot is not used; "" if no fault is known
     is_corrupt: bool = False  # false: the snapshot or Store cannot be read, and may be valid
+
+    @property
+    def after(self) -> int:
+        """The newest step on disk when the snapshot was saved."""
+        return self.manifest.after if self.manifest else 0
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.fault}" if self.step >= 0 else self.fault
@@ -75,12 +85,19 @@ class Reader:
             place = number, step
             if place not in self.opened.keys() | self.faulty.keys():
                 self.attempt(place, functools.partial(self.open, number, step))
-            after = self.opened[place].manifest.after if place in self.opened else 0
+            manifest = self.opened[place].manifest if place in self.opened else None
             fault = self.faulty.get(place)
             is_corrupt = isinstance(fault, CorruptSnapshot)
-            yield Offer(step, number == 0, store.url, self.rank, number, after, str(fault or ""), is_corrupt)
+            yield Offer(
+                step, number == 0, store.url, self.rank, number, manifest, str(fault or ""), is_corrupt
+            )
             if fault is None:
                 return
+
+    def reject(self, store: int, step: int, why: str, is_corrupt: bool) -> None:
+        """From now on, offer the snapshot of `step` in Store number `store` only with this fault."""
+        error = CorruptSnapshot(why) if is_corrupt else UnreadableSnapshot(why)
+        self.attempt((store, step), functools.partial(throw, error))
 
     def open(self, number: int, step: int) -> None:
         self.opened[number, step] = self.stores[number].open(step, self.check)
@@ -94,13 +111,23 @@ class Reader:
             if isinstance(error, UnreadableSnapshot):  # it is never deleted
                 self.stores[place[0]].unreadable.add(place[1])
 
-    def verify(self, offer: Offer) -> bool:
-        """Check all bytes of the snapshot; return whether they are valid. On other ranks, return True."""
-        if offer.reader != self.rank:
-            return True
+    def verify(self, offer: Offer) -> Content | None:
+        """Check all bytes of a snapshot of this rank; return what other ranks need, or None if it is bad."""
         place = offer.store, offer.step
         self.attempt(place, lambda: self.stores[offer.store].verify(self.opened[place]))
-        return place not in self.faulty
+        if place in self.faulty:
+            return None
+        snapshot = self.opened[place]
+        return snapshot.read_tokenizer(), [file.specs for file in snapshot.tensor_files]
+
+    def state_of(self, offer: Offer, content: Content) -> "StoredState":
+        """Return the state that `offer` offers; `content` is what `verify` has returned on its reader."""
+        assert offer.manifest
+        tokenizer, files = content
+        shapes = {name: spec.shape for specs in files for name, spec in specs.items()}
+        layouts = [lay_out("", specs) for specs in files]
+        snapshot = self.opened[offer.store, offer.step] if offer.reader == self.rank else None
+        return StoredState(offer.manifest, tokenizer, layouts, shapes, offer.reader, snapshot)
 
 
 def choose(offers: Iterable[Offer], newest_on_disk: int | None) -> Offer | None:
@@ -173,9 +200,14 @@ def copy_part(part: Tensor, first: int, begin: int, elements: Tensor) -> None:
 class Found:
     """The newest valid snapshot that any rank sees, and all offers."""
 
-    state: StoredState | None  # None: there is no valid snapshot
-    where: str  # the folder or URL of the snapshot; without a snapshot, that of the snapshots on disk
+    choice: Offer | None  # None: there is no valid snapshot
+    url: str  # the folder or URL of the snapshots on disk
     offers: Sequence[Offer]
+
+    @property
+    def where(self) -> str:
+        """The folder or URL of the snapshot; without a snapshot, that of the snapshots on disk."""
+        return self.choice.where if self.choice else self.url
 
     def on_disk(self, rank: int | None = None) -> list[Offer]:
         """Return what rank `rank` (None: any rank) offered from its disk or URL, newest first."""
@@ -188,7 +220,7 @@ class Found:
 
     def is_held_by(self, rank: int) -> bool:
         """Return whether rank `rank` sees a snapshot of the step that was found, without a known fault."""
-        step = self.state.manifest.step if self.state else -1
+        step = self.choice.step if self.choice else -1
         return any(one.step == step and one.reader == rank and not one.fault for one in self.offers)
 
     def unreadable(self) -> list[Offer]:
@@ -209,43 +241,21 @@ class Found:
 
 
 def find_latest(
-    disk: Store, memory: Sequence[Store], context: DistributedContext, check: Check, is_restart: bool
-) -> Found:
-    """Find, for all ranks, the newest valid snapshot on disk or in memory that passes `check`. Collective.
+    disk: Store, context: DistributedContext, check: Check
+) -> tuple[StoredState | None, Sequence[Offer]]:
+    """Find, for all ranks, the newest valid snapshot on disk that passes `check`; return also all offers.
 
-    The first worker of each node reads `disk` and `memory`. After a restart, all snapshots in memory count,
-    because snapshots on disk may be lost with a node. In a job's first generation, a snapshot in memory
-    counts only if the snapshot that was the newest on disk when it was saved (`Offer.after`), or a later one,
-    is still on a disk, valid or not. So a user who deletes the snapshots on disk of steps 100 and 120 goes
-    back to 80, and not to 115 in memory. For UserErrors see `Reader.offers`.
+    The first worker of each node reads `disk`. Collective. For UserErrors see `Reader.offers`.
     """
-    stores = [disk, *memory] if context.launch.local_rank == 0 else []
-    reader = Reader(stores, check, context.rank)
+    reader = Reader([disk] if context.launch.local_rank == 0 else [], check, context.rank)
     while True:
         offers = [offer for by_rank in context.gather_on_all(reader.offers) for offer in by_rank]
-        on_disk = [offer.step for offer in offers if offer.is_on_disk]
-        choice = choose(offers, None if is_restart else max([0, *on_disk]))
+        choice = choose(offers, None)
         if choice is None:
-            return Found(None, disk.url, offers)
-        if all(context.gather_on_all(functools.partial(reader.verify, choice))):
-            return Found(share(reader, choice, context), choice.where, offers)
-
-
-def share(reader: Reader, offer: Offer, context: DistributedContext) -> StoredState:
-    """Return, on all ranks, the state that `offer` offers. No weights are read yet. Collective."""
-    snapshot = reader.opened[offer.store, offer.step] if offer.reader == context.rank else None
-
-    def describe() -> tuple[Manifest, bytes | None, list[dict[str, TensorSpec]]] | None:
-        if snapshot is None:
-            return None
-        return snapshot.manifest, snapshot.read_tokenizer(), [file.specs for file in snapshot.tensor_files]
-
-    content = context.on_rank(offer.reader, describe)
-    assert content is not None, "the reader has opened what it offers"
-    manifest, tokenizer, files = content
-    shapes = {name: spec.shape for specs in files for name, spec in specs.items()}
-    layouts = [lay_out("", specs) for specs in files]
-    return StoredState(manifest, tokenizer, layouts, shapes, offer.reader, snapshot)
+            return None, offers
+        content = context.on_rank(choice.reader, functools.partial(reader.verify, choice))
+        if content:
+            return reader.state_of(choice, content), offers
 
 
 def load_latest(store: Store, tensors: Mapping[str, Tensor], context: DistributedContext) -> Manifest | None:
@@ -263,13 +273,13 @@ def load_latest(store: Store, tensors: Mapping[str, Tensor], context: Distribute
         if {name: (entry.dtype, entry.shape) for name, entry in entries.items()} != wanted:
             raise UserError(f"{store.url} holds a snapshot of other tensors: go on in another folder")
 
-    found = find_latest(store, [], context, check, is_restart=True)
-    faulty = [offer for offer in found.on_disk() if offer.fault]
-    if found.state is None:
+    state, offers = find_latest(store, context, check)
+    faulty = [offer for offer in offers if offer.fault]
+    if state is None:
         if faulty:
             raise UserError(f"no snapshot in {store.url} can be used ({faulty[0]}): begin in another folder")
         return None
     for offer in faulty if context.rank == 0 else ():
         log.warning(f"a snapshot in {store.url} is not used: {offer}")
-    found.state.copy_into(tensors, rows, context.rank, context)
-    return found.state.manifest
+    state.copy_into(tensors, rows, context.rank, context)
+    return state.manifest

@@ -110,7 +110,7 @@ def render(config: Config, vocab_size: int, workers: int, limit: float, on_cpu: 
     """
     element = 2  # of bfloat16 or float16
     if on_cpu or config.trainer.dtype != "auto":
-        element = resolve_dtype(config.trainer.dtype, torch.device("cpu")).itemsize
+        element = getattr(torch, resolve_dtype(config.trainer.dtype, torch.device("cpu"))).itemsize
     last = "none fits: take more workers, a smaller trainer.micro_batch_size or model"
     plans = dict[str, dict[str, float]]()
     for name, settings in reversed(STRATEGIES.items()):

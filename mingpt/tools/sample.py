@@ -92,7 +92,7 @@ def sample(arguments: argparse.Namespace) -> None:
     block_size = min(snapshot.config.data.block_size, len(prompt) + arguments.tokens)
     model = GPT(snapshot.config.model, vocab_size=vocab_size, block_size=block_size)
     load_weights(model, snapshot.tensors("model."), arguments.run)
-    model.to(device, resolve_dtype(arguments.dtype, device)).eval()
+    model.to(device, getattr(torch, resolve_dtype(arguments.dtype, device))).eval()
     write_samples(model, tokenizer, text, prompt, arguments)
 
 

@@ -17,7 +17,7 @@ from mingpt.report import RunLogger
 from mingpt.snapshot import Manifest, Saver, Status, Store, Tier
 from mingpt.snapshot.manifest import DataFields, LossScaleFields, SoftwareFields, finite_records
 from mingpt.training.contents import describe_tokenizer
-from mingpt.training.resume import DIFFERED
+from mingpt.training.plan import DIFFERED
 from mingpt.training.run import Run
 
 log = logging.getLogger(__name__)
@@ -65,9 +65,9 @@ class Saving:
     def make_disk_tier(self) -> Tier:
         """Return the tier of the folder or URL of snapshots, as this rank sees it."""
         settings, start, rank = self.config.snapshot, self.start, self.context.rank
-        writers = start.folder.snapshot_writers
+        writers = start.plan.snapshot_writers
         # A sharded state is saved by all ranks together.
-        begun = start.found.step_on_disk(writers[0] if self.is_sharded else rank)
+        begun = start.plan.found.step_on_disk(writers[0] if self.is_sharded else rank)
         is_copy = not self.is_sharded and rank != writers[0]  # on a node's own disk
         every = settings.local_every if is_copy and settings.local_every is not None else settings.every
         return Tier(
@@ -93,7 +93,7 @@ class Saving:
             Store(str(start.memory.root / uuid.uuid4().hex)),
             self.config.snapshot.memory_every,
             keep=1,
-            writers=start.folder.snapshot_writers[:2] if self.is_sharded else writers,
+            writers=start.plan.snapshot_writers[:2] if self.is_sharded else writers,
             may_skip=True,
             is_durable=False,
             replaces=start.memory.stores(),
@@ -142,7 +142,7 @@ class Saving:
         if any(map(self.saver.takes_part, self.saver.tiers)):
             self.saver.allocate(tensors)
         tier = self.saver.tiers[0]
-        lacking = [writer for writer in tier.writers if not self.start.found.is_held_by(writer)]
+        lacking = [writer for writer in tier.writers if not self.start.plan.found.is_held_by(writer)]
         if self.start.snapshot and lacking and (self.is_sharded or rank in lacking):
             self.saver.save(self.manifest(), tensors, [tier])
             self.saver.wait()
@@ -300,7 +300,7 @@ class Saving:
         rank's disk; 0 if none is left.
         """
         self.wait()
-        stores = [self.disk.store] if self.start.folder.keeps_snapshots else []
+        stores = [self.disk.store] if self.start.keeps_snapshots else []
         stores += self.start.memory.stores() if self.context.launch.local_rank == 0 else []
         for store in stores:
             for newer in store.steps():

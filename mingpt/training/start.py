@@ -1,52 +1,30 @@
 """The start of a generation (the workers between two restarts), in the same order on all ranks.
 
-`find_start` opens and claims the run folder (a claim is one job's right to write there), and opens the data.
-Then `find_start` finds the newest valid snapshot that any rank sees, and checks the snapshot against the
-configuration. Without a snapshot, `find_start` opens the one of snapshot.init_from, if set. Then the data are
-tokenized. The result is a StartPoint, from which run.py builds the state.
+Each rank gathers facts (facts.py), all ranks exchange them, and `plan_start` (plan.py) decides. Then the
+snapshot's bytes are checked, and what the plan says is done: corrupt snapshots are renamed, records are
+copied to nodes that lack them, the data are tokenized. The result is a StartPoint, from which run.py builds
+the state.
 """
 
+import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from typing import NamedTuple, NoReturn
 
-import torch
-
-from mingpt.base.errors import UserError
-from mingpt.config import Config, TrainerConfig, check_workers
-from mingpt.data import Data
+from mingpt.base.errors import NodeRefused, PeersMissing, UserError
+from mingpt.base.files import DriverError, reason_of
+from mingpt.config import Config, TrainerConfig
+from mingpt.data.json_tokenizer import read_named_tokenizer
 from mingpt.distributed import DistributedContext
-from mingpt.report import RunStart, open_log
-from mingpt.snapshot import (
-    Found,
-    Manifest,
-    MemoryFolder,
-    Snapshot,
-    Store,
-    StoredState,
-    find_latest,
-    open_snapshot,
-)
-from mingpt.training.claim import Claim
+from mingpt.distributed.device import idle_gpus
+from mingpt.report import RunStart
+from mingpt.snapshot import Manifest, MemoryFolder, Snapshot, Store, StoredState, open_snapshot
+from mingpt.snapshot.search import Content
 from mingpt.training.contents import check_model
-from mingpt.training.resume import (
-    check_nothing_is_lost,
-    check_snapshot,
-    make_check,
-    prepare_store,
-    report_skipped,
-)
-from mingpt.training.run_data import load_corpus, load_data
-from mingpt.training.run_folder import (
-    KnownRun,
-    RunFolder,
-    check_same_settings,
-    claim_run_folder,
-    open_run_folder,
-    read_known_run,
-    share_history,
-)
+from mingpt.training.facts import Site, measure_history
+from mingpt.training.plan import DIFFERED, Again, Fault, Refusal, Start, StartFacts, plan_start, refuse
+from mingpt.training.run_data import Origin, load_corpus, tokenizer_path
 
 NOT_BEGUN = Manifest.model_construct(step=0, windows=0)
 log = logging.getLogger(__name__)
@@ -57,20 +35,16 @@ class StartPoint(RunStart):
     """Everything that this generation starts from. `find_start` makes a StartPoint on each rank.
 
     Most fields are the same on all ranks. Fields about this process, or about files on this node, may differ,
-    such as `is_main` and `folder`.
+    such as `is_main` and `is_kept`.
     """
 
-    folder: RunFolder
+    plan: Start
+    is_kept: bool  # whether this rank writes the run's records: the lowest rank that sees the folder does
+    keeps_snapshots: bool  # whether this rank writes snapshots: the lowest rank that sees their folder does
     store: Store
     memory: MemoryFolder
-    known: KnownRun
-    found: Found
+    snapshot: StoredState | None  # the state that the run goes on from; None in a fresh run
     initial: Snapshot | None  # the one of snapshot.init_from, on rank 0 of a fresh run
-
-    @property
-    def snapshot(self) -> StoredState | None:
-        """The snapshot that the run goes on from; None in a fresh run."""
-        return self.found.state
 
     @property
     def manifest(self) -> Manifest:
@@ -80,7 +54,7 @@ class StartPoint(RunStart):
     @property
     def generation(self) -> int:
         """The number of this generation, from 1: larger than those in run.json and in the snapshot."""
-        return max(self.known.generation, self.manifest.generation + 1)
+        return self.plan.generation
 
     @property
     def was_compiled(self) -> bool | None:
@@ -108,7 +82,16 @@ class StartPoint(RunStart):
         died before it recorded the end.
         """
         is_complete = self.snapshot is not None and self.step >= self.config.trainer.max_steps
-        return is_complete and self.known.is_reported and not self.is_restart and not self.evaluation_missing
+        return is_complete and self.plan.is_reported and not self.is_restart and not self.evaluation_missing
+
+
+class Reading(NamedTuple):
+    """What one rank has read for all, as the plan says."""
+
+    content: Content | None = None  # of the snapshot, if this rank reads it, and its bytes are valid
+    origin: Origin | None = None  # of snapshot.init_from, on rank 0 of a fresh run
+    tokenizer: tuple[str, bytes | UserError | None] = ("", None)  # that data.tokenizer names, on rank 0
+    extent: tuple[int, int, int] | None = None  # of this node's records; None: this rank keeps none
 
 
 def find_start(config: Config, context: DistributedContext) -> StartPoint:
@@ -118,59 +101,14 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     snapshots do not allow the start. If the job goes on without some nodes, raises NodeRefused on their
     ranks, and PeersMissing on all other ranks. A request to stop raises StopRequested, or ends the process.
     """
-    check_same_settings(config, context)
-    folder = open_run_folder(config, context)
-    claim = claim_run_folder(context, folder)
-    open_log(context.rank, folder.path if folder.is_kept else None, claim.may_write)
-    if context.idle_gpus:
-        log.info(context.idle_gpus)
-    data = load_data(config, context)
-    store = context.on_all(lambda: open_store(config, context, claim))
-    known = read_known_run(context, folder, claim.holder.job)
-    if not known.is_restart:
-        check_workers(config, context.world_size)
-    found = find_snapshot(config, context, folder, store, data, known)
-    changes = check_snapshot(found.state, config, found.where, data, known.is_restart, known.run_id)
-    manifest = found.state.manifest if found.state else NOT_BEGUN
-    # If the run folder is new, the run is the one whose snapshot was found.
-    run_id = known.run_id or manifest.run or known.token
-    memory = MemoryFolder(config.snapshot.memory_path, run_id, folder.path)
-    if not config.trainer.eval_only:
-        prepare_store(store, memory, context, found, folder)
-        if not folder.is_shared:
-            share_history(context, folder, manifest.step)
-    initial, weights = None, config.snapshot.init_from
-    if weights and not found.state:
-        open_it = partial(open_snapshot, weights, check_model, weights_only=True)
-        initial = context.on_all(lambda: open_it() if context.rank == 0 else None)
-    corpus = load_corpus(config, context, data, found.state, known.is_restart, initial)
-    if found.state:
-        go_on_as_before(config, context, manifest, known.is_restart, store.url)
-    log_every = manifest.settings.trainer.log_every if found.state else 1
-    return StartPoint(
-        config=config,
-        corpus=corpus,
-        run_id=run_id,
-        step=manifest.step,
-        is_restart=known.is_restart,
-        durable_step=max(0, found.step_on_disk()),
-        changes=changes,
-        workers=context.world_size,
-        hosts=[host for _, host in sorted({(place.node_rank, place.host) for place in context.places})],
-        previous=context.previous_generation,
-        process_began=context.exit.began_at,
-        job=claim.holder.job,
-        is_main=context.rank == 0,
-        logged_step=manifest.step // log_every * log_every,
-        check_claim=claim.check,
-        may_write=claim.may_write,
-        folder=folder,
-        store=store,
-        memory=memory,
-        known=known,
-        found=found,
-        initial=initial,
-    )
+    begin = Begin(Site(config, context))
+    arrivals = context.gather_on_all(begin.site.arrive)
+    facts = context.gather_on_all(lambda: begin.site.look(arrivals))
+    plan, readings = begin.choose(facts)
+    for line in plan.warnings if context.rank == 0 else ():
+        log.warning(line)
+    context.settle([arrival.own for arrival in arrivals], plan.dtype, plan.threads)
+    return begin.carry_out(plan, readings)
 
 
 def is_due(trainer: TrainerConfig, step: int) -> bool:
@@ -180,70 +118,149 @@ def is_due(trainer: TrainerConfig, step: int) -> bool:
     return step == trainer.max_steps or step % trainer.eval_every == 0
 
 
-def find_snapshot(
-    config: Config, context: DistributedContext, folder: RunFolder, store: Store, data: Data, known: KnownRun
-) -> Found:
-    """Find the newest snapshot that the run may go on from, on disk or in memory. Collective.
-
-    Raises the UserErrors of `find_latest` and, if no valid snapshot past step 0 is found, those of
-    `check_nothing_is_lost`.
-    """
-    in_memory: list[Store] = []
-    if known.run_id:
-        in_memory = MemoryFolder(config.snapshot.memory_path, known.run_id, folder.path).stores()
-    distrusted = [(entry["after"], entry["before_generation"]) for entry in known.distrusted]
-    check = make_check(config, data, known.job_start, distrusted)
-    found = find_latest(store, in_memory, context, check, known.is_restart)
-    if found.state is None or found.state.manifest.step == 0:
-        has_records = known.run_id is not None
-        check_nothing_is_lost(found, config, known.is_restart, known.durable_step, has_records)
-    if context.rank == 0:
-        report_skipped(found, store.url, config)
-        for entry in known.distrusted:
-            if entry["before_generation"] == known.generation:  # this generation is the next one
-                workers, after = " or ".join(entry["workers"]), entry["after"]
-                log.warning(f"{workers} computed wrongly: nothing that was saved after step {after} is used")
-    return found
+def end(refusal: Refusal, context: DistributedContext) -> NoReturn:
+    """Raise what a refusal means for this rank: UserError, or NodeRefused and PeersMissing."""
+    if refusal.nodes is None:
+        error = UserError(refusal.sentence)
+        error.may_pass = refusal.may_pass
+        raise error
+    if context.launch.node_rank in refusal.nodes:
+        raise NodeRefused(f"{refusal.sentence}; the job goes on without {refusal.hosts}")
+    sentence = f"the job goes on without {refusal.hosts}: {refusal.sentence}"
+    log.info(sentence)
+    raise PeersMissing(sentence)
 
 
-def open_store(config: Config, context: DistributedContext, claim: Claim) -> Store:
-    """Return the Store for this run's snapshots.
+class Begin:
+    """Carries out the plan of a start, on one rank."""
 
-    The store calls `claim.check` before a file gets its final name or is uploaded. Raises UserError, only on
-    this rank, if snapshot.path is a URL whose driver is not installed. Also raises UserError if snapshot.path
-    begins with memory:// and a launcher has started this process.
-    """
-    url = config.snapshot.path or str(Path(config.run_dir) / "snapshots")
-    store = Store(url, check_claim=claim.check)
-    if store.is_process_private and context.launch.is_distributed:
-        raise UserError(
-            f"snapshot.path {store.url} lives in the memory of one process and cannot bring back workers "
-            "that died: use a folder or an object store"
+    def __init__(self, site: Site) -> None:
+        self.site, self.config, self.context = site, site.config, site.context
+        self.facts: list[StartFacts] = []
+        self.state: StoredState | None = None
+        self.initial: Snapshot | None = None
+
+    def choose(self, facts: list[StartFacts]) -> tuple[Start, list[Reading]]:
+        """Return the plan, once the bytes of its snapshot are known to be valid, and the ranks' readings."""
+        context, site = self.context, self.site
+        while True:
+            self.facts, plan = facts, plan_start(facts)
+            if isinstance(plan, Refusal):
+                end(plan, context)
+            faults = plan.faults if isinstance(plan, Again) else {}
+            if isinstance(plan, Start):
+                readings = context.gather_on_all(functools.partial(self.read, plan))
+                choice = plan.found.choice
+                content = readings[choice.reader].content if choice else None
+                if choice is None:
+                    return plan, readings
+                if content:
+                    self.state = site.reader.state_of(choice, content)
+                    return plan, readings
+            own = facts[context.rank]
+            facts = context.gather_on_all(functools.partial(site.offer, own, faults))
+
+    def read(self, plan: Start) -> Reading:
+        """Read what this rank has to read for all: the bytes of the snapshot, tokenizers, its records."""
+        rank, choice, weights = self.context.rank, plan.found.choice, self.config.snapshot.init_from
+        content = self.site.reader.verify(choice) if choice and choice.reader == rank else None
+        extent = None
+        if not plan.is_shared and self.site.is_kept:
+            extent = measure_history(self.site.path, choice.step if choice else 0)
+        if rank > 0:
+            return Reading(content, extent=extent)
+        origin = None
+        if weights and not choice:
+            self.initial = open_snapshot(weights, check_model, weights_only=True)
+            origin = self.initial.manifest, self.initial.read_tokenizer()
+        beside = [one.tokenizer for one in self.facts]
+        path = tokenizer_path(self.config, choice is not None, plan.is_restart, beside)
+        tokenizer: tuple[str, bytes | UserError | None] = ("", None)
+        if path:
+            try:
+                tokenizer = path, read_named_tokenizer(path)
+            except UserError as error:
+                tokenizer = path, error
+        return Reading(content, origin, tokenizer, extent)
+
+    def carry_out(self, plan: Start, readings: Sequence[Reading]) -> StartPoint:
+        """Do what the plan says; return what this generation starts from. Collective."""
+        config, context, site, state = self.config, self.context, self.site, self.state
+        memory = MemoryFolder(config.snapshot.memory_path, plan.run_id, site.path)
+        known = [(*one.extent, -rank) for rank, one in enumerate(readings) if one.extent]
+        source = -max(known)[-1] if known else None
+        loaded = []
+
+        def prepare() -> tuple[list[Fault], dict[str, bytes]]:
+            faults = self.prepare_store(plan, memory) if site.writes else []
+            faults = faults or site.open_data()
+            if faults or site.data is None:
+                return faults, {}
+            is_told = context.rank == 0 and not plan.is_restart
+            origin, named = readings[0].origin, readings[0].tokenizer
+            loaded.append(load_corpus(config, site.data, state, plan.is_restart, origin, named, is_told))
+            return [], site.read_history() if source == context.rank else {}
+
+        done = context.gather_on_all(prepare)
+        for rank, (faults, _) in enumerate(done):
+            if faults:
+                kind, values, may_pass = faults[0]
+                nodes = [self.facts[rank].node]
+                end(refuse(self.facts, plan.is_restart, nodes, kind, may_pass, **values), context)
+        if source is not None and site.is_kept and context.rank != source:
+            site.write_history(done[source][1])
+        idle = idle_gpus(config.trainer.device, context.launch)
+        if idle:
+            log.info(idle)
+        manifest = state.manifest if state else NOT_BEGUN
+        log_every = manifest.settings.trainer.log_every if state else 1
+        return StartPoint(
+            config=config,
+            corpus=loaded[0],
+            run_id=plan.run_id,
+            step=manifest.step,
+            is_restart=plan.is_restart,
+            durable_step=max(0, plan.found.step_on_disk()),
+            changes=plan.changes,
+            workers=context.world_size,
+            hosts=[host for _, host in sorted({(one.node, one.host) for one in self.facts})],
+            previous=context.previous_generation,
+            process_began=context.exit.began_at,
+            job=site.claim.holder.job,
+            is_main=context.rank == 0,
+            logged_step=manifest.step // log_every * log_every,
+            check_claim=site.claim.check,
+            may_write=site.claim.may_write,
+            plan=plan,
+            is_kept=site.is_kept,
+            keeps_snapshots=site.keeps_snapshots,
+            store=site.store,
+            memory=memory,
+            snapshot=state,
+            initial=self.initial,
         )
-    return store
 
+    def prepare_store(self, plan: Start, memory: MemoryFolder) -> list[Fault]:
+        """Rename corrupt snapshots on disk, and remove useless snapshots from memory.
 
-def go_on_as_before(
-    config: Config, context: DistributedContext, manifest: Manifest, is_restart: bool, url: str
-) -> None:
-    """Use the number of CPU threads, and perhaps the dtype, in the snapshot's manifest: bits depend on both.
-
-    The snapshot's dtype is used only if it is float16 and trainer.dtype is auto. Raises UserError if the run
-    would go on with a different kind of device or a different dtype. Such changes are allowed in a job's
-    first generation (not `is_restart`) with snapshot.resume=changed. Such changes are also allowed with
-    trainer.eval_only, or if the run has reached max_steps. The message calls the snapshots' place `url`.
-    """
-    then = manifest.software
-    context.use_threads(then.threads)
-    if config.trainer.dtype == "auto" and then.dtype == "float16":
-        context.dtype = torch.float16  # which all GPUs have
-    now = context.environment()
-    is_allowed = config.snapshot.resume == "changed" and not is_restart
-    is_over = manifest.step >= config.trainer.max_steps or config.trainer.eval_only
-    if {then.device_type, then.dtype} == {now.device_type, now.dtype} or is_allowed or is_over:
-        return
-    raise UserError(
-        f"the snapshots in {url} were computed on {then.device_type} in {then.dtype} and the workers now "
-        f"have {now.device_type} and {now.dtype}: start the job on such hardware again, or go on with this "
-        "one by snapshot.resume=changed"
-    )
+        A rank that writes snapshots to a folder prepares the folder for saving. The first worker of each node
+        removes from memory all snapshots but those of the step that was found, and calls
+        `MemoryFolder.remove_leftovers`.
+        """
+        store, choice = self.site.store, plan.found.choice
+        if self.site.keeps_snapshots:
+            for step, reason in plan.found.corrupt(self.context.rank).items():
+                try:
+                    store.quarantine(step, reason, "suspect" if reason == DIFFERED else "damaged")
+                except DriverError as error:
+                    said = f"the corrupt snapshot of step {step} in {store.url} ({reason}) cannot be renamed"
+                    return [Fault("snapshots", {"reason": f"{said}: {reason_of(error)}"})]
+        if self.site.is_first:
+            memory.remove_leftovers()
+            memory.clear(choice.step if choice else None)
+        try:
+            if self.site.keeps_snapshots:
+                store.prepare()
+        except UserError as error:
+            return [Fault("snapshots", {"reason": error}, error.may_pass)]
+        return []

@@ -68,7 +68,7 @@ class Trainer:
         """
         if self.nothing_left or run.config.trainer.eval_only:
             return None
-        logger = RunLogger(run.start, run.environment) if run.start.folder.is_kept else None
+        logger = RunLogger(run.start, run.environment) if run.start.is_kept else None
         note = (lambda why: logger.failed(run.state.step, why)) if logger else None
         run.context.exit.start_run(run.start.run_dir, lambda: run.state.step, note)
         pause_after = run.config.trainer.pause_after

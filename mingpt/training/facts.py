@@ -1,0 +1,321 @@
+"""What a rank finds out when a generation starts, and the folders, claim and data that it opens for that.
+
+A `Site` belongs to one rank. Its methods gather facts, and touch nothing of a run's but the files that only a
+start makes: the run folder with an empty log.txt, probes, and the claim (a job's right to write there).
+`plan.py` decides from the facts, and `start.py` carries the plan out.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from mingpt.base.errors import CorruptSnapshot, UserError, meaning_of
+from mingpt.base.files import write_atomic
+from mingpt.base.paths import describe_obstacle
+from mingpt.base.processes import Process, this_process
+from mingpt.base.system import OutOfTime, run_within
+from mingpt.config import Config
+from mingpt.data import Data, TextData
+from mingpt.data.corpus import open_data, tokenizer_file
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.context import Own
+from mingpt.distributed.device import find_program
+from mingpt.model.weights import check_shapes
+from mingpt.report import load_history, open_log, read_job_start, read_records
+from mingpt.snapshot import Entries, Manifest, Store
+from mingpt.snapshot.memory import run_folders
+from mingpt.snapshot.search import Offer, Reader
+from mingpt.training.claim import Claim, Holder
+from mingpt.training.contents import check_model, tensor_shapes
+from mingpt.training.plan import Fault, Place, Records, StartFacts, changed_settings
+
+DISK_S = 60.0  # seconds within which a disk must answer, else the start is refused
+OWN_HISTORY = re.compile(rb'\s*{\s*"id": ?"[0-9a-f]{32}"')  # how a run's run.json begins, also if damaged
+HISTORY_FILES = ("metrics.jsonl", "run.json")  # run.json last: it shows that there is a run
+REPLACED_FILES = ("run.json", "config.yaml", "metrics.jsonl", "loss.png")
+log = logging.getLogger(__name__)
+MAX_WINDOWS = 2**62  # a run that goes on counts up, and a manifest takes numbers below 2**63
+
+
+class Arrival(NamedTuple):
+    """What other ranks need of a rank before they can gather their own facts."""
+
+    own: Own  # the rank's device and place
+    agent: Process
+    probes: tuple[str, str]  # files in the run folder, and in that of snapshots; "" if this rank made none
+    faults: list[Fault]
+
+
+class Site:
+    """What one rank opens at the start of a generation."""
+
+    def __init__(self, config: Config, context: DistributedContext) -> None:
+        self.config, self.context, self.launch = config, context, context.launch
+        self.path, self.is_first = Path(config.run_dir), context.launch.local_rank == 0
+        self.store_url = config.snapshot.path or str(self.path / "snapshots")
+        self.writes = not config.trainer.eval_only
+        self.data: Data | None = None
+
+    def arrive(self) -> Arrival:
+        """Find this rank's device, make the run folder, and mark the folders for the other nodes."""
+        faults = list[Fault]()
+        own = self.context.find_own(self.config.trainer.device, self.config.trainer.dtype)
+        if own.fault:
+            faults.append(Fault("device", {"reason": own.fault}))
+        if self.writes:
+            faults += self.try_disks() or self.check_is_ours() or self.make_run_dir()
+        probes = ("", "")
+        if self.writes and not faults and self.launch.has_several_nodes and self.is_first:
+            places = (self.path, Path(self.store_url))
+            probes = tuple(write_probe(place) for place in places)  # type: ignore[assignment]
+        return Arrival(own, this_process(self.launch.agent_pid), probes, faults)
+
+    def try_disks(self) -> list[Fault]:
+        """Return a fault if the disk of a path in the settings does not answer within DISK_S seconds."""
+        for place in (self.config.run_dir, self.config.snapshot.path, self.config.data.path):
+            if place is not None and "://" not in place:
+                try:
+                    run_within(DISK_S, partial(os.path.exists, place))
+                except OutOfTime:
+                    return [Fault("disk", {"place": place, "limit_s": DISK_S}, may_pass=True)]
+        return []
+
+    def check_is_ours(self) -> list[Fault]:
+        """Return a fault if the run folder has files that a run would replace, but no run.json of a run."""
+        found = [name for name in REPLACED_FILES if os.path.lexists(self.path / name)]
+        if not found:
+            return []
+        with contextlib.suppress(OSError), (self.path / "run.json").open("rb") as file:
+            if OWN_HISTORY.match(file.read(100)):
+                return []
+        return [Fault("not ours", {"run_dir": self.path, "names": ", ".join(found)})]
+
+    def make_run_dir(self) -> list[Fault]:
+        """Make the run folder with a log.txt. Return a fault if it cannot be made or written to.
+
+        If the folder exists, and its disk is full, there is no fault, and log.txt may be missing.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "log.txt").open("a").close()
+        except OSError as error:
+            if meaning_of(error) == "full" and self.path.is_dir():
+                return []  # each file that cannot be written will be reported, and tried again
+            return [self.not_writable(error)]
+        return []
+
+    def not_writable(self, error: OSError) -> Fault:
+        reason = describe_obstacle(self.path, error)
+        may_pass = meaning_of(error) in ("full", "may pass")
+        return Fault("not writable", {"run_dir": self.path, "reason": reason}, may_pass)
+
+    def look(self, arrivals: Sequence[Arrival]) -> StartFacts:
+        """Claim the run folder, if this rank is to write there, and return this rank's facts.
+
+        If any rank has a fault, look no further: the start is refused.
+        """
+        own, rank = arrivals[self.context.rank], self.context.rank
+        agents = tuple(dict.fromkeys(arrival.agent for arrival in arrivals))
+        job, generation = self.launch.job or uuid.uuid4().hex, uuid.uuid4().hex
+        self.claim = Claim(self.path, Holder(agents, job, generation, since=time.time()))
+        self.context.exit.on_job_end(self.claim.release)
+        facts = StartFacts(
+            config=self.config,
+            node=self.launch.node_rank,
+            host=own.own.place.host,
+            device=own.own.device.type if own.own.device else "",
+            dtype=own.own.dtype,
+            threads=self.launch.threads(self.config.trainer.threads),
+            program=find_program() if self.launch.has_several_nodes else "",
+            faults=own.faults,
+            was_restarted=self.context.was_started(),
+            url=self.store_url,
+            token=uuid.uuid4().hex,
+        )
+        if any(arrival.faults for arrival in arrivals):
+            return facts
+        run_probes, snapshot_probes = zip(*(arrival.probes for arrival in arrivals), strict=True)
+        keeper = snapshot_keeper = lowest_rank_there(self.path, run_probes)
+        if self.config.snapshot.path is not None:
+            is_folder = "://" not in self.store_url
+            snapshot_keeper = lowest_rank_there(Path(self.store_url), snapshot_probes) if is_folder else 0
+        self.is_kept = self.writes and keeper == rank
+        self.keeps_snapshots = self.writes and snapshot_keeper == rank
+        faults = [*self.acquire(), *self.open_store(), *self.open_data(is_needed=self.is_first)]
+        open_log(rank, self.path if self.is_kept else None, self.claim.may_write)
+        facts = replace(
+            facts,
+            keeper=keeper,
+            snapshot_keeper=snapshot_keeper,
+            records=records_of(self.path, self.claim.holder.job),
+            data=self.data.fingerprint if self.data else "",
+            tokenizer=str(tokenizer_file(self.data) or "") if self.data else "",
+        )
+        return replace(facts, faults=faults) if faults else self.look_for_snapshots(facts)
+
+    def acquire(self) -> list[Fault]:
+        """Claim the run folder on a rank that writes its records. Waits as `Claim.acquire` does."""
+        try:
+            if self.is_kept:
+                self.claim.acquire()
+        except OSError as error:
+            return [self.not_writable(error)]
+        except UserError as error:
+            return [Fault("claimed", {"reason": error})]
+        return []
+
+    def open_store(self) -> list[Fault]:
+        """Open the folder or URL of snapshots; `claim.check` is called before a file gets its final name."""
+        try:
+            self.store = Store(self.store_url, check_claim=self.claim.check)
+        except UserError as error:
+            return [Fault("snapshots", {"reason": error})]
+        if self.store.is_process_private and self.launch.is_distributed:
+            return [Fault("private", {"url": self.store_url})]
+        return []
+
+    def open_data(self, is_needed: bool = True) -> list[Fault]:
+        """Open the data, if that was not done; data at a URL only if `is_needed`.
+
+        One rank of each node downloads a text from a URL. The others then find it in the cache.
+        """
+        if self.data is None and (is_needed or "://" not in self.config.data.path):
+            try:
+                self.data = open_data(self.config.data)
+            except UserError as error:
+                return [Fault("data", {"reason": error}, error.may_pass)]
+        return []
+
+    def look_for_snapshots(self, facts: StartFacts) -> StartFacts:
+        """Return `facts` with the snapshots that this node sees, on its first rank."""
+        stores = []
+        if self.is_first:
+            in_memory = run_folders(self.config.snapshot.memory_path, self.path)
+            stores = [self.store, *(store for folder in in_memory for store in folder.stores())]
+        self.reader = Reader(stores, self.check, self.context.rank)
+        return self.offer(facts, {})
+
+    def offer(self, facts: StartFacts, faults: Mapping[Place, tuple[str, bool]]) -> StartFacts:
+        """Return `facts` with what the Reader offers once the snapshots `faults` are left out."""
+        for (rank, store, step), (why, is_corrupt) in faults.items():
+            if rank == self.context.rank:
+                self.reader.reject(store, step, why, is_corrupt)
+        try:
+            offers = self.reader.offers()
+        except UserError as error:
+            return replace(facts, faults=[Fault("snapshots", {"reason": error})])
+        valid = max((one for one in offers if not one.fault), default=None, key=lambda one: one.step)
+        return replace(facts, offers=offers, fits=valid is None or self.fits(valid))
+
+    def check(self, manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
+        """Raise CorruptSnapshot if no run of this program can have written the snapshot.
+
+        For further errors see `check_model`.
+        """
+        check_model(manifest, entries, tokenizer)
+        if manifest.step > manifest.settings.trainer.max_steps:
+            raise CorruptSnapshot("its step is past its own trainer.max_steps")
+        if manifest.windows >= MAX_WINDOWS:
+            raise CorruptSnapshot(f"no run reads {manifest.windows} windows")
+        assert self.data
+        lacks_tokenizer = manifest.tokenizer.kind == "none" and isinstance(self.data, TextData)
+        if lacks_tokenizer and manifest.data.sha256 == self.data.fingerprint:
+            raise CorruptSnapshot("it lacks the tokenizer of the text")
+
+    def read_history(self) -> dict[str, bytes]:
+        """Return the contents of this node's HISTORY_FILES; b"" for a missing file."""
+        paths = [self.path / name for name in HISTORY_FILES]
+        # A run that died at once has no records.
+        return {path.name: path.read_bytes() if path.exists() else b"" for path in paths}
+
+    def write_history(self, contents: Mapping[str, bytes]) -> None:
+        """Write another node's records to this node's run folder. If that fails, it is only logged."""
+        try:
+            for name, content in contents.items():
+                write_atomic(self.path / name, content, sync="file")
+        except OSError as error:
+            log.warning(f"{self.path} cannot be written ({error.strerror}): its records have a gap")
+
+    def fits(self, offer: Offer) -> bool:
+        """Return whether the weights of a snapshot fit this run's model."""
+        assert offer.manifest
+        if not changed_settings(offer.manifest, self.config):
+            return True
+        rows = self.config.data.vocab_size or offer.manifest.tokenizer.vocab_size
+        here, there = tensor_shapes(self.config, rows), self.reader.opened[offer.store, offer.step].entries
+        try:
+            check_shapes(
+                {name: entry.shape for name, entry in there.items() if name.startswith("model.")},
+                {name: shape for name, shape in here.items() if name.startswith("model.")},
+                "",
+            )
+        except UserError:
+            return False
+        return True
+
+
+def write_probe(folder: Path) -> str:
+    """Make a file in `folder`, and the folder; return the file's name, "" if that fails, which is logged.
+
+    The name is one that no node has looked for before, because network file systems remember which files were
+    missing.
+    """
+    probe = folder / f"probe-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+    except OSError as error:
+        log.info(f"{probe} cannot be created ({error.strerror}): taken for the folder that rank 0 sees")
+        return ""
+    return probe.name
+
+
+def lowest_rank_there(folder: Path, probes: Sequence[str]) -> int:
+    """Return the lowest rank whose probe is in `folder`; 0 if none is there, as with one node."""
+    seen = (rank for rank, name in enumerate(probes) if name and os.path.exists(folder / name))
+    return next(seen, 0)
+
+
+def records_of(path: Path, job: str) -> Records:
+    """Return what run.json in the folder `path` says about a run; `job` is the present job's random id."""
+    history = load_history(path)
+    if history is None:
+        return Records()
+    generations = history["generations"]
+    return Records(
+        of_this_job=history.get("job") == job,
+        last_step=generations[-1]["to_step"] if generations else -1,
+        run=history["id"] if generations else None,
+        job_start=read_job_start(history),
+        durable_step=history.get("durable_step", 0),
+        distrusted=history.get("distrusted", []),
+        generations=len(generations),
+        is_reported=history.get("status") != "running",
+        settings=history.get("settings", ""),
+    )
+
+
+def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
+    """Return (number of distrusted entries, records up to `step`, generations) of the run folder `path`.
+
+    `distrusted` in run.json has an entry for each replay that found different results. Returns None if there
+    is no valid run.json, or if metrics.jsonl cannot be read.
+    """
+    history = load_history(path)
+    if history is None:
+        return None
+    try:
+        # A record that is there twice counts once.
+        records = {(record["step"], "val/loss" in record) for record in read_records(path / "metrics.jsonl")}
+    except OSError:
+        return None
+    distrusted = history.get("distrusted", [])
+    return len(distrusted), sum(at <= step for at, _ in records), len(history["generations"])
