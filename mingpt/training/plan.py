@@ -12,7 +12,7 @@ later generation it concerns only the nodes at fault, and the job goes on withou
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mingpt.base.errors import UserError
@@ -71,7 +71,7 @@ SAME_EVERYWHERE = ("trainer.eval_only", "trainer.parallel", "trainer.shard_optim
 # The settings that can change an evaluation, by the beginnings of their names.
 EVALUATED = ("data.", "model.", "trainer.dtype:", "trainer.compile:", "trainer.fsdp_param_dtype:")
 DIFFERED = "workers have computed differently since"
-NO_RECORDS = "run.json is gone: the disk of run_dir may be away"
+NAME_HOSTS = ("settings", "different data", "different runs")  # sentences that say which hosts are at fault
 Place = tuple[int, int, int]  # of an offer: the rank that reads it, the number of that rank's Store, the step
 
 
@@ -97,7 +97,7 @@ class Records(NamedTuple):
     settings: str = ""  # digest of the settings with which the newest job trains; "" for none
 
 
-NO_RUN = Records()
+NO_RUN, NO_OFFER = Records(), Offer(-1, False, "", 0, 0)
 
 
 @dataclass(frozen=True)
@@ -153,20 +153,10 @@ class Start:
     changes: list[str]  # settings changed on purpose, each "key: old -> new"
     dtype: str
     threads: int
-    keepers: list[int]  # for each rank, the lowest rank that sees its run folder
+    is_shared: bool  # whether all ranks see the same run folder
     snapshot_writers: list[int]  # the lowest rank that sees each folder of snapshots
     is_reported: bool  # whether the end of the run is on record on all nodes
     warnings: list[str] = field(default_factory=list)
-
-    @property
-    def snapshot(self) -> Manifest | None:
-        """The manifest of the snapshot from which the run goes on; None in a fresh run."""
-        return self.found.choice.manifest if self.found.choice else None
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all ranks see the same run folder."""
-        return len(set(self.keepers)) == 1
 
 
 def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
@@ -175,46 +165,40 @@ def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
     refusal = check_nodes(facts, is_restart) or check_agreement(facts, is_restart)
     if refusal:
         return refusal
-    config, records = facts[0].config, [one.records for one in facts]
-    kept = kept_run(records)
-    offers = [offer for one in facts for offer in one.offers]
     unusable = find_unusable(facts, is_restart)
     if unusable:
         return Again(unusable)
+    config, records = facts[0].config, [one.records for one in facts]
+    offers, recorded_run = [offer for one in facts for offer in one.offers], kept_run(records).run
     on_disk = [offer.step for offer in offers if offer.is_on_disk]
-    choice = choose(offers, None if is_restart else max([0, *on_disk]))
-    found = Found(choice, facts[0].url, offers)
-    changes = changed_settings(choice.manifest, config) if choice and choice.manifest else []
-    if is_restart:
-        changes = []
+    found = Found(choose(offers, None if is_restart else max([0, *on_disk])), facts[0].url, offers)
+    manifest = found.choice.manifest if found.choice else None
+    dtype, threads = common_dtype([one.dtype for one in facts], facts[0].device), facts[0].threads
+    changes = changed_settings(manifest, config) if manifest and not is_restart else []
     if config.trainer.eval_only:
         changes = [change for change in changes if change.startswith(EVALUATED)]
-    refusal = check_lost(facts, found, is_restart, kept) or check_snapshot(
-        facts, found, is_restart, kept.run, changes
-    )
-    if refusal:
-        return refusal
-    manifest = choice.manifest if choice else None
-    dtype, threads = common_dtype([one.dtype for one in facts], facts[0].device), facts[0].threads
     if manifest:
         threads = manifest.software.threads
         if config.trainer.dtype == "auto" and manifest.software.dtype == "float16":
             dtype = "float16"  # which all GPUs have
-        refusal = check_hardware(facts, manifest, dtype, is_restart)
-        if refusal:
-            return refusal
+    refusal = check_lost(facts, found, is_restart, recorded_run) or check_choice(
+        facts, found, is_restart, recorded_run, changes, dtype
+    )
+    if refusal:
+        return refusal
     # A run that goes on in a new run folder has fewer generations on record than its snapshots count.
-    numbers = [1 + max(one.generations for one in records), (manifest.generation if manifest else 0) + 1]
+    generations = [manifest.generation if manifest else 0, *(one.generations for one in records)]
+    distrusted = [entry["before_generation"] for entry in distrusted_entries(records)]
     return Start(
         # If the run folder is new, the run is the one whose snapshot was found.
-        run_id=kept.run or (manifest.run if manifest else None) or facts[0].token,
+        run_id=recorded_run or (manifest.run if manifest else None) or facts[0].token,
         is_restart=is_restart,
-        generation=max(numbers + [entry["before_generation"] for entry in distrusted_entries(records)]),
+        generation=max([1 + max(generations), *distrusted]),
         found=found,
         changes=changes,
         dtype=dtype,
         threads=threads,
-        keepers=[one.keeper for one in facts],
+        is_shared=len({one.keeper for one in facts}) == 1,
         snapshot_writers=sorted({one.snapshot_keeper for one in facts}),
         is_reported=all(one.is_reported for one in records),
         warnings=[*programs_differ(facts), *skipped_snapshots(found, config)],
@@ -245,92 +229,63 @@ def distrusted_entries(records: Iterable[Records]) -> list[dict[str, Any]]:
 
 
 def refuse(
-    facts: Sequence[StartFacts],
-    is_restart: bool,
-    nodes: Iterable[int] | None,
-    kind: str,
-    may_pass: bool = False,
-    **values: Any,
+    facts: Sequence[StartFacts], is_restart: bool, at_fault: Sequence[StartFacts], kind: str, **values: Any
 ) -> Refusal:
-    """Return the refusal with the sentence of `kind` in REFUSALS, because of a fault of `nodes`.
+    """Return the refusal with the sentence of `kind` in REFUSALS, because of the ranks `at_fault`.
 
-    The job goes on without these nodes if this is not its first generation, and if there are other nodes.
-    With `nodes` None, or in all other cases, the job ends. With several nodes, the sentence then names the
-    first host that is at fault.
+    The job goes on without the nodes of these ranks if this is not its first generation, and if there are
+    other nodes. Otherwise, or if no ranks are named, the job ends.
     """
-    sentence = REFUSALS[kind].format(**values)
-    at_fault = frozenset(nodes or ())
-    hosts = list(dict.fromkeys(one.host for one in facts if one.node in at_fault))
+    sentence, nodes = REFUSALS[kind].format(**values), frozenset(one.node for one in at_fault)
+    hosts = list(dict.fromkeys(one.host for one in at_fault))
     everybody = {one.node for one in facts}
-    if is_restart and at_fault and at_fault != everybody:
-        return Refusal(kind, sentence, at_fault, ", ".join(hosts), may_pass)
-    if hosts and len(everybody) > 1 and kind != "settings":
+    if is_restart and nodes and nodes != everybody:
+        return Refusal(kind, sentence, nodes, ", ".join(hosts))
+    if hosts and len(everybody) > 1 and kind not in NAME_HOSTS:
         sentence = f"{sentence} (on {hosts[0]})"
-    return Refusal(kind, sentence, may_pass=may_pass)
+    return Refusal(kind, sentence)
 
 
 def check_nodes(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | None:
-    """Return why some nodes cannot take part; None if all can. Of several reasons the first one counts."""
-    faults = [(one, fault) for one in facts for fault in one.faults]
-    for kind in REFUSALS:
-        found = [(one.node, fault) for one, fault in faults if fault.kind == kind]
-        if found:
-            nodes, first = [node for node, _ in found], found[0][1]
-            return refuse(facts, is_restart, nodes, kind, first.may_pass, **first.values)
-    return None
+    """Return why some nodes cannot take part; None if all can. The first rank with a fault counts."""
+    faulty = [one for one in facts if one.faults]
+    if not faulty:
+        return None
+    kind, values, may_pass = faulty[0].faults[0]
+    return replace(refuse(facts, is_restart, faulty, kind, **values), may_pass=may_pass)
 
 
 def check_agreement(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | None:
     """Return in what the nodes contradict each other; None if they agree.
 
     In a restart, the nodes that differ from the rest of the job are at fault: the job's settings are on
-    record in run.json, its data and its kind of device in its snapshots.
+    record in run.json, its data and its kind of device in its snapshots. Otherwise rank 0 is right.
     """
-    recorded = next((one.records.settings for one in facts if one.records.of_this_job), "")
-    newest = max(
-        (offer for one in facts for offer in one.offers if offer.manifest),
-        default=None,
-        key=lambda one: one.step,
-    )
-    manifest = newest.manifest if newest and is_restart else None
-
-    def at_fault(
-        value: Callable[[StartFacts], str], right: str | None
-    ) -> tuple[list[StartFacts], StartFacts]:
-        """Return the ranks whose value is not `right`, and one that has it; by default, rank 0's is right."""
+    config, kept = facts[0].config, kept_run(one.records for one in facts)
+    offers = [offer for one in facts for offer in one.offers if offer.manifest and is_restart]
+    manifest = max(offers, default=NO_OFFER, key=lambda one: one.step).manifest
+    rules: list[tuple[str, Callable[[StartFacts], str], str | None]] = [
+        ("devices", lambda one: one.device, manifest and manifest.software.device_type),
+        ("settings", lambda one: settings_digest(one.config), kept.settings),
+        ("different data", lambda one: one.data, manifest and manifest.data.sha256),
+        ("different runs", lambda one: one.records.run or "", kept.run),
+    ]
+    for kind, value, right in rules:
         example = next((one for one in facts if value(one) == right), facts[0])
-        return [one for one in facts if value(one) not in ("", value(example))], example
-
-    wrong, example = at_fault(lambda one: one.device, manifest.software.device_type if manifest else None)
-    if wrong:
-        devices = ", ".join(one.device for one in facts)
-        return refuse(facts, is_restart, [one.node for one in wrong], "devices", devices=devices)
-    wrong, example = at_fault(lambda one: settings_digest(one.config), recorded)
-    if wrong:
-        values: dict[str, Any] = {"host": wrong[0].host, "other": example.host}
-        changes = different_settings(example.config, wrong[0].config)
-        return refuse(facts, is_restart, [one.node for one in wrong], "settings", changes=changes, **values)
-    wrong, example = at_fault(lambda one: one.data, manifest.data.sha256 if manifest else None)
-    if wrong:
-        hosts = " and ".join(dict.fromkeys([example.host, wrong[0].host]))
-        path = wrong[0].config.data.path
-        return refuse(
-            facts, is_restart, [one.node for one in wrong], "different data", path=path, hosts=hosts
-        )
-    records = [one.records for one in facts]
-    kept = kept_run(records)
-    others = [one for one in facts if one.records.run not in (None, kept.run)]
-    if others:
-        runs = dict.fromkeys(f"run {one.records.run[:8]} on {one.host}" for one in facts if one.records.run)
-        values: dict[str, Any] = {"run_dir": others[0].config.run_dir, "runs": "; ".join(runs)}
-        is_known = is_restart and kept.of_this_job
-        return refuse(facts, is_known, [one.node for one in others], "different runs", **values)
-    config = facts[0].config
-    if not is_restart:
-        try:
+        wrong = [one for one in facts if value(one) not in ("", value(example))]
+        if wrong:
+            runs = [f"run {one.records.run[:8]} on {one.host}" for one in facts if one.records.run]
+            is_known = is_restart and (kind != "different runs" or kept.of_this_job)
+            return refuse(
+                facts, is_known, wrong, kind, host=wrong[0].host, other=example.host, path=config.data.path,
+                devices=", ".join(one.device for one in facts), run_dir=config.run_dir,
+                changes=different_settings(example.config, wrong[0].config), runs="; ".join(dict.fromkeys(runs)),
+            )  # fmt: skip
+    try:
+        if not is_restart:
             check_workers(config, len(facts))
-        except UserError as error:
-            return refuse(facts, is_restart, None, "workers", reason=error)
+    except UserError as error:
+        return refuse(facts, is_restart, [], "workers", reason=error)
     return None
 
 
@@ -399,86 +354,74 @@ def find_unusable(facts: Sequence[StartFacts], is_restart: bool) -> dict[Place, 
     return unusable
 
 
-def check_lost(facts: Sequence[StartFacts], found: Found, is_restart: bool, kept: Records) -> Refusal | None:
+def check_lost(
+    facts: Sequence[StartFacts], found: Found, is_restart: bool, run: str | None
+) -> Refusal | None:
     """Return why a run must not begin at step 0: it has, or may have, a snapshot past step 0.
 
     Returns None if a valid snapshot past step 0 was found. Snapshots that cannot be read always refuse the
     start. Otherwise a run may begin anew with snapshot.resume=never, and with trainer.eval_only.
     """
-    config = facts[0].config
+    config, reasons = facts[0].config, [str(offer) for offer in found.unreadable()]
     if found.choice and found.choice.step > 0:
         return None
-    errors = [str(offer) for offer in found.unreadable()]
-    if is_restart and kept.run is None:
-        errors.append(NO_RECORDS)
-    if errors:
-        values: dict[str, Any] = {"url": found.where, "reasons": shorten(errors)}
-        return refuse(facts, is_restart, None, "unreadable", may_pass=True, **values)
+    if is_restart and run is None:
+        reasons.append("run.json is gone: the disk of run_dir may be away")
+    if reasons:
+        refusal = refuse(facts, is_restart, [], "unreadable", url=found.where, reasons=shorten(reasons))
+        return replace(refusal, may_pass=True)
     completed = max((offer.step for offer in found.on_disk()), default=0)
     recorded = max(one.records.durable_step for one in facts)
     begins_anew = config.snapshot.resume == "never" and not is_restart
-    newest = max(completed, recorded)
-    if newest == 0 or begins_anew or config.trainer.eval_only:
+    if max(completed, recorded) == 0 or begins_anew or config.trainer.eval_only:
         return None
     reasons = [str(offer) for offer in found.on_disk() if offer.fault]
     if recorded > completed:
         reasons.append(f"run.json tells of one of step {recorded}, which no node has")
-    values: dict[str, Any] = {"url": found.where, "reasons": shorten(reasons), "step": newest}
-    return refuse(facts, is_restart, None, "lost", **values)
+    step, url = max(completed, recorded), found.where
+    return refuse(facts, is_restart, [], "lost", url=url, reasons=shorten(reasons), step=step)
 
 
-def check_snapshot(
-    facts: Sequence[StartFacts], found: Found, is_restart: bool, run: str | None, changes: list[str]
+def check_choice(
+    facts: Sequence[StartFacts],
+    found: Found,
+    is_restart: bool,
+    run: str | None,
+    changes: list[str],
+    dtype: str,
 ) -> Refusal | None:
     """Return why the run must not go on from the snapshot that was found, or without one; None if it may.
 
     `run` is the id of the run on record; None if there is none. `changes` are the settings that differ from
-    the snapshot's. In a restart only the data count: the job's first generation has passed all other checks.
+    the snapshot's. In a restart only data and hardware count: the first generation has passed all other
+    checks.
     """
-    config, resume = facts[0].config, facts[0].config.snapshot.resume
-    url, offer = found.where, found.choice
-    kind = ""
-    values: dict[str, Any] = {"url": url, "changes": "; ".join(changes), "run_dir": config.run_dir}
-    if offer is None or offer.manifest is None:
-        if resume == "must" and not is_restart:
-            kind = "nothing to resume"
-        elif config.trainer.eval_only:
-            kind = "nothing to evaluate"
-        return refuse(facts, is_restart, None, kind, **values) if kind else None
-    manifest, is_first = offer.manifest, not is_restart
-    sets_weights = any(change.startswith("snapshot.init_from:") for change in changes)
-    is_other_run = run and manifest.run not in (None, run) and not config.trainer.eval_only
-    if resume == "never" and is_first:
-        kind = "resume=never"
-    elif manifest.data.sha256 != facts[0].data:
-        kind = "other data"
-    elif is_first and is_other_run:
-        kind = "other run"
-    elif config.snapshot.init_from and sets_weights:
-        kind = "init_from"
-    elif changes and not facts[offer.reader].fits:
-        kind = "other model"
-    elif changes and resume != "changed":
-        kind = "other settings"
-    values |= {"step": offer.step, "path": config.data.path, "run": manifest.run, "recorded": run}
-    return refuse(facts, is_restart, None, kind, **values) if kind else None
-
-
-def check_hardware(
-    facts: Sequence[StartFacts], manifest: Manifest, dtype: str, is_restart: bool
-) -> Refusal | None:
-    """Return why the run must not go on with another kind of device, or in another dtype; None if it may.
-
-    Both may change in a job's first generation with snapshot.resume=changed. They may also change if nothing
-    more is trained.
-    """
-    config, then = facts[0].config, manifest.software
-    is_allowed = config.snapshot.resume == "changed" and not is_restart
-    is_over = manifest.step >= config.trainer.max_steps or config.trainer.eval_only
-    if (then.device_type, then.dtype) == (facts[0].device, dtype) or is_allowed or is_over:
-        return None
-    before, now = f"{then.device_type} in {then.dtype}", f"{facts[0].device} and {dtype}"
-    return refuse(facts, is_restart, None, "other hardware", url=facts[0].url, then=before, now=now)
+    config, resume, is_first = facts[0].config, facts[0].config.snapshot.resume, not is_restart
+    only_evaluates = config.trainer.eval_only
+    choice, url = found.choice, found.where
+    if choice is None or choice.manifest is None:
+        reasons = {"nothing to resume": resume == "must" and is_first, "nothing to evaluate": only_evaluates}
+        kind = next((kind for kind, holds in reasons.items() if holds), None)
+        return refuse(facts, is_restart, [], kind, url=url) if kind else None
+    manifest, then = choice.manifest, choice.manifest.software
+    is_over = only_evaluates or manifest.step >= config.trainer.max_steps
+    hardware = {then.device_type, then.dtype} ^ {facts[0].device, dtype}
+    takes_weights = config.snapshot.init_from is not None
+    reasons = {
+        "resume=never": resume == "never" and is_first,
+        "other data": manifest.data.sha256 != facts[0].data,
+        "other run": is_first and bool(run) and manifest.run not in (None, run) and not only_evaluates,
+        "init_from": takes_weights and any(change.startswith("snapshot.init_from:") for change in changes),
+        "other model": bool(changes) and not facts[choice.reader].fits,
+        "other settings": bool(changes) and resume != "changed",
+        "other hardware": bool(hardware) and not is_over and not (resume == "changed" and is_first),
+    }
+    kind = next((kind for kind, holds in reasons.items() if holds), None)
+    return kind and refuse(
+        facts, is_restart, [], kind, url=url, step=choice.step, path=config.data.path, run=manifest.run,
+        recorded=run, run_dir=config.run_dir, changes="; ".join(changes),
+        then=f"{then.device_type} in {then.dtype}", now=f"{facts[0].device} and {dtype}",
+    )  # fmt: skip
 
 
 def shorten(reasons: list[str]) -> str:

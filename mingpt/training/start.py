@@ -9,7 +9,7 @@ the state.
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
@@ -23,7 +23,7 @@ from mingpt.snapshot import Manifest, MemoryFolder, Snapshot, Store, StoredState
 from mingpt.snapshot.search import Content
 from mingpt.training.contents import check_model
 from mingpt.training.facts import Site, measure_history
-from mingpt.training.plan import DIFFERED, Again, Fault, Refusal, Start, StartFacts, plan_start, refuse
+from mingpt.training.plan import DIFFERED, Again, Fault, Refusal, Start, StartFacts, check_nodes, plan_start
 from mingpt.training.run_data import Origin, load_corpus, tokenizer_path
 
 NOT_BEGUN = Manifest.model_construct(step=0, windows=0)
@@ -202,11 +202,10 @@ class Begin:
             return [], site.read_history() if source == context.rank else {}
 
         done = context.gather_on_all(prepare)
-        for rank, (faults, _) in enumerate(done):
-            if faults:
-                kind, values, may_pass = faults[0]
-                nodes = [self.facts[rank].node]
-                end(refuse(self.facts, plan.is_restart, nodes, kind, may_pass, **values), context)
+        facts = [replace(one, faults=faults) for one, (faults, _) in zip(self.facts, done, strict=True)]
+        refusal = check_nodes(facts, plan.is_restart)
+        if refusal:
+            end(refusal, context)
         if source is not None and site.is_kept and context.rank != source:
             site.write_history(done[source][1])
         idle = idle_gpus(config.trainer.device, context.launch)
