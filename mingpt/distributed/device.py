@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 DRIVER = Path("/proc/driver/nvidia/version")
 DEVICES_DIFFER = (
-    "the workers have different kinds of devices (by rank: {devices}): start the job where all have the same, "
-    "or set trainer.device=cpu"
+    "the workers have different kinds of devices (by rank: {devices}): start the job where all have the "
+    "same, or set trainer.device=cpu"
 )
 # Beginnings of the names of environment variables that choose kernels, and so change bits.
 CPU_KERNELS = ("ATEN_CPU_", "MKL_", "ONEDNN_", "DNNL_", "TORCH_MKLDNN_", "OPENBLAS_", "BLIS_")
@@ -124,7 +124,7 @@ def resolve_dtype(wanted: str, device: "torch.device") -> str:
 
 
 def common_dtype(dtypes: Iterable[str], device_type: str) -> str:
-    """Return the dtype that all ranks use, whose devices have one type, if trainer.dtype means `dtypes` there.
+    """Return the dtype that all ranks use, if trainer.dtype means `dtypes` on their devices of one type.
 
     If these differ, the result is one that all devices of this type have.
     """

@@ -243,6 +243,7 @@ class RunHistory:
         self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
         if self.content.get("job") != start.job or "job_began" not in self.content:
             self.content |= {"job": start.job, "job_began": now - start_s}
+        self.content["settings"] = start.settings
         self.record({}, {})
         return sentence
 

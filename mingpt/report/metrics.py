@@ -110,6 +110,7 @@ class RunStart:
     previous: GenerationEnd | None = None  # how the previous generation ended; None if there is no record
     process_began: float = field(default_factory=time.monotonic)  # time.monotonic() when this process began
     job: str = ""  # the job's random token, the same in all its generations
+    settings: str = ""  # a digest of the settings that must be the same on all workers of the job
     is_main: bool = True  # true on rank 0; other ranks that report have a run folder on their node's disk
     logged_step: int = 0  # the newest step, not past `step`, that must have a record of metrics; 0 for none
     # Once the claim was removed, or is that of another job or a later generation, `check_claim` raises

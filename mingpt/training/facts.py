@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mingpt.base.errors import CorruptSnapshot, UserError, meaning_of
-from mingpt.base.files import write_atomic
+from mingpt.base.files import remove_quietly, write_atomic
 from mingpt.base.paths import describe_obstacle
 from mingpt.base.processes import Process, this_process
 from mingpt.base.system import OutOfTime, run_within
@@ -28,8 +28,7 @@ from mingpt.data.corpus import open_data, tokenizer_file
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.context import Own
 from mingpt.distributed.device import find_program
-from mingpt.model.weights import check_shapes
-from mingpt.report import load_history, open_log, read_job_start, read_records
+from mingpt.report import load_history, open_log, read_job_start
 from mingpt.snapshot import Entries, Manifest, Store
 from mingpt.snapshot.memory import run_folders
 from mingpt.snapshot.search import Offer, Reader
@@ -62,6 +61,7 @@ class Site:
         self.path, self.is_first = Path(config.run_dir), context.launch.local_rank == 0
         self.store_url = config.snapshot.path or str(self.path / "snapshots")
         self.writes = not config.trainer.eval_only
+        self.probes = "", ""  # the names of the files by which other nodes know this rank's folders
         self.data: Data | None = None
 
     def arrive(self) -> Arrival:
@@ -72,11 +72,16 @@ class Site:
             faults.append(Fault("device", {"reason": own.fault}))
         if self.writes:
             faults += self.try_disks() or self.check_is_ours() or self.make_run_dir()
-        probes = ("", "")
         if self.writes and not faults and self.launch.has_several_nodes and self.is_first:
-            places = (self.path, Path(self.store_url))
-            probes = tuple(write_probe(place) for place in places)  # type: ignore[assignment]
-        return Arrival(own, this_process(self.launch.agent_pid), probes, faults)
+            is_folder = "://" not in self.store_url
+            self.probes = write_probe(self.path), write_probe(Path(self.store_url)) if is_folder else ""
+        return Arrival(own, this_process(self.launch.agent_pid), self.probes, faults)
+
+    def remove_probes(self) -> None:
+        """Remove the files by which other nodes know the folders. All ranks must have looked."""
+        for folder, name in zip((self.path, Path(self.store_url)), self.probes, strict=True):
+            if name:
+                remove_quietly(folder / name)
 
     def try_disks(self) -> list[Fault]:
         """Return a fault if the disk of a path in the settings does not answer within DISK_S seconds."""
@@ -137,6 +142,7 @@ class Site:
             program=find_program() if self.launch.has_several_nodes else "",
             faults=own.faults,
             was_restarted=self.context.was_started(),
+            round=self.launch.rdzv_round or 1,
             url=self.store_url,
             token=uuid.uuid4().hex,
         )
@@ -250,16 +256,10 @@ class Site:
         if not changed_settings(offer.manifest, self.config):
             return True
         rows = self.config.data.vocab_size or offer.manifest.tokenizer.vocab_size
-        here, there = tensor_shapes(self.config, rows), self.reader.opened[offer.store, offer.step].entries
-        try:
-            check_shapes(
-                {name: entry.shape for name, entry in there.items() if name.startswith("model.")},
-                {name: shape for name, shape in here.items() if name.startswith("model.")},
-                "",
-            )
-        except UserError:
-            return False
-        return True
+        entries = self.reader.opened[offer.store, offer.step].entries
+        there = {name: entry.shape for name, entry in entries.items() if name.startswith("model.")}
+        shapes = tensor_shapes(self.config, rows)
+        return there == {name: shape for name, shape in shapes.items() if name.startswith("model.")}
 
 
 def write_probe(folder: Path) -> str:
@@ -301,21 +301,3 @@ def records_of(path: Path, job: str) -> Records:
         is_reported=history.get("status") != "running",
         settings=history.get("settings", ""),
     )
-
-
-def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
-    """Return (number of distrusted entries, records up to `step`, generations) of the run folder `path`.
-
-    `distrusted` in run.json has an entry for each replay that found different results. Returns None if there
-    is no valid run.json, or if metrics.jsonl cannot be read.
-    """
-    history = load_history(path)
-    if history is None:
-        return None
-    try:
-        # A record that is there twice counts once.
-        records = {(record["step"], "val/loss" in record) for record in read_records(path / "metrics.jsonl")}
-    except OSError:
-        return None
-    distrusted = history.get("distrusted", [])
-    return len(distrusted), sum(at <= step for at, _ in records), len(history["generations"])

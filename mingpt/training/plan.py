@@ -26,8 +26,8 @@ REFUSALS = {
     # A fault of a node, or of one of its workers.
     "device": "{reason}",
     "disk": "the disk of {place} does not answer within {limit_s:g} s: look at its mount",
-    "not ours": "run_dir {run_dir} holds {names}, which a run would replace, and no run.json of a run: choose "
-    "another run_dir, or move these files away",
+    "not ours": "run_dir {run_dir} holds {names}, which a run would replace, and no run.json of a run: "
+    "choose another run_dir, or move these files away",
     "not writable": "run_dir {run_dir} cannot be written to: {reason}",
     "claimed": "{reason}",
     "data": "{reason}",
@@ -46,8 +46,8 @@ REFUSALS = {
     "nothing to resume": "there is no valid snapshot in {url} to resume from, and snapshot.resume=must needs "
     "one",
     "nothing to evaluate": "there is no valid snapshot in {url} to evaluate",
-    "resume=never": "{url} holds a snapshot of step {step}, and snapshot.resume=never does not go on from it: "
-    "choose another run_dir",
+    "resume=never": "{url} holds a snapshot of step {step}, and snapshot.resume=never does not go on from "
+    "it: choose another run_dir",
     "other data": "{path} is not the data that the snapshots in {url} were trained on: choose another "
     "run_dir, with snapshot.init_from to keep the weights",
     "other run": "{url} holds snapshots of run {run}, and {run_dir} the records of run {recorded}: choose "
@@ -61,8 +61,8 @@ REFUSALS = {
     "other hardware": "the snapshots in {url} were computed on {then} and the workers now have {now}: start "
     "the job on such hardware again, or go on with this one by snapshot.resume=changed",
     # Snapshots are away or lost.
-    "unreadable": "the snapshots in {url} cannot be read ({reasons}): start again when they can be, or choose "
-    "another run_dir",
+    "unreadable": "the snapshots in {url} cannot be read ({reasons}): start again when they can be, or "
+    "choose another run_dir",
     "lost": "no valid snapshot is left in {url} ({reasons}), where one of step {step} was written: choose "
     "another run_dir, or begin anew by snapshot.resume=never",
 }
@@ -113,6 +113,7 @@ class StartFacts:
     program: str = ""  # the code and the version of torch; "" if there is one node
     faults: Sequence[Fault] = ()
     was_restarted: bool = False  # whether the launcher's store, or its count of restarts, tells of a restart
+    round: int = 1  # how many times the agents have started workers together; 1 also if that is not known
     keeper: int = 0  # the lowest rank that sees this rank's run folder: it writes the records there
     snapshot_keeper: int = 0  # the lowest rank that sees this rank's folder of snapshots
     records: Records = NO_RUN
@@ -154,6 +155,7 @@ class Start:
     dtype: str
     threads: int
     is_shared: bool  # whether all ranks see the same run folder
+    source: int | None  # the rank whose node's records go to nodes that do not share its folder
     snapshot_writers: list[int]  # the lowest rank that sees each folder of snapshots
     is_reported: bool  # whether the end of the run is on record on all nodes
     warnings: list[str] = field(default_factory=list)
@@ -199,6 +201,7 @@ def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
         dtype=dtype,
         threads=threads,
         is_shared=len({one.keeper for one in facts}) == 1,
+        source=find_source(facts, manifest.step if manifest else 0),
         snapshot_writers=sorted({one.snapshot_keeper for one in facts}),
         is_reported=all(one.is_reported for one in records),
         warnings=[*programs_differ(facts), *skipped_snapshots(found, config)],
@@ -222,6 +225,16 @@ def kept_run(records: Iterable[Records]) -> Records:
     return max((one for one in records if one.run), default=Records(), key=lambda one: one[:3])
 
 
+def find_source(facts: Sequence[StartFacts], step: int) -> int | None:
+    """Return the rank whose node has the most complete records up to `step`; None if no node has any."""
+    known = [
+        (len(one.records.distrusted), min(one.records.last_step, step), one.records.generations, -rank)
+        for rank, one in enumerate(facts)
+        if one.keeper == rank and one.records.run
+    ]
+    return -max(known)[-1] if known else None
+
+
 def distrusted_entries(records: Iterable[Records]) -> list[dict[str, Any]]:
     """Return the entries about wrong results in the run.json of all nodes, each once."""
     entries = sorted((entry for one in records for entry in one.distrusted), key=str)
@@ -233,13 +246,14 @@ def refuse(
 ) -> Refusal:
     """Return the refusal with the sentence of `kind` in REFUSALS, because of the ranks `at_fault`.
 
-    The job goes on without the nodes of these ranks if this is not its first generation, and if there are
-    other nodes. Otherwise, or if no ranks are named, the job ends.
+    The job goes on without the nodes of these ranks if it has other nodes, and if this is not its first
+    generation or round. Otherwise, or if no ranks are named, the job ends.
     """
     sentence, nodes = REFUSALS[kind].format(**values), frozenset(one.node for one in at_fault)
     hosts = list(dict.fromkeys(one.host for one in at_fault))
     everybody = {one.node for one in facts}
-    if is_restart and nodes and nodes != everybody:
+    is_later = is_restart or any(one.round > 1 for one in facts)
+    if is_later and nodes and nodes != everybody:
         return Refusal(kind, sentence, nodes, ", ".join(hosts))
     if hosts and len(everybody) > 1 and kind not in NAME_HOSTS:
         sentence = f"{sentence} (on {hosts[0]})"
@@ -265,9 +279,9 @@ def check_agreement(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | 
     offers = [offer for one in facts for offer in one.offers if offer.manifest and is_restart]
     manifest = max(offers, default=NO_OFFER, key=lambda one: one.step).manifest
     rules: list[tuple[str, Callable[[StartFacts], str], str | None]] = [
-        ("devices", lambda one: one.device, manifest and manifest.software.device_type),
+        ("devices", lambda one: one.device, manifest.software.device_type if manifest else None),
         ("settings", lambda one: settings_digest(one.config), kept.settings),
-        ("different data", lambda one: one.data, manifest and manifest.data.sha256),
+        ("different data", lambda one: one.data, manifest.data.sha256 if manifest else None),
         ("different runs", lambda one: one.records.run or "", kept.run),
     ]
     for kind, value, right in rules:
@@ -279,7 +293,8 @@ def check_agreement(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | 
             return refuse(
                 facts, is_known, wrong, kind, host=wrong[0].host, other=example.host, path=config.data.path,
                 devices=", ".join(one.device for one in facts), run_dir=config.run_dir,
-                changes=different_settings(example.config, wrong[0].config), runs="; ".join(dict.fromkeys(runs)),
+                changes=different_settings(example.config, wrong[0].config),
+                runs="; ".join(dict.fromkeys(runs)),
             )  # fmt: skip
     try:
         if not is_restart:
@@ -417,7 +432,9 @@ def check_choice(
         "other hardware": bool(hardware) and not is_over and not (resume == "changed" and is_first),
     }
     kind = next((kind for kind, holds in reasons.items() if holds), None)
-    return kind and refuse(
+    if kind is None:
+        return None
+    return refuse(
         facts, is_restart, [], kind, url=url, step=choice.step, path=config.data.path, run=manifest.run,
         recorded=run, run_dir=config.run_dir, changes="; ".join(changes),
         then=f"{then.device_type} in {then.dtype}", now=f"{facts[0].device} and {dtype}",

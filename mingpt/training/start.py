@@ -22,8 +22,18 @@ from mingpt.report import RunStart
 from mingpt.snapshot import Manifest, MemoryFolder, Snapshot, Store, StoredState, open_snapshot
 from mingpt.snapshot.search import Content
 from mingpt.training.contents import check_model
-from mingpt.training.facts import Site, measure_history
-from mingpt.training.plan import DIFFERED, Again, Fault, Refusal, Start, StartFacts, check_nodes, plan_start
+from mingpt.training.facts import Site
+from mingpt.training.plan import (
+    DIFFERED,
+    Again,
+    Fault,
+    Refusal,
+    Start,
+    StartFacts,
+    check_nodes,
+    plan_start,
+    settings_digest,
+)
 from mingpt.training.run_data import Origin, load_corpus, tokenizer_path
 
 NOT_BEGUN = Manifest.model_construct(step=0, windows=0)
@@ -91,7 +101,6 @@ class Reading(NamedTuple):
     content: Content | None = None  # of the snapshot, if this rank reads it, and its bytes are valid
     origin: Origin | None = None  # of snapshot.init_from, on rank 0 of a fresh run
     tokenizer: tuple[str, bytes | UserError | None] = ("", None)  # that data.tokenizer names, on rank 0
-    extent: tuple[int, int, int] | None = None  # of this node's records; None: this rank keeps none
 
 
 def find_start(config: Config, context: DistributedContext) -> StartPoint:
@@ -104,6 +113,7 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     begin = Begin(Site(config, context))
     arrivals = context.gather_on_all(begin.site.arrive)
     facts = context.gather_on_all(lambda: begin.site.look(arrivals))
+    begin.site.remove_probes()
     plan, readings = begin.choose(facts)
     for line in plan.warnings if context.rank == 0 else ():
         log.warning(line)
@@ -161,14 +171,11 @@ class Begin:
             facts = context.gather_on_all(functools.partial(site.offer, own, faults))
 
     def read(self, plan: Start) -> Reading:
-        """Read what this rank has to read for all: the bytes of the snapshot, tokenizers, its records."""
+        """Read what this rank has to read for all: the bytes of the snapshot, and tokenizers."""
         rank, choice, weights = self.context.rank, plan.found.choice, self.config.snapshot.init_from
         content = self.site.reader.verify(choice) if choice and choice.reader == rank else None
-        extent = None
-        if not plan.is_shared and self.site.is_kept:
-            extent = measure_history(self.site.path, choice.step if choice else 0)
         if rank > 0:
-            return Reading(content, extent=extent)
+            return Reading(content)
         origin = None
         if weights and not choice:
             self.initial = open_snapshot(weights, check_model, weights_only=True)
@@ -181,14 +188,13 @@ class Begin:
                 tokenizer = path, read_named_tokenizer(path)
             except UserError as error:
                 tokenizer = path, error
-        return Reading(content, origin, tokenizer, extent)
+        return Reading(content, origin, tokenizer)
 
     def carry_out(self, plan: Start, readings: Sequence[Reading]) -> StartPoint:
         """Do what the plan says; return what this generation starts from. Collective."""
         config, context, site, state = self.config, self.context, self.site, self.state
         memory = MemoryFolder(config.snapshot.memory_path, plan.run_id, site.path)
-        known = [(*one.extent, -rank) for rank, one in enumerate(readings) if one.extent]
-        source = -max(known)[-1] if known else None
+        source = None if plan.is_shared else plan.source
         loaded = []
 
         def prepare() -> tuple[list[Fault], dict[str, bytes]]:
@@ -226,6 +232,7 @@ class Begin:
             previous=context.previous_generation,
             process_began=context.exit.began_at,
             job=site.claim.holder.job,
+            settings=settings_digest(config),
             is_main=context.rank == 0,
             logged_step=manifest.step // log_every * log_every,
             check_claim=site.claim.check,
