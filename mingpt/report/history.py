@@ -80,6 +80,7 @@ class History(pydantic.BaseModel):
     job_began: Seconds = 0.0
     goodput: Seconds = 1.0
     distrusted: list[Distrusted] = []
+    settings: str = ""
     inputs: dict[str, Any] = {}
 
 

@@ -94,9 +94,12 @@ class Site:
         return []
 
     def check_is_ours(self) -> list[Fault]:
-        """Return a fault if the run folder has files that a run would replace, but no run.json of a run."""
+        """Return a fault if the run folder has files that a run would replace, but no run.json of a run.
+
+        Empty files do not count: a run leaves an empty metrics.jsonl if the disk is full when it starts.
+        """
         found = [name for name in REPLACED_FILES if os.path.lexists(self.path / name)]
-        if not found:
+        if not any(os.lstat(self.path / name).st_size for name in found):
             return []
         with contextlib.suppress(OSError), (self.path / "run.json").open("rb") as file:
             if OWN_HISTORY.match(file.read(100)):

@@ -1,0 +1,284 @@
+"""The plan of a start, without a process: each reason why a run does not start, and what it starts from."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from conftest import SMALL
+from support.snapshots import make_manifest
+
+from mingpt.config import to_dict
+from mingpt.config.cli import build
+from mingpt.snapshot.manifest import Manifest
+from mingpt.snapshot.search import Offer
+from mingpt.training.plan import REFUSALS, Fault, Records, Refusal, StartFacts, plan_start, settings_digest
+
+RUN, OTHER, DATA, PATH = 32 * "a", 32 * "b", 64 * "0", str(build({}).data.path)
+URL = "out/run/snapshots"
+
+
+def facts(rank: int = 0, settings: dict[str, Any] | None = None, **known: Any) -> StartFacts:
+    """The facts of a node's only worker; `settings` are those in which it differs from SMALL."""
+    config = build(SMALL | {"run_dir": "out/run"} | (settings or {}))
+    given: dict[str, Any] = {"node": rank, "host": f"host{rank}", "keeper": rank, "snapshot_keeper": rank}
+    return StartFacts(config, **given | {"data": DATA, "url": URL, "token": OTHER} | known)
+
+
+def manifest(step: int = 20, settings: dict[str, Any] | None = None, **fields: Any) -> Manifest:
+    given = {"config": to_dict(build(SMALL | (settings or {}))), "run": RUN, "generation": 1}
+    given["software"] = {"torch": "", "device": "", "threads": 3, "dtype": "float32", "device_type": "cpu"}
+    return make_manifest(step, **given | fields)
+
+
+def offer(rank: int = 0, on_disk: bool = True, **fields: Any) -> Offer:
+    written = manifest(**fields)
+    return Offer(written.step, on_disk, URL if on_disk else "/dev/shm/x", rank, 0 if on_disk else 1, written)
+
+
+def bad(step: int, fault: str, is_corrupt: bool = True, rank: int = 0) -> Offer:
+    return Offer(step, True, URL, rank, 0, None, fault, is_corrupt)
+
+
+def run(**fields: Any) -> Records:
+    """Records of a run whose newest snapshot is that of step 20."""
+    return Records(**{"last_step": 20, "run": RUN, "durable_step": 20, "generations": 1} | fields)
+
+
+STARTED = {"was_restarted": True, "records": run(of_this_job=True, settings=settings_digest(facts().config))}
+SAVED = {"records": run(), "offers": [offer()]}
+NEVER, MUST, CHANGED = ({"snapshot.resume": resume} for resume in ("never", "must", "changed"))
+EVALUATES = {"trainer.eval_only": True}
+
+
+def refused(
+    kind: str, values: dict[str, Any], *known: StartFacts, nodes: Sequence[int] | None = None, on: str = ""
+) -> Any:
+    """A case: these facts give the refusal of this kind, with these values in its sentence."""
+    return pytest.param(kind, values, known, nodes, on, id=f"{kind}-{len(known)}-{nodes}")
+
+
+def faulty(kind: str, values: dict[str, Any], rank: int = 0, **known: Any) -> StartFacts:
+    return facts(rank, faults=[Fault(kind, values)], **known)
+
+
+REASON = {"reason": "it is so"}
+RUNS = f"run {RUN[:8]} on host0; run {OTHER[:8]} on host1"
+CASES = [
+    *(refused(kind, REASON, faulty(kind, REASON)) for kind in ("device", "claimed", "data", "snapshots")),
+    refused("data", REASON, facts(), faulty("data", REASON, 1), on="host1"),
+    refused("data", REASON, faulty("data", REASON), facts(1, **STARTED), nodes=[0]),
+    refused("data", REASON, faulty("data", REASON), faulty("data", REASON, 1, **STARTED), on="host0"),
+    *(
+        refused(kind, values, faulty(kind, values))
+        for kind, values in {
+            "disk": {"place": "/disk", "limit_s": 60},
+            "not ours": {"run_dir": "r", "names": "config.yaml"},
+            "not writable": {"run_dir": "r", "reason": "broken"},
+            "private": {"url": "memory://x"},
+        }.items()
+    ),
+    refused("devices", {"devices": "cpu, cuda"}, facts(), facts(1, device="cuda"), on="host1"),
+    refused(
+        "devices",
+        {"devices": "cuda, cpu"},
+        facts(device="cuda"),
+        facts(1, **STARTED, offers=[offer(1)]),
+        nodes=[0],
+    ),
+    refused(
+        "settings",
+        {"host": "host1", "other": "host0", "changes": "seed: 1337 -> 2; snapshot.path: null -> a folder"},
+        facts(),
+        facts(1, {"seed": 2, "snapshot.path": "/x"}),
+    ),
+    refused(
+        "settings",
+        {"host": "host0", "other": "host1", "changes": "seed: 1337 -> 2"},
+        facts(0, {"seed": 2}),
+        facts(1, **STARTED),
+        nodes=[0],
+    ),
+    refused(
+        "different data", {"path": PATH, "other": "host0", "host": "host1"}, facts(), facts(1, data=64 * "1")
+    ),
+    refused(
+        "different data",
+        {"path": PATH, "other": "host1", "host": "host0"},
+        facts(data=64 * "1"),
+        facts(1, **STARTED, offers=[offer(1)]),
+        nodes=[0],
+    ),
+    refused(
+        "different runs",
+        {"run_dir": "out/run", "runs": RUNS},
+        facts(records=run()),
+        facts(1, records=run(run=OTHER)),
+    ),
+    refused(
+        "different runs",
+        {"run_dir": "out/run", "runs": RUNS},
+        facts(**STARTED),
+        facts(1, records=run(run=OTHER, last_step=99)),
+        nodes=[1],
+    ),
+    refused(
+        "workers",
+        {
+            "reason": "9 workers cannot share the 8 micro-batches of a step: start at most 8 workers, or lower "
+            "trainer.micro_batch_size (now 1)"
+        },
+        *map(facts, range(9)),
+    ),
+    refused("nothing to resume", {"url": URL}, facts(0, MUST)),
+    refused("nothing to evaluate", {"url": URL}, facts(0, EVALUATES)),
+    refused("resume=never", {"url": URL, "step": 20}, facts(0, NEVER, **SAVED)),
+    refused("other data", {"url": URL, "path": PATH}, facts(**SAVED | {"data": 64 * "1"})),
+    refused(
+        "other run",
+        {"url": URL, "run": OTHER, "recorded": RUN, "run_dir": "out/run"},
+        facts(records=run(), offers=[offer(run=OTHER)]),
+    ),
+    refused(
+        "init_from", {"url": URL, "step": 20}, facts(0, {"snapshot.init_from": "out/x"} | CHANGED, **SAVED)
+    ),
+    refused(
+        "other model",
+        {"url": URL, "changes": "model.n_layer: 2 -> 3"},
+        facts(0, {"model.n_layer": 3} | CHANGED, **SAVED, fits=False),
+    ),
+    refused("other settings", {"url": URL, "changes": "seed: 1337 -> 2"}, facts(0, {"seed": 2}, **SAVED)),
+    refused(
+        "other hardware",
+        {"url": URL, "then": "cpu in float32", "now": "cpu and bfloat16"},
+        facts(**SAVED, dtype="bfloat16"),
+    ),
+    refused(
+        "unreadable",
+        {"url": URL, "reasons": "step 5: stale"},
+        facts(0, NEVER, offers=[bad(5, "stale", False)]),
+    ),
+    refused(
+        "unreadable",
+        {"url": URL, "reasons": "run.json is gone: the disk of run_dir may be away"},
+        facts(was_restarted=True),
+    ),
+    refused(
+        "lost",
+        {
+            "url": URL,
+            "step": 20,
+            "reasons": "step 5: damaged; run.json tells of one of step 20, which no node has",
+        },
+        facts(records=run(), offers=[bad(5, "damaged")]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "values", "known", "nodes", "on"), CASES)
+def test_a_run_that_does_not_start_is_refused_in_one_sentence(
+    kind: str, values: dict[str, Any], known: tuple[StartFacts, ...], nodes: list[int] | None, on: str
+) -> None:
+    """In a job that has begun only the nodes at fault are refused, `nodes`; None means all."""
+    found = plan_start(known)
+    assert isinstance(found, Refusal)
+    sentence = REFUSALS[kind].format(**values) + (f" (on {on})" if on else "")
+    assert (found.kind, found.sentence) == (kind, sentence)
+    assert found.nodes == (None if nodes is None else frozenset(nodes))
+    assert found.hosts == ", ".join(f"host{node}" for node in nodes or ())
+    assert found.may_pass == (kind == "unreadable")
+
+
+def test_each_reason_has_a_case() -> None:
+    assert {case.values[0] for case in CASES} == {*REFUSALS}
+
+
+def started(*known: StartFacts) -> Start:
+    found = plan_start(known)
+    assert isinstance(found, Start)
+    return found
+
+
+def test_a_fresh_run_has_the_id_that_rank_0_drew() -> None:
+    fresh = started(facts(token=RUN), facts(1, keeper=0, snapshot_keeper=0))
+    assert (fresh.run_id, fresh.generation, fresh.is_restart, fresh.found.choice) == (RUN, 1, False, None)
+    assert fresh.is_shared and fresh.snapshot_writers == [0] and fresh.source is None
+
+
+def test_a_run_goes_on_with_the_threads_and_the_number_of_its_snapshot() -> None:
+    """A new run folder has no records: the run is that of the snapshot."""
+    found = started(facts(offers=[offer(generation=6)], threads=2))
+    assert (found.run_id, found.generation, found.threads, found.changes) == (RUN, 7, 3, [])
+    found = started(facts(0, {"seed": 2} | CHANGED, **SAVED))
+    assert found.changes == ["seed: 1337 -> 2"]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "is_restart"),
+    [
+        ({}, False),
+        ({"was_restarted": True}, True),
+        ({"records": run(of_this_job=True)}, True),
+        (SAVED, False),
+    ],
+)
+def test_one_witness_of_an_earlier_generation_is_enough(evidence: dict[str, Any], is_restart: bool) -> None:
+    """The launcher's store may be lost with its host, and run.json with its disk."""
+    witness = facts(1, **{"records": run()} | evidence, offers=[offer(1)])
+    assert started(facts(), witness).is_restart == is_restart
+
+
+def test_only_a_restart_takes_a_snapshot_in_memory_that_is_newer_than_a_deleted_one() -> None:
+    """A user has deleted the snapshots on disk after step 20."""
+    offers = [offer(), offer(on_disk=False, step=45, after=40)]
+    assert started(facts(records=run(), offers=offers)).found.step_on_disk() == 20
+    for evidence, step in (({}, 20), ({"was_restarted": True}, 45)):
+        choice = started(facts(records=run(), offers=offers, **evidence)).found.choice
+        assert choice is not None and choice.step == step
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_used"),
+    [({}, True), ({"settings": {"seed": 5}}, False), ({"data": {"path": "x", "sha256": 64 * "1"}}, False),
+     ({"step": 15, "settings": {"seed": 5}}, True), ({"settings": {"trainer.log_every": 9}}, True)],
+)  # fmt: skip
+def test_a_restart_leaves_out_a_newer_snapshot_that_is_not_of_this_job(
+    fields: dict[str, Any], is_used: bool
+) -> None:
+    """A node that joins may have brought one. That of step 15, from which the job began, may differ."""
+    newest = offer(1, **{"step": 90} | fields)
+    found = plan_start([facts(records=run(job_start=15), was_restarted=True), facts(1, offers=[newest])])
+    if is_used:
+        assert isinstance(found, Start) and found.found.choice == newest
+    else:
+        assert isinstance(found, Again)
+        assert [is_corrupt for _, is_corrupt in found.faults.values()] == [False]
+
+
+def test_what_an_earlier_generation_saved_after_workers_differed_is_corrupt() -> None:
+    """The node with the newest snapshots was away, and its run.json knows of no difference."""
+    entry = {"step": 25, "after": 20, "before_generation": 3, "workers": ["worker 1 on b (cpu)"]}
+    known = facts(records=run(distrusted=[entry], generations=2))
+    for generation in (2, 3):
+        returned = facts(1, records=run(), offers=[offer(1, step=40, generation=generation)])
+        found = plan_start([known, returned])
+        if generation == 2:
+            assert found == Again({(1, 0, 40): (DIFFERED, True)})
+        else:
+            assert isinstance(found, Start) and found.generation == 4
+    assert started(known, facts(1, offers=[offer(1)])).generation == 3
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "step"),
+    [((-1, 0), (7, 2), 5), ((9, 1), (6, 2), 6), ((9, 5), (20, 2), 20)],
+    ids=["a node that joins", "a node that comes back", "a part that did not come as far"],
+)
+def test_the_records_come_from_the_node_that_knows_most_of_them(
+    here: tuple[int, int], there: tuple[int, int], step: int
+) -> None:
+    """Both nodes have (last step, generations), and the run goes on from `step`."""
+    known = []
+    for rank, (last_step, generations) in enumerate((here, there)):
+        found = run(last_step=last_step, generations=generations) if generations else Records()
+        known.append(facts(rank, records=found, offers=[offer(rank, step=step)]))
+    assert started(*known).source == 1
