@@ -11,7 +11,7 @@ from mingpt.snapshot.manifest import Manifest, TokenizerFields
 from mingpt.snapshot.memory import MemoryFolder
 from mingpt.snapshot.reading import Check, Entries
 from mingpt.snapshot.saver import Saver, Status, Tier
-from mingpt.snapshot.search import Found, StoredState, find_latest, load_latest
+from mingpt.snapshot.search import Found, Offer, Reader, StoredState, find_valid, load_latest
 from mingpt.snapshot.store import Snapshot, Store
 
 __all__ = [
@@ -20,6 +20,8 @@ __all__ = [
     "Found",
     "Manifest",
     "MemoryFolder",
+    "Offer",
+    "Reader",
     "Saver",
     "Snapshot",
     "Status",
@@ -27,7 +29,7 @@ __all__ = [
     "StoredState",
     "Tier",
     "TokenizerFields",
-    "find_latest",
+    "find_valid",
     "load_latest",
     "open_snapshot",
 ]

@@ -240,22 +240,19 @@ class Found:
         return {offer.step: offer.fault for offer in faulty if offer.step not in unreadable}
 
 
-def find_latest(
-    disk: Store, context: DistributedContext, check: Check
-) -> tuple[StoredState | None, Sequence[Offer]]:
-    """Find, for all ranks, the newest valid snapshot on disk that passes `check`; return also all offers.
+def find_valid(
+    reader: Reader, context: DistributedContext, next_choice: Callable[[], Offer | None]
+) -> StoredState | None:
+    """Return, on all ranks, the state of the first choice whose bytes are valid; None if no choice is left.
 
-    The first worker of each node reads `disk`. Collective. For UserErrors see `Reader.offers`.
+    `next_choice` is called on all ranks, and exchanges the offers of their Readers each time, because an
+    offer that proves bad gets a fault there. Collective.
     """
-    reader = Reader([disk] if context.launch.local_rank == 0 else [], check, context.rank)
-    while True:
-        offers = [offer for by_rank in context.gather_on_all(reader.offers) for offer in by_rank]
-        choice = choose(offers, None)
-        if choice is None:
-            return None, offers
+    while choice := next_choice():
         content = context.on_rank(choice.reader, functools.partial(reader.verify, choice))
         if content:
-            return reader.state_of(choice, content), offers
+            return reader.state_of(choice, content)
+    return None
 
 
 def load_latest(store: Store, tensors: Mapping[str, Tensor], context: DistributedContext) -> Manifest | None:
@@ -273,7 +270,14 @@ def load_latest(store: Store, tensors: Mapping[str, Tensor], context: Distribute
         if {name: (entry.dtype, entry.shape) for name, entry in entries.items()} != wanted:
             raise UserError(f"{store.url} holds a snapshot of other tensors: go on in another folder")
 
-    state, offers = find_latest(store, context, check)
+    reader = Reader([store] if context.launch.local_rank == 0 else [], check, context.rank)
+    offers = list[Offer]()
+
+    def next_choice() -> Offer | None:
+        offers[:] = [offer for by_rank in context.gather_on_all(reader.offers) for offer in by_rank]
+        return choose(offers, None)
+
+    state = find_valid(reader, context, next_choice)
     faulty = [offer for offer in offers if offer.fault]
     if state is None:
         if faulty:

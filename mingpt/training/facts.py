@@ -63,6 +63,7 @@ class Site:
         self.writes = not config.trainer.eval_only
         self.probes = "", ""  # the names of the files by which other nodes know this rank's folders
         self.data: Data | None = None
+        self.reader = Reader([], self.check, context.rank)  # reads no snapshots if a rank has a fault
 
     def arrive(self) -> Arrival:
         """Find this rank's device, make the run folder, and mark the folders for the other nodes."""

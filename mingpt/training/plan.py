@@ -38,7 +38,8 @@ REFUSALS = {
     "devices": DEVICES_DIFFER,
     "settings": "the workers were started with different settings: those on {host} differ from those on "
     "{other} ({changes})",
-    "different data": "the data in {path} differ between {other} and {host}: copy the same files to every node",
+    "different data": "the data in {path} differ between {other} and {host}: copy the same files to every "
+    "node",
     "different runs": "the nodes hold different runs in {run_dir} ({runs}): give the job another run_dir, or "
     "remove {run_dir} from the nodes of the other run",
     # The settings do not fit the cluster, or the run that is there.

@@ -7,13 +7,14 @@ from mingpt.base.errors import UserError
 from mingpt.config import Config
 from mingpt.data import TOKENIZERS, Corpus, Data, Tokenizer, tokenize
 from mingpt.data.corpus import TextData
-from mingpt.data.json_tokenizer import parse_named_tokenizer
+from mingpt.data.json_tokenizer import parse_named_tokenizer, read_named_tokenizer
 from mingpt.data.shards import ShardData
 from mingpt.snapshot import Manifest, StoredState
 from mingpt.training.contents import make_tokenizer
 
 log = logging.getLogger(__name__)
 Origin = tuple[Manifest, bytes | None]  # of the snapshot that a fresh run takes its weights from
+Named = tuple[str, bytes | UserError]  # what data.tokenizer names, and its bytes or why they cannot be read
 
 
 def tokenizer_path(config: Config, has_snapshot: bool, is_restart: bool, beside: list[str]) -> str | None:
@@ -32,20 +33,27 @@ def tokenizer_path(config: Config, has_snapshot: bool, is_restart: bool, beside:
     return beside[0] or None
 
 
+def read_tokenizer(path: str) -> Named:
+    """Read the tokenizer that data.tokenizer names."""
+    try:
+        return path, read_named_tokenizer(path)
+    except UserError as error:  # it does not matter to a run whose snapshot has a tokenizer
+        return path, error
+
+
 def load_corpus(
     config: Config,
     data: Data,
     state: StoredState | None,
     is_restart: bool,
     origin: Origin | None,
-    named: tuple[str, bytes | UserError | None],
+    named: Named | None,
     is_told: bool,
 ) -> Corpus:
     """Tokenize `data` for a run that goes on from `state`; None means a fresh run.
 
-    `named` has what `tokenizer_path` returns, "" for None, and the bytes that rank 0 has read there, or why
-    it could not. With `is_told`, log what is missing. Raises UserError if a tokenizer is not suitable, or if
-    the data cannot be used.
+    `named` is what rank 0 has read at `tokenizer_path`. With `is_told`, log what is missing. Raises UserError
+    if a tokenizer is not suitable, or if the data cannot be used.
     """
     rows = state.manifest.tokenizer.vocab_size if state else None
     if state:
@@ -66,12 +74,7 @@ def load_corpus(
 
 
 def snapshot_tokenizer(
-    config: Config,
-    data: Data,
-    state: StoredState,
-    is_restart: bool,
-    named: tuple[str, bytes | UserError | None],
-    is_told: bool,
+    config: Config, data: Data, state: StoredState, is_restart: bool, named: Named | None, is_told: bool
 ) -> Tokenizer | None:
     """Return the tokenizer of the snapshot; None if the snapshot has no tokenizer.
 
@@ -97,7 +100,7 @@ def snapshot_tokenizer(
 
 
 def choose_tokenizer(
-    config: Config, data: Data, origin: Origin | None, named: tuple[str, bytes | UserError | None]
+    config: Config, data: Data, origin: Origin | None, named: Named | None
 ) -> Tokenizer | None:
     """Return the tokenizer that data.tokenizer names: read from a file, or made from the text.
 
@@ -109,10 +112,10 @@ def choose_tokenizer(
 
     Raises UserError if the tokenizer cannot be used.
     """
-    path, content = named
-    if isinstance(content, UserError):
-        raise content
-    if content is not None:
+    if named:
+        path, content = named
+        if isinstance(content, UserError):
+            raise content
         return parse_named_tokenizer(content, path, "data.tokenizer")
     if origin is None or config.data.tokenizer in TOKENIZERS:
         return data.train_tokenizer(config.data.tokenizer)

@@ -6,27 +6,35 @@ copied to nodes that lack them, the data are tokenized. The result is a StartPoi
 the state.
 """
 
-import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import DriverError, reason_of
 from mingpt.config import Config, TrainerConfig
-from mingpt.data.json_tokenizer import read_named_tokenizer
+from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import idle_gpus
 from mingpt.report import RunStart
-from mingpt.snapshot import Manifest, MemoryFolder, Snapshot, Store, StoredState, open_snapshot
-from mingpt.snapshot.search import Content
+from mingpt.snapshot import (
+    Manifest,
+    MemoryFolder,
+    Offer,
+    Snapshot,
+    Store,
+    StoredState,
+    find_valid,
+    open_snapshot,
+)
 from mingpt.training.contents import check_model
 from mingpt.training.facts import Site
 from mingpt.training.plan import (
     DIFFERED,
     Again,
     Fault,
+    Place,
     Refusal,
     Start,
     StartFacts,
@@ -34,7 +42,7 @@ from mingpt.training.plan import (
     plan_start,
     settings_digest,
 )
-from mingpt.training.run_data import Origin, load_corpus, tokenizer_path
+from mingpt.training.run_data import Origin, load_corpus, read_tokenizer, tokenizer_path
 
 NOT_BEGUN = Manifest.model_construct(step=0, windows=0)
 log = logging.getLogger(__name__)
@@ -95,14 +103,6 @@ class StartPoint(RunStart):
         return is_complete and self.plan.is_reported and not self.is_restart and not self.evaluation_missing
 
 
-class Reading(NamedTuple):
-    """What one rank has read for all, as the plan says."""
-
-    content: Content | None = None  # of the snapshot, if this rank reads it, and its bytes are valid
-    origin: Origin | None = None  # of snapshot.init_from, on rank 0 of a fresh run
-    tokenizer: tuple[str, bytes | UserError | None] = ("", None)  # that data.tokenizer names, on rank 0
-
-
 def find_start(config: Config, context: DistributedContext) -> StartPoint:
     """Claim and open the run folder, open the data, and find the state to start from. Collective.
 
@@ -110,15 +110,15 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     snapshots do not allow the start. If the job goes on without some nodes, raises NodeRefused on their
     ranks, and PeersMissing on all other ranks. A request to stop raises StopRequested, or ends the process.
     """
-    begin = Begin(Site(config, context))
-    arrivals = context.gather_on_all(begin.site.arrive)
-    facts = context.gather_on_all(lambda: begin.site.look(arrivals))
-    begin.site.remove_probes()
-    plan, readings = begin.choose(facts)
+    site = Site(config, context)
+    arrivals = context.gather_on_all(site.arrive)
+    begin = Begin(site, context.gather_on_all(lambda: site.look(arrivals)))
+    site.remove_probes()
+    plan, state = begin.choose()
     for line in plan.warnings if context.rank == 0 else ():
         log.warning(line)
     context.settle([arrival.own for arrival in arrivals], plan.dtype, plan.threads)
-    return begin.carry_out(plan, readings)
+    return begin.carry_out(plan, state)
 
 
 def is_due(trainer: TrainerConfig, step: int) -> bool:
@@ -144,76 +144,64 @@ def end(refusal: Refusal, context: DistributedContext) -> NoReturn:
 class Begin:
     """Carries out the plan of a start, on one rank."""
 
-    def __init__(self, site: Site) -> None:
-        self.site, self.config, self.context = site, site.config, site.context
-        self.facts: list[StartFacts] = []
-        self.state: StoredState | None = None
-        self.initial: Snapshot | None = None
+    def __init__(self, site: Site, facts: list[StartFacts]) -> None:
+        self.site, self.config, self.context, self.facts = site, site.config, site.context, facts
+        self.initial: Snapshot | None = None  # of snapshot.init_from, on rank 0 of a fresh run
 
-    def choose(self, facts: list[StartFacts]) -> tuple[Start, list[Reading]]:
-        """Return the plan, once the bytes of its snapshot are known to be valid, and the ranks' readings."""
-        context, site = self.context, self.site
-        while True:
-            self.facts, plan = facts, plan_start(facts)
+    def choose(self) -> tuple[Start, StoredState | None]:
+        """Return the plan, and its snapshot, whose bytes have been checked. Collective."""
+        plans = list[Start]()
+
+        def next_choice() -> Offer | None:
+            if plans:  # its snapshot is bad, as the Reader now knows
+                self.look_again({})
+            while isinstance(plan := plan_start(self.facts), Again):
+                self.look_again(plan.faults)
             if isinstance(plan, Refusal):
-                end(plan, context)
-            faults = plan.faults if isinstance(plan, Again) else {}
-            if isinstance(plan, Start):
-                readings = context.gather_on_all(functools.partial(self.read, plan))
-                choice = plan.found.choice
-                content = readings[choice.reader].content if choice else None
-                if choice is None:
-                    return plan, readings
-                if content:
-                    self.state = site.reader.state_of(choice, content)
-                    return plan, readings
-            own = facts[context.rank]
-            facts = context.gather_on_all(functools.partial(site.offer, own, faults))
+                end(plan, self.context)
+            plans.append(plan)
+            return plan.found.choice
 
-    def read(self, plan: Start) -> Reading:
-        """Read what this rank has to read for all: the bytes of the snapshot, and tokenizers."""
-        rank, choice, weights = self.context.rank, plan.found.choice, self.config.snapshot.init_from
-        content = self.site.reader.verify(choice) if choice and choice.reader == rank else None
-        if rank > 0:
-            return Reading(content)
-        origin = None
-        if weights and not choice:
-            self.initial = open_snapshot(weights, check_model, weights_only=True)
-            origin = self.initial.manifest, self.initial.read_tokenizer()
-        beside = [one.tokenizer for one in self.facts]
-        path = tokenizer_path(self.config, choice is not None, plan.is_restart, beside)
-        tokenizer: tuple[str, bytes | UserError | None] = ("", None)
-        if path:
-            try:
-                tokenizer = path, read_named_tokenizer(path)
-            except UserError as error:
-                tokenizer = path, error
-        return Reading(content, origin, tokenizer)
+        state = find_valid(self.site.reader, self.context, next_choice)
+        return plans[-1], state
 
-    def carry_out(self, plan: Start, readings: Sequence[Reading]) -> StartPoint:
+    def look_again(self, faults: Mapping[Place, tuple[str, bool]]) -> None:
+        own = self.facts[self.context.rank]
+        self.facts = self.context.gather_on_all(lambda: self.site.offer(own, faults))
+
+    def read_origin(self) -> Origin:
+        """Open the snapshot of snapshot.init_from; return what all ranks need of it."""
+        self.initial = open_snapshot(str(self.config.snapshot.init_from), check_model, weights_only=True)
+        return self.initial.manifest, self.initial.read_tokenizer()
+
+    def carry_out(self, plan: Start, state: StoredState | None) -> StartPoint:
         """Do what the plan says; return what this generation starts from. Collective."""
-        config, context, site, state = self.config, self.context, self.site, self.state
+        config, context, site = self.config, self.context, self.site
         memory = MemoryFolder(config.snapshot.memory_path, plan.run_id, site.path)
         source = None if plan.is_shared else plan.source
-        loaded = []
+        is_fresh = config.snapshot.init_from is not None and state is None
+        origin = context.on_rank(0, self.read_origin) if is_fresh else None
+        path = tokenizer_path(
+            config, state is not None, plan.is_restart, [one.tokenizer for one in self.facts]
+        )
+        named = context.on_rank(0, lambda: read_tokenizer(path)) if path else None
+        loaded = list[Corpus]()
 
         def prepare() -> tuple[list[Fault], dict[str, bytes]]:
             faults = self.prepare_store(plan, memory) if site.writes else []
             faults = faults or site.open_data()
-            if faults or site.data is None:
-                return faults, {}
-            is_told = context.rank == 0 and not plan.is_restart
-            origin, named = readings[0].origin, readings[0].tokenizer
-            loaded.append(load_corpus(config, site.data, state, plan.is_restart, origin, named, is_told))
-            return [], site.read_history() if source == context.rank else {}
+            if not faults and site.data:
+                is_told = context.rank == 0 and not plan.is_restart
+                loaded.append(load_corpus(config, site.data, state, plan.is_restart, origin, named, is_told))
+            return faults, site.read_history() if source == context.rank else {}
 
-        done = context.gather_on_all(prepare)
-        facts = [replace(one, faults=faults) for one, (faults, _) in zip(self.facts, done, strict=True)]
-        refusal = check_nodes(facts, plan.is_restart)
+        faults, histories = zip(*context.gather_on_all(prepare), strict=True)
+        found = [replace(one, faults=here) for one, here in zip(self.facts, faults, strict=True)]
+        refusal = check_nodes(found, plan.is_restart)
         if refusal:
             end(refusal, context)
         if source is not None and site.is_kept and context.rank != source:
-            site.write_history(done[source][1])
+            site.write_history(histories[source])
         idle = idle_gpus(config.trainer.device, context.launch)
         if idle:
             log.info(idle)
