@@ -12,8 +12,8 @@ from support.single_process import SingleProcess
 from mingpt.base.errors import NodeRefused, UserError
 from mingpt.distributed import Launch, device
 from mingpt.distributed.device import (
-    check_device_types,
     check_gloo,
+    common_dtype,
     find_device,
     find_program,
     idle_gpus,
@@ -74,7 +74,7 @@ def test_auto_takes_bfloat16_where_it_is_fast(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: "avx512_bf16" in has)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: "amx" in has)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_fp16": "avx512_fp16" in has})
-    assert resolve_dtype(wanted, CPU) == dtype
+    assert getattr(torch, resolve_dtype(wanted, CPU)) == dtype
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_auto_takes_float16_on_gpus_without_bfloat16(
     capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert resolve_dtype("auto", torch.device("cuda", 0)) == dtype
+    assert getattr(torch, resolve_dtype("auto", torch.device("cuda", 0))) == dtype
 
 
 def test_an_edited_file_makes_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +114,10 @@ def test_a_variable_that_chooses_kernels_is_named_in_a_line_of_a_resume(
     assert (f"kernels: none -> {name}=?xx" in caplog.text) == is_named
 
 
-def test_workers_with_different_kinds_of_devices_are_refused() -> None:
-    check_device_types(["cpu", "cpu"])
-    with pytest.raises(UserError, match="by rank: cuda, cpu, cuda"):
-        check_device_types(["cuda", "cpu", "cuda"])
+def test_ranks_whose_devices_have_different_dtypes_take_one_that_all_have() -> None:
+    assert common_dtype(["bfloat16", "bfloat16"], "cuda") == "bfloat16"
+    assert common_dtype(["bfloat16", "float16"], "cuda") == "float16"
+    assert common_dtype(["bfloat16", "float32"], "cpu") == "float32"
 
 
 @pytest.mark.parametrize("interface", ["nosuch0", "^lo,docker", "lo,nosuch0"])  # ^ is NCCL's notation

@@ -13,11 +13,21 @@ from typing import Any
 import pytest
 import torch
 from support.single_process import SingleProcess
-from support.snapshots import TENSORS, file_names, make_manifest, make_saver, make_store, newest, save, write
+from support.snapshots import (
+    TENSORS,
+    file_names,
+    make_manifest,
+    make_saver,
+    make_store,
+    newest,
+    save,
+    search,
+    write,
+)
 
 from mingpt.base.errors import UserError
 from mingpt.base.rows import RowMap
-from mingpt.snapshot import Store, find_latest, open_snapshot, reading
+from mingpt.snapshot import Store, open_snapshot, reading
 from mingpt.snapshot.reading import accept_all
 
 FAILURES = [
@@ -75,7 +85,7 @@ def test_each_rank_reads_its_rows_whatever_the_pieces_that_are_sent(
     }
     write(store, make_manifest(3), tensors)
     monkeypatch.setattr("mingpt.snapshot.search.PIECE_BYTES", 40)
-    state = find_latest(store, [], SingleProcess(), accept_all, is_restart=True).state
+    _, state = search([store], SingleProcess(), accept_all)
     assert state
     rows = RowMap({name: tuple(tensor.shape) for name, tensor in tensors.items()}, workers, sharded)
     for rank in range(workers):

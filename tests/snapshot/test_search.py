@@ -10,11 +10,11 @@ import pytest
 from support.memory import FIELDS, check_values, make_state
 from support.ranks import run_ranks
 from support.single_process import SingleProcess
-from support.snapshots import make_manifest, write
+from support.snapshots import make_manifest, search, write
 
 from mingpt.base.errors import CorruptSnapshot
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot import Check, Found, Manifest, Store, find_latest
+from mingpt.snapshot import Check, Found, Manifest, Store
 from mingpt.snapshot.manifest import is_distrusted
 from mingpt.snapshot.reading import Entries
 from mingpt.snapshot.search import Offer, choose
@@ -25,8 +25,8 @@ def on_disk(step: int, reader: int = 0, **fields: Any) -> Offer:
     return Offer(step, True, "the disk", reader, 0, **fields)
 
 
-def in_memory(step: int, reader: int = 0, store: int = 1, **fields: Any) -> Offer:
-    return Offer(step, False, "the memory", reader, store, **fields)
+def in_memory(step: int, reader: int = 0, store: int = 1, after: int = 0) -> Offer:
+    return Offer(step, False, "the memory", reader, store, make_manifest(step, after=after))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,7 @@ class Nodes:
             [Store(str(folder / f"{kind}{node}"), retries_s=()) for node in range(nodes)]
             for kind in ("disk", "memory")
         )
+        self.tokenizers = set[bytes | None]()  # of the states that were found, on all ranks
         for store in (*self.disks, *self.memories):
             store.prepare()
 
@@ -81,8 +82,10 @@ class Nodes:
         def work(context: DistributedContext) -> tuple[int, Found]:
             node, local_rank = present[context.rank // 2], context.rank % 2
             context.launch = replace(context.launch, node_rank=node, local_rank=local_rank)
-            found = find_latest(self.disks[node], [self.memories[node]], context, check, is_restart)
-            return check_values(found.state, context) if found.state else -1, found
+            stores = [self.disks[node], self.memories[node]]
+            found, state = search(stores, context, check, is_restart)
+            self.tokenizers.add(state.tokenizer if state else None)
+            return check_values(state, context) if state else -1, found
 
         results = run_ranks(2 * len(present), work)
         for result in results:
@@ -190,16 +193,14 @@ def test_all_ranks_get_the_tokenizer_of_the_snapshot(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2)
     tokenizer = {"kind": "json", "vocab_size": 11}
     write_state(nodes.memories[1], 5, b"the content of a tokenizer.json", tokenizer=tokenizer)
-    _, by_rank = nodes.search()
-    assert {found.state and found.state.tokenizer for found in by_rank} == {
-        b"the content of a tokenizer.json"
-    }
+    nodes.search()
+    assert nodes.tokenizers == {b"the content of a tokenizer.json"}
 
 
 def test_a_tokenizer_that_the_manifest_does_not_tell_of_is_damage(tmp_path: Path) -> None:
     (disk,) = Nodes(tmp_path, 1).disks
     write_state(disk, 5)
     write_state(disk, 10, b"a tokenizer")
-    found = find_latest(disk, [], SingleProcess(), check_model, is_restart=True)
-    assert found.state and found.state.manifest.step == 5
+    found, state = search([disk], SingleProcess(), check_model)
+    assert state and state.manifest.step == 5
     assert found.corrupt(0) == {10: "its manifest tells of no tokenizer, and there is one"}

@@ -1,7 +1,7 @@
 """Tensors, manifests and snapshots for tests."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,22 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from mingpt.snapshot import Manifest, Saver, Snapshot, Store, Tier, find_latest
+from mingpt.distributed import DistributedContext
+from mingpt.snapshot import (
+    Check,
+    Found,
+    Manifest,
+    Offer,
+    Reader,
+    Saver,
+    Snapshot,
+    Store,
+    StoredState,
+    Tier,
+    find_valid,
+)
 from mingpt.snapshot.reading import SourceFile, StoredFile, TensorFile, accept_all
+from mingpt.snapshot.search import choose
 from support.single_process import SingleProcess
 
 TENSORS = {
@@ -41,8 +55,26 @@ def make_manifest(step: int, loss: float | None = None, **fields: Any) -> Manife
 
 def newest(store: Store) -> tuple[int, dict[int, str]]:
     """The step of the newest valid snapshot (-1: none), and {step: why a newer snapshot is corrupt}."""
-    found = find_latest(store, [], SingleProcess(), accept_all, is_restart=True)
-    return found.state.manifest.step if found.state else -1, found.corrupt(0)
+    found, state = search([store], SingleProcess(), accept_all)
+    return state.manifest.step if state else -1, found.corrupt(0)
+
+
+def search(
+    stores: Sequence[Store], context: DistributedContext, check: Check, is_restart: bool = True
+) -> tuple[Found, StoredState | None]:
+    """Search as a start does, on each rank: the first of `stores` is on disk, the others are in memory."""
+    reader = Reader(stores if context.launch.local_rank == 0 else [], check, context.rank)
+    searches = list[Found]()
+
+    def next_choice() -> Offer | None:
+        offers = [offer for by_rank in context.gather_on_all(reader.offers) for offer in by_rank]
+        on_disk = [offer.step for offer in offers if offer.is_on_disk]
+        choice = choose(offers, None if is_restart else max([0, *on_disk]))
+        searches.append(Found(choice, stores[0].url, offers))
+        return choice
+
+    state = find_valid(reader, context, next_choice)
+    return searches[-1], state
 
 
 def to_safetensors(tensors: Mapping[str, Tensor]) -> bytes:

@@ -2,7 +2,6 @@ import dataclasses
 import errno
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -11,20 +10,16 @@ import uuid
 from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from support.needs import need_proc
-from support.ranks import run_ranks
 
 from mingpt.base.errors import LaterGeneration, SupersededError, UserError
 from mingpt.base.processes import Process, this_process
-from mingpt.distributed import DistributedContext
 from mingpt.training import claim as claim_module
 from mingpt.training.claim import Claim, Holder, read_newest
-from mingpt.training.run_folder import RunFolder, claim_run_folder
 
 
 @pytest.fixture
@@ -280,21 +275,3 @@ def test_of_jobs_that_claim_at_the_same_time_exactly_one_succeeds(
         job.join()
     assert outcomes == ["held", "refused", "refused", "refused"]
     assert [path.name for path in tmp_path.iterdir()] == [f"claim-{1 if before == 'nothing' else 2:06d}.json"]
-
-
-def test_the_rank_that_keeps_the_run_folder_claims_it_for_all_agents_until_the_folder_is_removed(
-    tmp_path: Path,
-) -> None:
-    def work(context: DistributedContext) -> Claim:
-        agent_pid = (os.getpid(), os.getppid())[context.rank]
-        context.launch = dataclasses.replace(context.launch, agent_pid=agent_pid)
-        context.exit = SimpleNamespace(on_job_end=lambda release: None)  # type: ignore[assignment]
-        return claim_run_folder(context, RunFolder(tmp_path, context.rank == 0, False, True))
-
-    held, other = run_ranks(2, work, one_node=True)
-    assert isinstance(held, Claim) and isinstance(other, Claim), (held, other)
-    assert [agent.pid for agent in held.holder.agents] == [os.getpid(), os.getppid()]
-    shutil.rmtree(tmp_path)
-    other.check()
-    with pytest.raises(SupersededError, match="its claim was removed"):
-        held.check()

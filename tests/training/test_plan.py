@@ -225,11 +225,7 @@ def test_a_run_goes_on_with_the_threads_and_the_number_of_its_snapshot() -> None
 
 @pytest.mark.parametrize(
     ("evidence", "is_restart"),
-    [
-        ({}, False),
-        ({"was_restarted": True}, True),
-        ({"records": run(of_this_job=True)}, True),
-    ],
+    [({}, False), ({"was_restarted": True}, True), ({"records": run(of_this_job=True)}, True)],
 )
 def test_one_witness_of_an_earlier_generation_is_enough(evidence: dict[str, Any], is_restart: bool) -> None:
     """The launcher's store may be lost with its host, and run.json with its disk."""
@@ -292,3 +288,55 @@ def test_the_records_come_from_the_node_that_knows_most_of_them(
         found = run(last_step=last_step, generations=generations) if generations else Records()
         known.append(facts(rank, records=found, offers=[offer(rank, step=step)]))
     assert started(*known).source == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "expected"),
+    [
+        ({"trainer.log_every": 5}, {}, []),
+        ({"trainer.compile": "true"}, {}, ["trainer.compile: auto -> True"]),
+        ({"trainer.max_steps": 60}, {}, ["trainer.max_steps: 30 -> 60"]),
+        ({"trainer.max_steps": 60, "seed": 3}, EVALUATES, []),
+        ({"data.block_size": 16}, EVALUATES, ["data.block_size: 32 -> 16"]),
+    ],
+)
+def test_settings_that_can_change_the_result_count(
+    changes: dict[str, Any], settings: dict[str, Any], expected: list[str]
+) -> None:
+    """An evaluation compares only what can change it."""
+    known = facts(0, changes | settings, **SAVED)
+    if expected:
+        found = plan_start([known])
+        assert isinstance(found, Refusal) and found.kind == "other settings"
+    assert started(facts(0, changes | settings | CHANGED, **SAVED)).changes == expected
+
+
+@pytest.mark.parametrize(
+    ("known", "settings"),
+    [
+        ({"records": run()}, NEVER),
+        ({"offers": [bad(5, "damaged")]}, NEVER),
+        ({"offers": [bad(0, "damaged")]}, {}),
+        ({"offers": [bad(0, "damaged")], "was_restarted": True, "records": run(durable_step=0)}, {}),
+    ],
+)
+def test_a_run_begins_at_0_if_it_has_no_later_snapshot_or_is_told_to(
+    known: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    assert started(facts(0, settings, **known)).found.choice is None
+
+
+def test_a_snapshot_that_cannot_be_read_is_named_once_and_not_set_aside() -> None:
+    """Another rank sees the same step as corrupt. A run that trains names corrupt ones as it renames them."""
+    away = bad(-1, "the folder cannot be read", False)
+    offers = [offer(), bad(30, "damaged"), bad(25, "stale", False, 1), bad(25, "damaged"), away]
+    found = started(facts(offers=[*offers, away]))
+    assert found.warnings == [f"snapshot of step 25 in {URL} skipped: stale", "the folder cannot be read"]
+    assert found.found.corrupt(0) == {30: "damaged"}
+    evaluating = started(facts(0, EVALUATES, offers=offers))
+    assert f"snapshot of step 30 in {URL} skipped: damaged" in evaluating.warnings
+
+
+def test_nodes_with_different_code_are_told_apart_in_one_line() -> None:
+    (line,) = started(facts(program="a"), facts(1, program="b"), facts(2, program="a")).warnings
+    assert "may compute different bits: {'host0': 'a', 'host1': 'b', 'host2': 'a'}" in line

@@ -5,7 +5,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from mingpt.data import make_corpus
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import Found, Manifest, MemoryFolder, Store, StoredState
 from mingpt.snapshot.search import Offer
-from mingpt.training.run_folder import RunFolder
 from mingpt.training.saving import Saving
 from mingpt.training.start import NOT_BEGUN
 
@@ -67,11 +65,11 @@ def make_saving(
         step=0,
         snapshot=found,
         manifest=found.manifest if found else NOT_BEGUN,
-        known=SimpleNamespace(token=TOKEN),
-        found=Found(found, "", offers),
-        folder=RunFolder(
-            tmp_path, True, True, True, snapshot_writers=range(max(context.world_size, context.rank + 1))
+        plan=SimpleNamespace(
+            found=Found(offers[0] if offers else None, "", offers),
+            snapshot_writers=range(max(context.world_size, context.rank + 1)),
         ),
+        keeps_snapshots=True,
         corpus=make_corpus(TEXT, config.data),
     )
     state: Any = SimpleNamespace(
@@ -153,7 +151,7 @@ def test_one_rank_per_folder_sets_snapshots_aside_even_if_all_ranks_write_there(
     saving.wait()
     write(saving.memory.store, make_manifest(20))
     start: Any = saving.start
-    start.folder = replace(start.folder, keeps_snapshots=is_keeper)
+    start.keeps_snapshots = is_keeper
     assert saving.set_aside_after(10) == left[-1]
     assert sorted(saving.disk.store.steps()) == left
     assert saving.memory.store.steps() == []

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.single_process import SingleProcess
 from support.snapshots import make_manifest, snapshot_of
 from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model
 from support.vocabularies import cl100k_like
@@ -12,15 +11,15 @@ from support.vocabularies import cl100k_like
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, SnapshotConfig, to_dict
 from mingpt.data import CharTokenizer, Corpus
+from mingpt.data.corpus import open_data
 from mingpt.snapshot import Manifest, Snapshot
 from mingpt.snapshot.layout import TensorSpec
 from mingpt.training.contents import check_model, describe_tokenizer, make_tokenizer
 from mingpt.training.run import match_weights
-from mingpt.training.run_data import load_corpus, load_data
+from mingpt.training.run_data import load_corpus
 
 VOCABULARY = "abcdefghijk"
 CHARACTERS = CharTokenizer(VOCABULARY).to_bytes()
-ONE = SingleProcess()
 MODEL = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=16)
 
 
@@ -138,7 +137,8 @@ def load(path: Path, initial: Snapshot, **data: Any) -> Corpus:
     config = Config(
         data=DataConfig(path=str(path), block_size=4, **data), snapshot=SnapshotConfig(init_from="there")
     )
-    return load_corpus(config, ONE, load_data(config, ONE), None, False, initial)
+    origin = initial.manifest, initial.read_tokenizer()
+    return load_corpus(config, open_data(config.data), None, False, origin, None, is_told=False)
 
 
 @pytest.mark.parametrize(("rows", "vocab_size", "expected"), [(9, None, 9), (9, 8, 8)])

@@ -1,0 +1,205 @@
+"""What a rank finds out when a generation starts; ranks are threads, each on a node of its own."""
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import SMALL
+from support.ranks import run_ranks
+from support.runs import make_run
+from support.single_process import SingleProcess
+from support.snapshots import make_manifest
+
+from mingpt.base.errors import CorruptSnapshot, SupersededError
+from mingpt.config import to_dict
+from mingpt.config.cli import build
+from mingpt.data import TextData
+from mingpt.distributed import DistributedContext
+from mingpt.report.history import RunHistory
+from mingpt.training import facts
+from mingpt.training.facts import Site
+from mingpt.training.plan import Fault, StartFacts
+
+TEXT = "To be, or not to be, that is the question.\n" * 40
+
+
+def site(run_dir: Path, context: DistributedContext | None = None, **settings: Any) -> Site:
+    return Site(build(SMALL | {"run_dir": str(run_dir), **settings}), context or SingleProcess())
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, method: str, code: int) -> None:
+    def raise_error(*_: object, **__: object) -> None:
+        raise OSError(code, "broken")
+
+    monkeypatch.setattr(Path, method, raise_error)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_refuses_no_job_whose_folder_is_there(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, "open", code)
+    assert site(tmp_path).make_run_dir() == []
+
+
+@pytest.mark.parametrize(
+    ("method", "code", "may_pass"),
+    [
+        ("mkdir", errno.ENOSPC, True),
+        ("mkdir", errno.EACCES, False),
+        ("open", errno.EROFS, False),
+        ("open", errno.EIO, True),
+    ],
+)
+def test_a_folder_that_cannot_be_made_or_written_is_a_fault(
+    method: str, code: int, may_pass: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, method, code)
+    run_dir = tmp_path / "run"
+    values = {"run_dir": run_dir, "reason": "broken"}
+    assert site(run_dir).make_run_dir() == [Fault("not writable", values, may_pass)]
+
+
+@pytest.mark.parametrize("setting", ["run_dir", "snapshot.path", "data.path"])
+def test_a_disk_that_hangs_is_a_fault(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exists = os.path.exists
+    monkeypatch.setattr(facts, "DISK_S", 0.1)
+    monkeypatch.setattr(
+        "os.path.exists", lambda path: threading.Event().wait() if path == "/hangs" else exists(path)
+    )
+    found = Site(build(SMALL | {setting: "/hangs"}), SingleProcess()).try_disks()
+    assert found == [Fault("disk", {"place": "/hangs", "limit_s": 0.1}, may_pass=True)]
+
+
+@pytest.mark.parametrize("name", facts.REPLACED_FILES)
+def test_a_users_file_that_a_run_would_replace_is_a_fault(name: str, tmp_path: Path) -> None:
+    """The first line of run.json shows that there is a run, also if the rest is damaged.
+
+    A run that starts on a full disk leaves an empty metrics.jsonl, and no run.json.
+    """
+    (tmp_path / name).touch()
+    assert site(tmp_path).check_is_ours() == []
+    (tmp_path / name).write_text('{"id": "mine"}')
+    assert site(tmp_path).check_is_ours() == [Fault("not ours", {"run_dir": tmp_path, "names": name})]
+    (tmp_path / "run.json").write_text(f'{{\n "id": "{32 * "0"}",\n')
+    assert site(tmp_path).check_is_ours() == []
+
+
+def test_what_is_in_the_way_of_a_run_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, kind in (("file", "not a"), ("link", "a link to nowhere, which is not a")):
+        for path in (tmp_path / name, tmp_path / name / "run"):
+            (fault,) = site(path).make_run_dir()
+            assert fault.values["reason"] == f"{tmp_path}/{name} is {kind} folder"
+
+
+def gather(tmp_path: Path, names: str, **settings: str) -> tuple[list[Site], list[StartFacts]]:
+    """The facts of nodes that see these folders; paths in `settings` are relative to a node's folder."""
+    (tmp_path / "play.txt").write_text(TEXT)
+
+    def work(context: DistributedContext) -> tuple[Site, StartFacts]:
+        exits: Any = SimpleNamespace(on_job_end=lambda release: None)
+        context.exit, context.rendezvous = exits, None
+        node = tmp_path / names[context.rank]
+        given = {key: str(node / value) for key, value in settings.items()}
+        paths = {"data.path": str(tmp_path / "play.txt"), "snapshot.memory_path": str(node)}
+        own = site(node / "run", context, **paths | given)
+        arrivals = context.gather_on_all(own.arrive)
+        found = context.gather_on_all(lambda: own.look(arrivals))
+        own.remove_probes()
+        return own, found[context.rank]
+
+    results = run_ranks(len(names), work)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    sites, found = zip(*results, strict=True)  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("*/**/probe-*"))
+    return list(sites), list(found)
+
+
+def roles(sites: Sequence[Site]) -> list[tuple[bool, bool]]:
+    """Which ranks write the run's records, and which write snapshots."""
+    return [(one.is_kept, one.keeps_snapshots) for one in sites]
+
+
+def test_the_lowest_rank_that_sees_a_folder_keeps_it(tmp_path: Path) -> None:
+    sites, found = gather(tmp_path, "aaa")
+    assert roles(sites) == [(True, True), (False, False), (False, False)]
+    assert [one.keeper for one in found] == [0, 0, 0]
+    sites, found = gather(tmp_path, "bcc")
+    assert roles(sites) == [(True, True), (True, True), (False, False)]
+    assert [(one.keeper, one.snapshot_keeper) for one in found] == [(0, 0), (1, 1), (1, 1)]
+
+
+def test_snapshots_may_be_shared_where_run_folders_are_not(tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    sites, found = gather(tmp_path, "abc", **{"snapshot.path": "../all"})
+    assert roles(sites) == [(True, True), (True, False), (True, False)]
+    assert [one.snapshot_keeper for one in found] == [0, 0, 0]
+
+
+def test_the_rank_that_keeps_the_run_folder_claims_it_until_the_folder_is_removed(tmp_path: Path) -> None:
+    sites, _ = gather(tmp_path, "aa")
+    held, other = (one.claim for one in sites)
+    shutil.rmtree(tmp_path / "a")
+    other.check()
+    with pytest.raises(SupersededError, match="its claim was removed"):
+        held.check()
+
+
+def test_a_job_that_has_begun_is_known_by_run_json_if_the_store_is_lost(tmp_path: Path) -> None:
+    """All generations have one agent, this process. The first two fail before they pass the checks."""
+    for has_begun in (False, False, True):
+        (own,), (found,) = gather(tmp_path, "a")
+        if has_begun:
+            RunHistory(own.path, 32 * "0", {}).start_generation(make_run(own.path, job=own.claim.holder.job))
+            _, (found,) = gather(tmp_path, "a")
+        assert found.records.of_this_job == has_begun
+        assert not found.was_restarted
+        own.claim.number = 0  # no thread renews it any more
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "expected"),
+    [
+        (30, {}, "lacks the tokenizer of the text"),
+        (30, {"tokenizer": {"kind": "char", "vocab_size": 9}, "windows": 2**63 - 1}, "no run reads 92"),
+        (31, {}, r"past its own trainer\.max_steps"),
+    ],
+)
+def test_what_no_run_has_written_of_this_text_is_damage(
+    step: int, change: dict[str, Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With these the run could not go on; the snapshot before may be right."""
+    monkeypatch.setattr(facts, "check_model", lambda *_: None)
+    own = site(tmp_path)
+    own.data = TextData(TEXT.encode(), own.config.data)
+    about = {"path": "x", "sha256": own.data.fingerprint}
+    manifest = make_manifest(step, config=to_dict(own.config), data=about, **change)
+    with pytest.raises(CorruptSnapshot, match=expected):
+        own.check(manifest, {}, None)
+
+
+def test_a_node_that_cannot_take_the_records_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise its run.json would claim records that the node lacks."""
+    own = site(tmp_path)
+    (tmp_path / "run.json").write_text("its own")
+    taken = own.read_history()
+    assert taken == {"metrics.jsonl": b"", "run.json": b"its own"}, "a run that died at once has no records"
+
+    def refuse(path: Path, content: bytes, sync: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(facts, "write_atomic", refuse)
+    own.write_history({"metrics.jsonl": b"more", "run.json": b"another's"})
+    assert (tmp_path / "run.json").read_text() == "its own" and "its records have a gap" in caplog.text
