@@ -29,6 +29,13 @@ T = TypeVar("T")
 Outcome = tuple[Any, Exception | None]  # (what some work returned, the error that it raised or None)
 
 
+def all_gather_single() -> Any:
+    """Return torch's collective of this name, which is all_gather_into_tensor before torch 2.13."""
+    from torch import distributed
+
+    return getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
 def wait_for(work: "Work | None") -> None:
     """Wait for an asynchronous collective, send or receive. `work` is None on ranks outside the group.
 
@@ -75,13 +82,11 @@ class Group:
             return [value]
         import torch
 
-        from mingpt.distributed.transport import all_gather_single
-
         content = pickle.dumps(value)
         head = len(content).to_bytes(8, "little") + content[:FIRST_BYTES]
         own = torch.frombuffer(bytearray(head.ljust(8 + FIRST_BYTES, b"\0")), dtype=torch.uint8)
         heads = own.new_empty(self.world_size, len(own))
-        all_gather_single(heads.flatten(), own, group=self.process_group)
+        all_gather_single()(heads.flatten(), own, group=self.process_group)
         values: list[Any] = []
         for rank, first in enumerate(heads):
             size = int.from_bytes(first[:8].numpy().tobytes(), "little")

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingpt.base.extras import load_extra
-from mingpt.distributed.group import Group, wait_for
+from mingpt.distributed.group import Group, all_gather_single, wait_for
 
 BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
-# The names before torch 2.13 are all_gather_into_tensor and reduce_scatter_tensor.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# The name before torch 2.13 is reduce_scatter_tensor.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # By the type of the ranks' devices: a subclass of Connector, as "module:class". The module is imported when a
 # job of several ranks starts.
@@ -101,7 +100,7 @@ class Transport:
         if self.world_size == 1:
             return padded.unsqueeze(0)
         gathered = vector.new_empty(self.world_size, length)
-        all_gather_single(gathered.flatten(), padded, group=self.group)
+        all_gather_single()(gathered.flatten(), padded, group=self.group)
         return gathered
 
     def all_gather_parts(

@@ -68,7 +68,13 @@ REFUSALS = {
     "another run_dir, or begin anew by snapshot.resume=never",
 }
 # Settings that change no result but must be the same on all workers.
-SAME_EVERYWHERE = ("trainer.eval_only", "trainer.parallel", "trainer.shard_optimizer", "trainer.fsdp_reshard")
+SAME_EVERYWHERE = (
+    "trainer.eval_only",
+    "trainer.parallel",
+    "trainer.shard_optimizer",
+    "trainer.fsdp_reshard",
+    "snapshot.path",  # only whether it is a folder or a URL
+)
 # The settings that can change an evaluation, by the beginnings of their names.
 EVALUATED = ("data.", "model.", "trainer.dtype:", "trainer.compile:", "trainer.fsdp_param_dtype:")
 DIFFERED = "workers have computed differently since"
@@ -172,7 +178,10 @@ def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
     if unusable:
         return Again(unusable)
     config, records = facts[0].config, [one.records for one in facts]
-    offers, recorded_run = [offer for one in facts for offer in one.offers], kept_run(records).run
+    recorded_run = kept_run(records).run
+    # The memory of a node may hold snapshots of other runs that were trained in the same folder.
+    every = [offer for one in facts for offer in one.offers]
+    offers = [offer for offer in every if offer.is_on_disk or is_of_run(offer, recorded_run)]
     on_disk = [offer.step for offer in offers if offer.is_on_disk]
     found = Found(choose(offers, None if is_restart else max([0, *on_disk])), facts[0].url, offers)
     manifest = found.choice.manifest if found.choice else None
@@ -226,6 +235,11 @@ def kept_run(records: Iterable[Records]) -> Records:
     return max((one for one in records if one.run), default=Records(), key=lambda one: one[:3])
 
 
+def is_of_run(offer: Offer, run: str | None) -> bool:
+    """Return whether a snapshot is known to be of the run with this id."""
+    return run is not None and offer.manifest is not None and offer.manifest.run == run
+
+
 def find_source(facts: Sequence[StartFacts], step: int) -> int | None:
     """Return the rank whose node has the most complete records up to `step`; None if no node has any."""
     known = [
@@ -277,7 +291,7 @@ def check_agreement(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | 
     record in run.json, its data and its kind of device in its snapshots. Otherwise rank 0 is right.
     """
     config, kept = facts[0].config, kept_run(one.records for one in facts)
-    offers = [offer for one in facts for offer in one.offers if offer.manifest and is_restart]
+    offers = [offer for one in facts for offer in one.offers if is_restart and is_of_run(offer, kept.run)]
     manifest = max(offers, default=NO_OFFER, key=lambda one: one.step).manifest
     rules: list[tuple[str, Callable[[StartFacts], str], str | None]] = [
         ("devices", lambda one: one.device, manifest.software.device_type if manifest else None),
@@ -290,11 +304,13 @@ def check_agreement(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | 
         wrong = [one for one in facts if value(one) not in ("", value(example))]
         if wrong:
             runs = [f"run {one.records.run[:8]} on {one.host}" for one in facts if one.records.run]
+            here, there = shared_settings(example.config), shared_settings(wrong[0].config)
+            changes = [f"{name}: {here[name]} -> {there[name]}" for name in here if here[name] != there[name]]
             is_known = is_restart and (kind != "different runs" or kept.of_this_job)
             return refuse(
                 facts, is_known, wrong, kind, host=wrong[0].host, other=example.host, path=config.data.path,
                 devices=", ".join(one.device for one in facts), run_dir=config.run_dir,
-                changes=different_settings(example.config, wrong[0].config),
+                changes="; ".join(changes),
                 runs="; ".join(dict.fromkeys(runs)),
             )  # fmt: skip
     try:
@@ -305,20 +321,17 @@ def check_agreement(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | 
     return None
 
 
-def must_be_equal(config: Config) -> dict[str, str]:
-    """Return {name: value} of the settings that change no result, and must be the same on all workers."""
-    settings, path = flatten(to_dict(config)), config.snapshot.path
-    same = {name: str(settings[name]) for name in SAME_EVERYWHERE}
-    same["snapshot.path"] = "null" if path is None else ("a URL" if "://" in path else "a folder")
-    return same
+def shared_settings(config: Config) -> dict[str, Any]:
+    """Return {name: value} of the settings that must be the same on all workers of a job."""
+    settings, path = to_dict(config), config.snapshot.path
+    place = "null" if path is None else ("a URL" if "://" in path else "a folder")
+    flat = flatten(settings) | {"snapshot.path": place}
+    return result_settings(settings) | {name: flat[name] for name in SAME_EVERYWHERE}
 
 
-def different_settings(one: Config, other: Config) -> str:
-    """Return in what two workers' settings differ, as "key: one -> other; ..."; "" if in nothing."""
-    here, there = must_be_equal(one), must_be_equal(other)
-    changes = differences(to_dict(one), to_dict(other))
-    changes += [f"{name}: {here[name]} -> {there[name]}" for name in here if here[name] != there[name]]
-    return "; ".join(changes)
+def settings_digest(config: Config) -> str:
+    """Return a digest of all settings that must be the same on all workers of a job."""
+    return hashlib.sha256(repr(sorted(shared_settings(config).items())).encode()).hexdigest()
 
 
 def programs_differ(facts: Sequence[StartFacts]) -> list[str]:
@@ -337,12 +350,6 @@ def changed_settings(manifest: Manifest, config: Config) -> list[str]:
     if config.trainer.compile != "auto":
         return changes
     return [change for change in changes if not change.startswith("trainer.compile:")]
-
-
-def settings_digest(config: Config) -> str:
-    """Return a digest of all settings that must be the same on all workers of a job."""
-    settings = [sorted(result_settings(to_dict(config)).items()), must_be_equal(config)]
-    return hashlib.sha256(repr(settings).encode()).hexdigest()
 
 
 def find_unusable(facts: Sequence[StartFacts], is_restart: bool) -> dict[Place, tuple[str, bool]]:
@@ -412,34 +419,29 @@ def check_choice(
     the snapshot's. In a restart only data and hardware count: the first generation has passed all other
     checks.
     """
-    config, resume, is_first = facts[0].config, facts[0].config.snapshot.resume, not is_restart
-    only_evaluates = config.trainer.eval_only
-    choice, url = found.choice, found.where
+    config, choice, is_first = facts[0].config, found.choice, not is_restart
+    resume, only_evaluates = config.snapshot.resume, config.trainer.eval_only
+    values: dict[str, Any] = {"url": found.where, "changes": "; ".join(changes), "run_dir": config.run_dir}
     if choice is None or choice.manifest is None:
         reasons = {"nothing to resume": resume == "must" and is_first, "nothing to evaluate": only_evaluates}
-        kind = next((kind for kind, holds in reasons.items() if holds), None)
-        return refuse(facts, is_restart, [], kind, url=url) if kind else None
-    manifest, then = choice.manifest, choice.manifest.software
-    is_over = only_evaluates or manifest.step >= config.trainer.max_steps
-    hardware = {then.device_type, then.dtype} ^ {facts[0].device, dtype}
-    takes_weights = config.snapshot.init_from is not None
-    reasons = {
-        "resume=never": resume == "never" and is_first,
-        "other data": manifest.data.sha256 != facts[0].data,
-        "other run": is_first and bool(run) and manifest.run not in (None, run) and not only_evaluates,
-        "init_from": takes_weights and any(change.startswith("snapshot.init_from:") for change in changes),
-        "other model": bool(changes) and not facts[choice.reader].fits,
-        "other settings": bool(changes) and resume != "changed",
-        "other hardware": bool(hardware) and not is_over and not (resume == "changed" and is_first),
-    }
+    else:
+        manifest, then = choice.manifest, choice.manifest.software
+        is_over = only_evaluates or manifest.step >= config.trainer.max_steps
+        is_other = (then.device_type, then.dtype) != (facts[0].device, dtype)
+        takes_weights = any(change.startswith("snapshot.init_from:") for change in changes)
+        reasons = {
+            "resume=never": resume == "never" and is_first,
+            "other data": manifest.data.sha256 != facts[0].data,
+            "other run": is_first and bool(run) and manifest.run not in (None, run) and not only_evaluates,
+            "init_from": takes_weights and config.snapshot.init_from is not None,
+            "other model": bool(changes) and not facts[choice.reader].fits,
+            "other settings": bool(changes) and resume != "changed",
+            "other hardware": is_other and not is_over and not (resume == "changed" and is_first),
+        }
+        values |= {"step": choice.step, "path": config.data.path, "run": manifest.run, "recorded": run}
+        values |= {"then": f"{then.device_type} in {then.dtype}", "now": f"{facts[0].device} and {dtype}"}
     kind = next((kind for kind, holds in reasons.items() if holds), None)
-    if kind is None:
-        return None
-    return refuse(
-        facts, is_restart, [], kind, url=url, step=choice.step, path=config.data.path, run=manifest.run,
-        recorded=run, run_dir=config.run_dir, changes="; ".join(changes),
-        then=f"{then.device_type} in {then.dtype}", now=f"{facts[0].device} and {dtype}",
-    )  # fmt: skip
+    return refuse(facts, is_restart, [], kind, **values) if kind else None
 
 
 def shorten(reasons: list[str]) -> str:
