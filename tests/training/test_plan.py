@@ -36,7 +36,7 @@ def facts(rank: int = 0, settings: dict[str, Any] | None = None, **known: Any) -
 
 
 def manifest(step: int = 20, settings: dict[str, Any] | None = None, **fields: Any) -> Manifest:
-    given = {"config": to_dict(build(SMALL | (settings or {}))), "run": RUN, "generation": 1}
+    given: dict[str, Any] = {"config": to_dict(build(SMALL | (settings or {}))), "run": RUN, "generation": 1}
     given["software"] = {"torch": "", "device": "", "threads": 3, "dtype": "float32", "device_type": "cpu"}
     return make_manifest(step, **given | fields)
 
@@ -52,13 +52,17 @@ def bad(step: int, fault: str, is_corrupt: bool = True, rank: int = 0) -> Offer:
 
 def run(**fields: Any) -> Records:
     """Records of a run whose newest snapshot is that of step 20."""
-    return Records(**{"last_step": 20, "run": RUN, "durable_step": 20, "generations": 1} | fields)
+    known: dict[str, Any] = {"last_step": 20, "run": RUN, "durable_step": 20, "generations": 1}
+    return Records(**known | fields)
 
 
-STARTED = {"was_restarted": True, "records": run(of_this_job=True, settings=settings_digest(facts().config))}
-SAVED = {"records": run(), "offers": [offer()]}
+STARTED: dict[str, Any] = {
+    "was_restarted": True,
+    "records": run(of_this_job=True, settings=settings_digest(facts().config)),
+}
+SAVED: dict[str, Any] = {"records": run(), "offers": [offer()]}
 NEVER, MUST, CHANGED = ({"snapshot.resume": resume} for resume in ("never", "must", "changed"))
-EVALUATES = {"trainer.eval_only": True}
+EVALUATES: dict[str, Any] = {"trainer.eval_only": True}
 
 
 def refused(
@@ -72,22 +76,20 @@ def faulty(kind: str, values: dict[str, Any], rank: int = 0, **known: Any) -> St
     return facts(rank, faults=[Fault(kind, values)], **known)
 
 
-REASON = {"reason": "it is so"}
+REASON: dict[str, Any] = {"reason": "it is so"}
+FAULTS: dict[str, dict[str, Any]] = {
+    "disk": {"place": "/disk", "limit_s": 60},
+    "not ours": {"run_dir": "r", "names": "config.yaml"},
+    "not writable": {"run_dir": "r", "reason": "broken"},
+    "private": {"url": "memory://x"},
+}
 RUNS = f"run {RUN[:8]} on host0; run {OTHER[:8]} on host1"
 CASES = [
     *(refused(kind, REASON, faulty(kind, REASON)) for kind in ("device", "claimed", "data", "snapshots")),
     refused("data", REASON, facts(), faulty("data", REASON, 1), on="host1"),
     refused("data", REASON, faulty("data", REASON), facts(1, **STARTED), nodes=[0]),
     refused("data", REASON, faulty("data", REASON), faulty("data", REASON, 1, **STARTED), on="host0"),
-    *(
-        refused(kind, values, faulty(kind, values))
-        for kind, values in {
-            "disk": {"place": "/disk", "limit_s": 60},
-            "not ours": {"run_dir": "r", "names": "config.yaml"},
-            "not writable": {"run_dir": "r", "reason": "broken"},
-            "private": {"url": "memory://x"},
-        }.items()
-    ),
+    *(refused(kind, values, faulty(kind, values)) for kind, values in FAULTS.items()),
     refused("devices", {"devices": "cpu, cuda"}, facts(), facts(1, device="cuda"), on="host1"),
     refused(
         "devices",
@@ -237,8 +239,9 @@ def test_only_a_restart_takes_a_snapshot_in_memory_that_is_newer_than_a_deleted_
     """A user has deleted the snapshots on disk after step 20."""
     offers = [offer(), offer(on_disk=False, step=45, after=40)]
     assert started(facts(records=run(), offers=offers)).found.step_on_disk() == 20
-    for evidence, step in (({}, 20), ({"was_restarted": True}, 45)):
-        choice = started(facts(records=run(), offers=offers, **evidence)).found.choice
+    for was_restarted, step in ((False, 20), (True, 45)):
+        known = facts(records=run(), offers=offers, was_restarted=was_restarted)
+        choice = started(known).found.choice
         assert choice is not None and choice.step == step
 
 

@@ -1,6 +1,6 @@
 """What holds for the plan of every start: `hypothesis` makes the facts of some nodes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from mingpt.training.plan import (
     REFUSALS,
     Again,
     Fault,
+    Place,
     Records,
     Refusal,
     Start,
@@ -58,10 +59,8 @@ def offers_of(draw: st.DrawFn, rank: int) -> list[Offer]:
                 data={"path": "x", "sha256": draw(st.sampled_from(DATA))},
                 after=draw(st.integers(0, step)),
             )
-            is_corrupt = draw(st.booleans())
-            found.append(
-                Offer(step, is_on_disk, f"store {store}", rank, store, manifest, fault, bool(fault and is_corrupt))
-            )
+            is_corrupt, where = bool(fault) and draw(st.booleans()), f"store {store}"
+            found.append(Offer(step, is_on_disk, where, rank, store, manifest, fault, is_corrupt))
     return found
 
 
@@ -108,14 +107,15 @@ def facts_of(draw: st.DrawFn) -> list[StartFacts]:
     return found
 
 
-def without(facts: Sequence[StartFacts], faults: dict[tuple[int, int, int], tuple[str, bool]]) -> list[StartFacts]:
+def without(facts: Sequence[StartFacts], faults: Mapping[Place, tuple[str, bool]]) -> list[StartFacts]:
     """The facts once each rank has left out these offers."""
     found = []
     for one in facts:
         offers = []
         for offer in one.offers:
-            why, is_corrupt = faults.get((offer.reader, offer.store, offer.step), (offer.fault, offer.is_corrupt))
-            offers.append(offer._replace(fault=why, is_corrupt=is_corrupt))
+            place, known = (offer.reader, offer.store, offer.step), (offer.fault, offer.is_corrupt)
+            fault, is_corrupt = faults.get(place, known)
+            offers.append(offer._replace(fault=fault, is_corrupt=is_corrupt))
         found.append(replace(one, offers=offers))
     return found
 
@@ -153,4 +153,5 @@ def test_every_start_has_one_answer_that_keeps_the_rules(facts: list[StartFacts]
     elif facts[0].config.snapshot.resume != "never" and not facts[0].config.trainer.eval_only:
         assert not any(one.records.durable_step for one in facts), "a run begins anew by itself"
     assert plan.generation > max(one.records.generations for one in facts)
-    assert plan.run_id in {one.records.run for one in facts} | {choice and choice.manifest.run, 32 * "c"}
+    of_snapshot = choice.manifest.run if choice and choice.manifest else None
+    assert plan.run_id in {one.records.run for one in facts} | {of_snapshot, 32 * "c"}

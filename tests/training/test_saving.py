@@ -274,7 +274,7 @@ def test_a_writer_without_the_snapshot_of_the_start_gets_it_before_the_first_ste
     offers = [
         Offer(STEP, True, "", 0, 0),
         Offer(STEP, False, "", 2, 1),
-        Offer(STEP, True, "", 1, 0, 0, "bad"),
+        Offer(STEP, True, "", 1, 0, None, "bad"),
     ]
     got = Steps([STEP], []) if memory_every else Steps([], [STEP])
     assert after_allocate(tmp_path, settings, offers, lambda saving: None) == [
