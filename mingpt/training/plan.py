@@ -12,7 +12,7 @@ later generation it concerns only the nodes at fault, and the job goes on withou
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from mingpt.base.errors import UserError
@@ -141,6 +141,7 @@ class Refusal:
     nodes: frozenset[int] | None = None  # the nodes that are refused while the job goes on; None: all are
     hosts: str = ""  # the hosts of these nodes
     may_pass: bool = False  # whether a restart may help
+    found: Found | None = None  # what was found, if the reason is a snapshot, or that there is none
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class Start:
     source: int | None  # the rank whose node's records go to nodes that do not share its folder
     snapshot_writers: list[int]  # the lowest rank that sees each folder of snapshots
     is_reported: bool  # whether the end of the run is on record on all nodes
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str]
 
 
 def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
@@ -197,7 +198,7 @@ def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
         facts, found, is_restart, recorded_run, changes, dtype
     )
     if refusal:
-        return refusal
+        return replace(refusal, found=found)
     # A run that goes on in a new run folder has fewer generations on record than its snapshots count.
     generations = [manifest.generation if manifest else 0, *(one.generations for one in records)]
     distrusted = [entry["before_generation"] for entry in distrusted_entries(records)]
@@ -214,7 +215,7 @@ def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
         source=find_source(facts, manifest.step if manifest else 0),
         snapshot_writers=sorted({one.snapshot_keeper for one in facts}),
         is_reported=all(one.is_reported for one in records),
-        warnings=[*programs_differ(facts), *skipped_snapshots(found, config)],
+        warnings=programs_differ(facts),
     )
 
 

@@ -41,6 +41,7 @@ from mingpt.training.plan import (
     check_nodes,
     plan_start,
     settings_digest,
+    skipped_snapshots,
 )
 from mingpt.training.run_data import Origin, load_corpus, read_tokenizer, tokenizer_path
 
@@ -149,21 +150,28 @@ class Begin:
         self.initial: Snapshot | None = None  # of snapshot.init_from, on rank 0 of a fresh run
 
     def choose(self) -> tuple[Start, StoredState | None]:
-        """Return the plan, and its snapshot, whose bytes have been checked. Collective."""
-        plans = list[Start]()
+        """Return the plan, and its snapshot. Collective.
+
+        The snapshot's bytes are checked before the plan counts, also if it is to refuse the snapshot: if the
+        bytes are bad, another snapshot or none is there.
+        """
+        plans = list[Start | Refusal]()
 
         def next_choice() -> Offer | None:
             if plans:  # its snapshot is bad, as the Reader now knows
                 self.look_again({})
             while isinstance(plan := plan_start(self.facts), Again):
                 self.look_again(plan.faults)
-            if isinstance(plan, Refusal):
-                end(plan, self.context)
             plans.append(plan)
-            return plan.found.choice
+            return plan.found.choice if plan.found else None
 
-        state = find_valid(self.site.reader, self.context, next_choice)
-        return plans[-1], state
+        state, plan = find_valid(self.site.reader, self.context, next_choice), plans[-1]
+        if plan.found and self.context.rank == 0:
+            for line in skipped_snapshots(plan.found, self.config):
+                log.warning(line)
+        if isinstance(plan, Refusal):
+            end(plan, self.context)
+        return plan, state
 
     def look_again(self, faults: Mapping[Place, tuple[str, bool]]) -> None:
         own = self.facts[self.context.rank]

@@ -22,6 +22,7 @@ from mingpt.training.plan import (
     StartFacts,
     plan_start,
     settings_digest,
+    skipped_snapshots,
 )
 
 RUN, OTHER, DATA, PATH = 32 * "a", 32 * "b", 64 * "0", str(build({}).data.path)
@@ -333,11 +334,12 @@ def test_a_snapshot_that_cannot_be_read_is_named_once_and_not_set_aside() -> Non
     """Another rank sees the same step as corrupt. A run that trains names corrupt ones as it renames them."""
     away = bad(-1, "the folder cannot be read", False)
     offers = [offer(), bad(30, "damaged"), bad(25, "stale", False, 1), bad(25, "damaged"), away]
-    found = started(facts(offers=[*offers, away]))
-    assert found.warnings == [f"snapshot of step 25 in {URL} skipped: stale", "the folder cannot be read"]
-    assert found.found.corrupt(0) == {30: "damaged"}
-    evaluating = started(facts(0, EVALUATES, offers=offers))
-    assert f"snapshot of step 30 in {URL} skipped: damaged" in evaluating.warnings
+    found = started(facts(offers=[*offers, away])).found
+    said = [f"snapshot of step 25 in {URL} skipped: stale", "the folder cannot be read"]
+    assert skipped_snapshots(found, facts().config) == said
+    assert found.corrupt(0) == {30: "damaged"}
+    (first, *_) = skipped_snapshots(found, facts(0, EVALUATES).config)
+    assert first == f"snapshot of step 30 in {URL} skipped: damaged"
 
 
 def test_nodes_with_different_code_are_told_apart_in_one_line() -> None:
