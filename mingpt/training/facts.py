@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import stat
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -99,12 +100,13 @@ class Site:
 
         Empty files do not count: a run leaves an empty metrics.jsonl if the disk is full when it starts.
         """
-        found = [name for name in REPLACED_FILES if os.path.lexists(self.path / name)]
-        if not any(os.lstat(self.path / name).st_size for name in found):
+        found = [name for name in REPLACED_FILES if holds_something(self.path / name)]
+        if not found:
             return []
-        with contextlib.suppress(OSError), (self.path / "run.json").open("rb") as file:
-            if OWN_HISTORY.match(file.read(100)):
-                return []
+        if os.path.isfile(self.path / "run.json"):  # opening a pipe, for example, would block
+            with contextlib.suppress(OSError), (self.path / "run.json").open("rb") as file:
+                if OWN_HISTORY.match(file.read(100)):
+                    return []
         return [Fault("not ours", {"run_dir": self.path, "names": ", ".join(found)})]
 
     def make_run_dir(self) -> list[Fault]:
@@ -264,6 +266,15 @@ class Site:
         there = {name: entry.shape for name, entry in entries.items() if name.startswith("model.")}
         shapes = tensor_shapes(self.config, rows)
         return there == {name: shape for name, shape in shapes.items() if name.startswith("model.")}
+
+
+def holds_something(path: Path) -> bool:
+    """Return whether there is anything at `path`, such as a link or a pipe, but an empty file."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return status.st_size > 0 or not stat.S_ISREG(status.st_mode)
 
 
 def write_probe(folder: Path) -> str:

@@ -83,6 +83,9 @@ def test_a_users_file_that_a_run_would_replace_is_a_fault(name: str, tmp_path: P
 
     A run that starts on a full disk leaves an empty metrics.jsonl, and no run.json.
     """
+    os.mkfifo(tmp_path / name)  # its size is 0, too, and to open it would block
+    assert site(tmp_path).check_is_ours()
+    (tmp_path / name).unlink()
     (tmp_path / name).touch()
     assert site(tmp_path).check_is_ours() == []
     (tmp_path / name).write_text('{"id": "mine"}')
