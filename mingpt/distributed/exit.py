@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -42,6 +43,7 @@ POLL_S = 0.05
 PEER_EXIT_S = 1.0
 STACKS_S = 0.5
 STORAGE_S = 5.0  # the limit of work that needs storage, because storage that hangs may be the exit's cause
+LEAVE_S = 10.0  # for how long a refused node may take to leave the job
 AWAY_S = 30.0  # the pause before a restart if a disk cannot be used now
 STACKS_AFTER = 0.9  # share of timeout_s after which a stuck worker writes its stacks: before others time out
 STACK_FILES = f"worker-[0-9]*-{8 * '[0-9a-z]'}.txt"  # the names that `stack_path` gives
@@ -80,8 +82,7 @@ class ExitPlan:
     kills: Sequence[int] = ()  # ranks; kill those of this agent's workers that store no exit reason in time
     failure: str = ""  # record in run.json that this made the job fail; "": nothing is recorded
     releases_claims: bool = False  # give up the job's right to write to the run folder
-    awaits_agent: bool = False  # wait for the agent to pass on the SIGTERM that another worker sends to it
-    pause_s: float = 0.0  # wait so long, because a disk may be back in the next generation
+    waits_s: float = 0.0  # wait so long, but not after the agent has sent SIGTERM or is gone
 
 
 def how_to_exit(
@@ -112,7 +113,10 @@ def how_to_exit(
         return plan_of_abort(error, launch, has_met, is_restart)
     if isinstance(error, PeersMissing):
         first = next(rank for rank in range(launch.world_size) if rank not in error.ranks)
-        return ExitPlan(1, text=f"{error}\n" if launch.rank == first else "", kills=error.ranks)
+        # The agents of anynode end the round of a node that leaves, which uses up no restart.
+        waits_s = 0.0 if error.ranks else LEAVE_S
+        text = f"{error}\n" if launch.rank == first else ""
+        return ExitPlan(1, text=text, kills=error.ranks, waits_s=waits_s)
     said = first_line(error)
     if not is_lost_peer(error):
         sentence = f"error: worker {launch.rank}: {error}\n"
@@ -186,7 +190,7 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool, is_restart: b
     is_first = launch.local_rank == 0 or launch.agent_pid is None
     if is_restart and getattr(error, "may_pass", False) and launch.has_restarts_left():
         text = f"error: {error}; a restart follows in {AWAY_S:.0f} s\n" if is_first else ""
-        return ExitPlan(1, text=text, reason=f"{FAILED} ({first_line(error)})", pause_s=AWAY_S)
+        return ExitPlan(1, text=text, reason=f"{FAILED} ({first_line(error)})", waits_s=AWAY_S)
     is_printed = launch.rank == 0 or not has_met or isinstance(error, (NodeRefused, ClaimLost))
     code = 2 if isinstance(error, UserError) else 1
     return ExitPlan(
@@ -198,7 +202,7 @@ def plan_of_abort(error: Exception, launch: Launch, has_met: bool, is_restart: b
         # The code that raises a NonRetryableError has recorded the failure already.
         failure="" if isinstance(error, NonRetryableError) else str(error),
         releases_claims=is_first,
-        awaits_agent=not is_first,
+        waits_s=0.0 if is_first else math.inf,  # until the agent passes on the SIGTERM
     )
 
 
@@ -359,8 +363,7 @@ class ProcessExit:
     def perform(self, plan: ExitPlan, is_told: Callable[[], bool] = lambda: False) -> NoReturn:
         """Carry out a plan, then exit. Work that needs the run folder or the job's TCPStore has a time limit.
 
-        `is_told` returns whether the agent has sent SIGTERM to this process. A plan with `awaits_agent` waits
-        until this is so, or the agent is gone.
+        `is_told` returns whether the agent has sent SIGTERM to this process.
         """
         launch = self.launch
         if plan.ends_agent:
@@ -380,9 +383,9 @@ class ProcessExit:
             try_within(STORAGE_S, self.release_claims)
         if plan.ends_agent and launch.agent_pid:
             os.kill(launch.agent_pid, JOB_ENDED if launch.has_own_agent else signal.SIGTERM)
-        while plan.awaits_agent and not (is_told() or launch.is_orphan()):
+        until = time.monotonic() + plan.waits_s
+        while time.monotonic() < until and not (is_told() or launch.is_orphan()):
             time.sleep(POLL_S)
-        time.sleep(plan.pause_s)
         os._exit(plan.code)
 
     def kill_silent(self, ranks: Sequence[int]) -> None:

@@ -1,9 +1,8 @@
-"""The modules that carry out a run: its start, training loop, state, snapshots and run folder.
+"""The modules that carry out a run: its start, training loop, state and snapshots.
 
-- `run_folder.py` makes the run folders, and compares what must be equal on all workers.
-- `start.py` finds the state from which a run starts; mingpt/snapshot/search.py decides which snapshot is the
-  newest.
-- `resume.py` decides whether the run may go on from that state.
+- `facts.py` gathers what a rank knows when a generation starts.
+- `plan.py` decides from the facts of all ranks what happens. It lists all reasons why a run does not start.
+- `start.py` carries the plan out; mingpt/snapshot/search.py decides which snapshot is the newest.
 - `run.py` builds the run.
 - `trainer.py` has the training loop.
 """

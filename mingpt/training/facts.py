@@ -131,7 +131,7 @@ class Site:
     def look(self, arrivals: Sequence[Arrival]) -> StartFacts:
         """Claim the run folder, if this rank is to write there, and return this rank's facts.
 
-        If any rank has a fault, look no further: the start is refused.
+        A rank with a fault looks no further. The other ranks do: the job may go on without that rank's node.
         """
         own, rank = arrivals[self.context.rank], self.context.rank
         agents = tuple(dict.fromkeys(arrival.agent for arrival in arrivals))
@@ -152,7 +152,7 @@ class Site:
             url=self.store_url,
             token=uuid.uuid4().hex,
         )
-        if any(arrival.faults for arrival in arrivals):
+        if own.faults:
             return facts
         run_probes, snapshot_probes = zip(*(arrival.probes for arrival in arrivals), strict=True)
         keeper = snapshot_keeper = lowest_rank_there(self.path, run_probes)

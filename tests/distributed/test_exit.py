@@ -1,3 +1,4 @@
+import math
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -124,20 +125,20 @@ def case(
             WRONG, {"rank": 2}, {}, 2, ABORTS, ends_agent=True, job_code=2, failure="no such file",
             releases_claims=True,
         ),
-        case(WRONG, SECOND, {}, 2, ABORTS, job_code=2, failure="no such file", awaits_agent=True),
+        case(WRONG, SECOND, {}, 2, ABORTS, job_code=2, failure="no such file", waits_s=math.inf),
         case(
-            AWAY, {}, {"is_restart": True}, 1, "failed (run_dir is away)", pause_s=30.0,
+            AWAY, {}, {"is_restart": True}, 1, "failed (run_dir is away)", waits_s=30.0,
             text="error: run_dir is away; a restart follows in 30 s\n",
         ),
-        case(AWAY, SECOND, {"is_restart": True}, 1, "failed (run_dir is away)", pause_s=30.0),
+        case(AWAY, SECOND, {"is_restart": True}, 1, "failed (run_dir is away)", waits_s=30.0),
         case(
             AWAY, SECOND, {}, 2, "ended the job (UserError: run_dir is away)", failure="run_dir is away",
-            job_code=2, awaits_agent=True,
+            job_code=2, waits_s=math.inf,
         ),
         case(
             AWAY, SECOND | {"restart_count": 1}, {"is_restart": True}, 2,
             "ended the job (UserError: run_dir is away)", failure="run_dir is away", job_code=2,
-            awaits_agent=True,
+            waits_s=math.inf,
         ),
         case(
             NodeRefused("no GPU"), {"rank": 2}, {}, 2, "ended the job (NodeRefused: no GPU)", ends_agent=True,
@@ -145,7 +146,7 @@ def case(
         ),
         case(
             NonRetryableError("not finite"), SECOND, {}, 1, "ended the job (NonRetryableError: not finite)",
-            job_code=1, awaits_agent=True,
+            job_code=1, waits_s=math.inf,
         ),
         case(
             ImportError("torch"), SECOND, EARLY, 1, "failed (ImportError: torch)", ends_agent=True,
@@ -155,6 +156,7 @@ def case(
         case(OSError("stale"), {}, EARLY, 1, "failed (OSError: stale)", text="OSError: stale\n"),
         case(PeersMissing("worker 1 ...", [1]), {}, EARLY, 1, text="worker 1 ...\n", kills=[1]),
         case(PeersMissing("worker 1 ...", [1]), {"rank": 2}, EARLY, 1, kills=[1]),
+        case(PeersMissing("goes on without b"), {}, {}, 1, text="goes on without b\n", waits_s=10.0),
         case(
             FULL, {}, {}, 1, "failed (ExpectedError: out of memory)", text="error: worker 0: out of memory\n"
         ),

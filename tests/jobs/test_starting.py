@@ -95,7 +95,7 @@ import mingpt.training.trainer
 def read_slowly(config):
     Path({mark!r}).touch()
     time.sleep(60)
-mingpt.training.run_data.open_data = read_slowly
+mingpt.training.facts.open_data = read_slowly
 """
 SLOW_TO_BUILD = """
 import time
@@ -151,7 +151,7 @@ if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
     def read_slowly(config):
         Path({mark!r}).touch()
         time.sleep(60)
-    mingpt.training.run_data.open_data = read_slowly
+    mingpt.training.facts.open_data = read_slowly
 def die(step):
     if step == 12 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), 9)
