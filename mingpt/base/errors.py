@@ -53,14 +53,15 @@ class ExpectedError(RuntimeError):
 
 
 class PeersMissing(ExpectedError):
-    """Other workers did not reach the rendezvous, or raised NodeRefused.
+    """The workers `ranks` did not reach the rendezvous. After a restart the job may go on without them."""
 
-    After a restart the job may go on without these workers.
-    """
-
-    def __init__(self, sentence: str, ranks: Sequence[int] = ()) -> None:
+    def __init__(self, sentence: str, ranks: Sequence[int]) -> None:
         super().__init__(sentence)
-        self.ranks = ranks  # the ranks that did not reach the rendezvous; none if workers raised NodeRefused
+        self.ranks = ranks
+
+
+class NodesLeave(PeersMissing):
+    """The workers `ranks` raise NodeRefused, as the log says, and the job goes on without them."""
 
 
 class StopRequested(Exception):

@@ -18,6 +18,7 @@ from mingpt.base.errors import (
     ClaimLost,
     ExpectedError,
     NodeRefused,
+    NodesLeave,
     NonRetryableError,
     PeersMissing,
     StopRequested,
@@ -113,10 +114,11 @@ def how_to_exit(
         return plan_of_abort(error, launch, has_met, is_restart)
     if isinstance(error, PeersMissing):
         first = next(rank for rank in range(launch.world_size) if rank not in error.ranks)
+        has_left = isinstance(error, NodesLeave)
+        is_printed = has_left and first == 0  # the log, which rank 0 prints, has it
+        text = f"{error}\n" if launch.rank == first and not is_printed else ""
         # The agents of anynode end the round of a node that leaves, which uses up no restart.
-        waits_s = 0.0 if error.ranks else LEAVE_S
-        text = f"{error}\n" if launch.rank == first else ""
-        return ExitPlan(1, text=text, kills=error.ranks, waits_s=waits_s)
+        return ExitPlan(1, text=text, kills=error.ranks, waits_s=LEAVE_S if has_left else 0.0)
     said = first_line(error)
     if not is_lost_peer(error):
         sentence = f"error: worker {launch.rank}: {error}\n"

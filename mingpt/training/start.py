@@ -7,11 +7,11 @@ the state.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from mingpt.base.errors import NodeRefused, PeersMissing, UserError
+from mingpt.base.errors import NodeRefused, NodesLeave, UserError
 from mingpt.base.files import DriverError, reason_of
 from mingpt.config import Config, TrainerConfig
 from mingpt.data import Corpus
@@ -109,7 +109,7 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
 
     With trainer.eval_only, the run folder is not claimed. Raises UserError if the settings, folders, data or
     snapshots do not allow the start. If the job goes on without some nodes, raises NodeRefused on their
-    ranks, and PeersMissing on all other ranks. A request to stop raises StopRequested, or ends the process.
+    ranks, and NodesLeave on all other ranks. A request to stop raises StopRequested, or ends the process.
     """
     site = Site(config, context)
     arrivals = context.gather_on_all(site.arrive)
@@ -129,8 +129,8 @@ def is_due(trainer: TrainerConfig, step: int) -> bool:
     return step == trainer.max_steps or step % trainer.eval_every == 0
 
 
-def end(refusal: Refusal, context: DistributedContext) -> NoReturn:
-    """Raise what a refusal means for this rank: UserError, or NodeRefused and PeersMissing."""
+def end(refusal: Refusal, facts: Sequence[StartFacts], context: DistributedContext) -> NoReturn:
+    """Raise what a refusal means for this rank: UserError, or NodeRefused and NodesLeave."""
     if refusal.nodes is None:
         error = UserError(refusal.sentence)
         error.may_pass = refusal.may_pass
@@ -139,7 +139,7 @@ def end(refusal: Refusal, context: DistributedContext) -> NoReturn:
         raise NodeRefused(f"{refusal.sentence}; the job goes on without {refusal.hosts}")
     sentence = f"the job goes on without {refusal.hosts}: {refusal.sentence}"
     log.info(sentence)
-    raise PeersMissing(sentence)
+    raise NodesLeave(sentence, [rank for rank, one in enumerate(facts) if one.node in refusal.nodes])
 
 
 class Begin:
@@ -170,7 +170,7 @@ class Begin:
             for line in skipped_snapshots(plan.found, self.config):
                 log.warning(line)
         if isinstance(plan, Refusal):
-            end(plan, self.context)
+            end(plan, self.facts, self.context)
         return plan, state
 
     def look_again(self, faults: Mapping[Place, tuple[str, bool]]) -> None:
@@ -207,7 +207,7 @@ class Begin:
         found = [replace(one, faults=here) for one, here in zip(self.facts, faults, strict=True)]
         refusal = check_nodes(found, plan.is_restart)
         if refusal:
-            end(refusal, context)
+            end(refusal, self.facts, context)
         if source is not None and site.is_kept and context.rank != source:
             site.write_history(histories[source])
         idle = idle_gpus(config.trainer.device, context.launch)

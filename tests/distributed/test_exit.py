@@ -13,6 +13,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 from mingpt.base.errors import (
     ExpectedError,
     NodeRefused,
+    NodesLeave,
     NonRetryableError,
     PeersMissing,
     StopRequested,
@@ -156,7 +157,8 @@ def case(
         case(OSError("stale"), {}, EARLY, 1, "failed (OSError: stale)", text="OSError: stale\n"),
         case(PeersMissing("worker 1 ...", [1]), {}, EARLY, 1, text="worker 1 ...\n", kills=[1]),
         case(PeersMissing("worker 1 ...", [1]), {"rank": 2}, EARLY, 1, kills=[1]),
-        case(PeersMissing("goes on without b"), {}, {}, 1, text="goes on without b\n", waits_s=10.0),
+        case(NodesLeave("without b", [1]), {}, {}, 1, kills=[1], waits_s=10.0),
+        case(NodesLeave("without a", [0]), {"rank": 1}, {}, 1, text="without a\n", kills=[0], waits_s=10.0),
         case(
             FULL, {}, {}, 1, "failed (ExpectedError: out of memory)", text="error: worker 0: out of memory\n"
         ),
