@@ -113,12 +113,7 @@ def how_to_exit(
     if isinstance(error, (UserError, NonRetryableError)):
         return plan_of_abort(error, launch, has_met, is_restart)
     if isinstance(error, PeersMissing):
-        first = next(rank for rank in range(launch.world_size) if rank not in error.ranks)
-        has_left = isinstance(error, NodesLeave)
-        is_printed = has_left and first == 0  # the log, which rank 0 prints, has it
-        text = f"{error}\n" if launch.rank == first and not is_printed else ""
-        # The agents of anynode end the round of a node that leaves, which uses up no restart.
-        return ExitPlan(1, text=text, kills=error.ranks, waits_s=LEAVE_S if has_left else 0.0)
+        return plan_of_missing(error, launch)
     said = first_line(error)
     if not is_lost_peer(error):
         sentence = f"error: worker {launch.rank}: {error}\n"
@@ -147,6 +142,16 @@ def how_to_exit(
         kills=range(launch.world_size) if timed_out else (),  # the agent would wait 30 s for a frozen worker
         failure=said if is_last else "",
     )
+
+
+def plan_of_missing(error: PeersMissing, launch: Launch) -> ExitPlan:
+    """Return the plan to exit because workers are missing, or because their nodes leave the job."""
+    has_left = isinstance(error, NodesLeave)
+    first = next(rank for rank in range(launch.world_size) if rank not in error.ranks)
+    is_printed = has_left and first == 0  # the log, which rank 0 prints, has it
+    text = f"{error}\n" if launch.rank == first and not is_printed else ""
+    # The agents of anynode end the round of a node that leaves, which uses up no restart.
+    return ExitPlan(1, text=text, kills=error.ranks, waits_s=LEAVE_S if has_left else 0.0)
 
 
 def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:

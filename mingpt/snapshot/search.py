@@ -27,11 +27,8 @@ from mingpt.snapshot.reading import Check, Entries
 from mingpt.snapshot.store import Snapshot, Store
 
 log = logging.getLogger(__name__)
+BadSnapshot = (CorruptSnapshot, UnreadableSnapshot)
 Content = tuple[bytes | None, list[dict[str, TensorSpec]]]  # the tokenizer's bytes, and each file's tensors
-
-
-def throw(error: Exception) -> None:
-    raise error
 
 
 class Offer(NamedTuple):
@@ -79,12 +76,15 @@ class Reader:
         try:
             steps = store.possible_steps()
         except UnreadableSnapshot as error:
-            self.faulty[number, -1] = error
+            self.reject(number, -1, error)
             steps = [-1]
         for step in steps:
             place = number, step
             if place not in self.opened.keys() | self.faulty.keys():
-                self.attempt(place, functools.partial(self.open, number, step))
+                try:
+                    self.opened[place] = store.open(step, self.check)
+                except BadSnapshot as error:
+                    self.reject(number, step, error)
             manifest = self.opened[place].manifest if place in self.opened else None
             fault = self.faulty.get(place)
             is_corrupt = isinstance(fault, CorruptSnapshot)
@@ -94,30 +94,20 @@ class Reader:
             if fault is None:
                 return
 
-    def reject(self, store: int, step: int, why: str, is_corrupt: bool) -> None:
-        """From now on, offer the snapshot of `step` in Store number `store` only with this fault."""
-        error = CorruptSnapshot(why) if is_corrupt else UnreadableSnapshot(why)
-        self.attempt((store, step), functools.partial(throw, error))
-
-    def open(self, number: int, step: int) -> None:
-        self.opened[number, step] = self.stores[number].open(step, self.check)
-
-    def attempt(self, place: tuple[int, int], work: Callable[[], None]) -> None:
-        """Call `work`, which reads the snapshot at `place`; note a CorruptSnapshot or UnreadableSnapshot."""
-        try:
-            work()
-        except (CorruptSnapshot, UnreadableSnapshot) as error:
-            self.faulty[place] = error
-            if isinstance(error, UnreadableSnapshot):  # it is never deleted
-                self.stores[place[0]].unreadable.add(place[1])
+    def reject(self, store: int, step: int, error: Exception) -> None:
+        """From now on, offer the snapshot of `step` in Store number `store` only with the fault `error`."""
+        self.faulty[store, step] = error
+        if isinstance(error, UnreadableSnapshot):  # it is never deleted
+            self.stores[store].unreadable.add(step)
 
     def verify(self, offer: Offer) -> Content | None:
         """Check all bytes of a snapshot of this rank; return what other ranks need, or None if it is bad."""
-        place = offer.store, offer.step
-        self.attempt(place, lambda: self.stores[offer.store].verify(self.opened[place]))
-        if place in self.faulty:
+        snapshot = self.opened[offer.store, offer.step]
+        try:
+            self.stores[offer.store].verify(snapshot)
+        except BadSnapshot as error:
+            self.reject(offer.store, offer.step, error)
             return None
-        snapshot = self.opened[place]
         return snapshot.read_tokenizer(), [file.specs for file in snapshot.tensor_files]
 
     def state_of(self, offer: Offer, content: Content) -> "StoredState":

@@ -32,10 +32,10 @@ from mingpt.distributed.device import find_program
 from mingpt.report import load_history, open_log, read_job_start
 from mingpt.snapshot import Entries, Manifest, Store
 from mingpt.snapshot.memory import run_folders
-from mingpt.snapshot.search import Offer, Reader
+from mingpt.snapshot.search import Reader
 from mingpt.training.claim import Claim, Holder
-from mingpt.training.contents import check_model, tensor_shapes
-from mingpt.training.plan import Fault, Place, Records, StartFacts, changed_settings
+from mingpt.training.contents import check_model
+from mingpt.training.plan import Fault, Place, Records, StartFacts
 
 DISK_S = 60.0  # seconds within which a disk must answer, else the start is refused
 OWN_HISTORY = re.compile(rb'\s*{\s*"id": ?"[0-9a-f]{32}"')  # how a run's run.json begins, also if damaged
@@ -215,17 +215,16 @@ class Site:
         self.reader = Reader(stores, self.check, self.context.rank)
         return self.offer(facts, {})
 
-    def offer(self, facts: StartFacts, faults: Mapping[Place, tuple[str, bool]]) -> StartFacts:
+    def offer(self, facts: StartFacts, faults: Mapping[Place, Exception]) -> StartFacts:
         """Return `facts` with what the Reader offers once the snapshots `faults` are left out."""
-        for (rank, store, step), (why, is_corrupt) in faults.items():
+        for (rank, store, step), error in faults.items():
             if rank == self.context.rank:
-                self.reader.reject(store, step, why, is_corrupt)
+                self.reader.reject(store, step, error)
         try:
             offers = self.reader.offers()
         except UserError as error:
             return replace(facts, faults=[Fault("snapshots", {"reason": error})])
-        valid = max((one for one in offers if not one.fault), default=None, key=lambda one: one.step)
-        return replace(facts, offers=offers, fits=valid is None or self.fits(valid))
+        return replace(facts, offers=offers)
 
     def check(self, manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
         """Raise CorruptSnapshot if no run of this program can have written the snapshot.
@@ -255,17 +254,6 @@ class Site:
                 write_atomic(self.path / name, content, sync="file")
         except OSError as error:
             log.warning(f"{self.path} cannot be written ({error.strerror}): its records have a gap")
-
-    def fits(self, offer: Offer) -> bool:
-        """Return whether the weights of a snapshot fit this run's model."""
-        assert offer.manifest
-        if not changed_settings(offer.manifest, self.config):
-            return True
-        rows = self.config.data.vocab_size or offer.manifest.tokenizer.vocab_size
-        entries = self.reader.opened[offer.store, offer.step].entries
-        there = {name: entry.shape for name, entry in entries.items() if name.startswith("model.")}
-        shapes = tensor_shapes(self.config, rows)
-        return there == {name: shape for name, shape in shapes.items() if name.startswith("model.")}
 
 
 def holds_something(path: Path) -> bool:

@@ -10,12 +10,11 @@ later generation it concerns only the nodes at fault, and the job goes on withou
 """
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from mingpt.base.errors import UserError
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.config import Config, check_workers, differences, flatten, result_settings, to_dict
 from mingpt.distributed.device import DEVICES_DIFFER, common_dtype
 from mingpt.snapshot.manifest import Manifest, is_distrusted
@@ -77,6 +76,7 @@ SAME_EVERYWHERE = (
 )
 # The settings that can change an evaluation, by the beginnings of their names.
 EVALUATED = ("data.", "model.", "trainer.dtype:", "trainer.compile:", "trainer.fsdp_param_dtype:")
+OTHER_MODEL = ("model.arch:", "model.n_layer:", "model.n_head:", "model.n_embd:", "data.vocab_size:")
 DIFFERED = "workers have computed differently since"
 NAME_HOSTS = ("settings", "different data", "different runs")  # sentences that say which hosts are at fault
 Place = tuple[int, int, int]  # of an offer: the rank that reads it, the number of that rank's Store, the step
@@ -128,7 +128,6 @@ class StartFacts:
     tokenizer: str = ""  # path of the tokenizer.json beside the data; "" if there is none
     url: str = ""  # where snapshots on disk are
     offers: Sequence[Offer] = ()
-    fits: bool = True  # whether the weights of the newest snapshot offered here fit this rank's model
     token: str = ""  # a random id; that of rank 0 becomes the id of a run that begins
 
 
@@ -146,9 +145,9 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Again:
-    """Offers that must not be used: {place: (why, whether the snapshot is corrupt)}."""
+    """Offers that must not be used, and why."""
 
-    faults: dict[Place, tuple[str, bool]]
+    faults: dict[Place, Exception]
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,6 @@ class Start:
     changes: list[str]  # settings changed on purpose, each "key: old -> new"
     dtype: str
     threads: int
-    is_shared: bool  # whether all ranks see the same run folder
     source: int | None  # the rank whose node's records go to nodes that do not share its folder
     snapshot_writers: list[int]  # the lowest rank that sees each folder of snapshots
     is_reported: bool  # whether the end of the run is on record on all nodes
@@ -211,7 +209,6 @@ def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
         changes=changes,
         dtype=dtype,
         threads=threads,
-        is_shared=len({one.keeper for one in facts}) == 1,
         source=find_source(facts, manifest.step if manifest else 0),
         snapshot_writers=sorted({one.snapshot_keeper for one in facts}),
         is_reported=all(one.is_reported for one in records),
@@ -242,19 +239,22 @@ def is_of_run(offer: Offer, run: str | None) -> bool:
 
 
 def find_source(facts: Sequence[StartFacts], step: int) -> int | None:
-    """Return the rank whose node has the most complete records up to `step`; None if no node has any."""
+    """Return the rank whose node has the most complete records up to `step`.
+
+    Returns None if no node has any, or if all nodes share one folder.
+    """
     known = [
         (len(one.records.distrusted), min(one.records.last_step, step), one.records.generations, -rank)
         for rank, one in enumerate(facts)
         if one.keeper == rank and one.records.run
     ]
-    return -max(known)[-1] if known else None
+    is_shared = len({one.keeper for one in facts}) == 1
+    return -max(known)[-1] if known and not is_shared else None
 
 
 def distrusted_entries(records: Iterable[Records]) -> list[dict[str, Any]]:
-    """Return the entries about wrong results in the run.json of all nodes, each once."""
-    entries = sorted((entry for one in records for entry in one.distrusted), key=str)
-    return [entry for entry, _ in itertools.groupby(entries)]
+    """Return the entries about wrong results in the run.json of all nodes."""
+    return [entry for one in records for entry in one.distrusted]
 
 
 def refuse(
@@ -353,8 +353,8 @@ def changed_settings(manifest: Manifest, config: Config) -> list[str]:
     return [change for change in changes if not change.startswith("trainer.compile:")]
 
 
-def find_unusable(facts: Sequence[StartFacts], is_restart: bool) -> dict[Place, tuple[str, bool]]:
-    """Return the offers that other nodes' records forbid: {place: (why, whether the snapshot is corrupt)}.
+def find_unusable(facts: Sequence[StartFacts], is_restart: bool) -> dict[Place, Exception]:
+    """Return the offers that other nodes' records forbid, and why.
 
     A snapshot may hold wrong results of a worker (`is_distrusted`). A node that joined may have brought a
     snapshot that is not of this job: a later one than that from which the job began, with other settings or
@@ -363,18 +363,18 @@ def find_unusable(facts: Sequence[StartFacts], is_restart: bool) -> dict[Place, 
     records = [one.records for one in facts]
     distrusted = [(entry["after"], entry["before_generation"]) for entry in distrusted_entries(records)]
     job_start = max((one.job_start for one in records if one.job_start is not None), default=None)
-    unusable: dict[Place, tuple[str, bool]] = {}
+    unusable: dict[Place, Exception] = {}
     for offer in (offer for one in facts for offer in one.offers):
         if offer.fault or offer.manifest is None:
             continue
         place = offer.reader, offer.store, offer.step
         if is_distrusted(offer.manifest, distrusted):
-            unusable[place] = DIFFERED, True
+            unusable[place] = CorruptSnapshot(DIFFERED)
         elif is_restart and job_start is not None and offer.step > job_start:
             changes = changed_settings(offer.manifest, facts[0].config)
             changes += ["data"] if offer.manifest.data.sha256 != facts[0].data else []
             if changes:
-                unusable[place] = f"it is not of this job ({'; '.join(changes)})", False
+                unusable[place] = UnreadableSnapshot(f"it is not of this job ({'; '.join(changes)})")
     return unusable
 
 
@@ -435,7 +435,7 @@ def check_choice(
             "other data": manifest.data.sha256 != facts[0].data,
             "other run": is_first and bool(run) and manifest.run not in (None, run) and not only_evaluates,
             "init_from": takes_weights and config.snapshot.init_from is not None,
-            "other model": bool(changes) and not facts[choice.reader].fits,
+            "other model": any(change.startswith(OTHER_MODEL) for change in changes),
             "other settings": bool(changes) and resume != "changed",
             "other hardware": is_other and not is_over and not (resume == "changed" and is_first),
         }

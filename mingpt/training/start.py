@@ -173,7 +173,7 @@ class Begin:
             end(plan, self.facts, self.context)
         return plan, state
 
-    def look_again(self, faults: Mapping[Place, tuple[str, bool]]) -> None:
+    def look_again(self, faults: Mapping[Place, Exception]) -> None:
         own = self.facts[self.context.rank]
         self.facts = self.context.gather_on_all(lambda: self.site.offer(own, faults))
 
@@ -186,7 +186,6 @@ class Begin:
         """Do what the plan says; return what this generation starts from. Collective."""
         config, context, site = self.config, self.context, self.site
         memory = MemoryFolder(config.snapshot.memory_path, plan.run_id, site.path)
-        source = None if plan.is_shared else plan.source
         is_fresh = config.snapshot.init_from is not None and state is None
         origin = context.on_rank(0, self.read_origin) if is_fresh else None
         path = tokenizer_path(
@@ -201,15 +200,15 @@ class Begin:
             if not faults and site.data:
                 is_told = context.rank == 0 and not plan.is_restart
                 loaded.append(load_corpus(config, site.data, state, plan.is_restart, origin, named, is_told))
-            return faults, site.read_history() if source == context.rank else {}
+            return faults, site.read_history() if plan.source == context.rank else {}
 
         faults, histories = zip(*context.gather_on_all(prepare), strict=True)
         found = [replace(one, faults=here) for one, here in zip(self.facts, faults, strict=True)]
         refusal = check_nodes(found, plan.is_restart)
         if refusal:
             end(refusal, self.facts, context)
-        if source is not None and site.is_kept and context.rank != source:
-            site.write_history(histories[source])
+        if plan.source is not None and site.is_kept and context.rank != plan.source:
+            site.write_history(histories[plan.source])
         idle = idle_gpus(config.trainer.device, context.launch)
         if idle:
             log.info(idle)

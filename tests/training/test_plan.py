@@ -7,12 +7,12 @@ import pytest
 from conftest import SMALL
 from support.snapshots import make_manifest
 
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
 from mingpt.config import to_dict
 from mingpt.config.cli import build
 from mingpt.snapshot.manifest import Manifest
 from mingpt.snapshot.search import Offer
 from mingpt.training.plan import (
-    DIFFERED,
     REFUSALS,
     Again,
     Fault,
@@ -158,7 +158,7 @@ CASES = [
     refused(
         "other model",
         {"url": URL, "changes": "model.n_layer: 2 -> 3"},
-        facts(0, {"model.n_layer": 3} | CHANGED, **SAVED, fits=False),
+        facts(0, {"model.n_layer": 3} | CHANGED, **SAVED),
     ),
     refused("other settings", {"url": URL, "changes": "seed: 1337 -> 2"}, facts(0, {"seed": 2}, **SAVED)),
     refused(
@@ -215,7 +215,7 @@ def started(*known: StartFacts) -> Start:
 def test_a_fresh_run_has_the_id_that_rank_0_drew() -> None:
     fresh = started(facts(token=RUN), facts(1, keeper=0, snapshot_keeper=0))
     assert (fresh.run_id, fresh.generation, fresh.is_restart, fresh.found.choice) == (RUN, 1, False, None)
-    assert fresh.is_shared and fresh.snapshot_writers == [0] and fresh.source is None
+    assert fresh.snapshot_writers == [0] and fresh.source is None
 
 
 def test_a_run_goes_on_with_the_threads_and_the_number_of_its_snapshot() -> None:
@@ -261,7 +261,7 @@ def test_a_restart_leaves_out_a_newer_snapshot_that_is_not_of_this_job(
         assert isinstance(found, Start) and found.found.choice == newest
     else:
         assert isinstance(found, Again)
-        assert [is_corrupt for _, is_corrupt in found.faults.values()] == [False]
+        assert [*map(type, found.faults.values())] == [UnreadableSnapshot]
 
 
 def test_what_an_earlier_generation_saved_after_workers_differed_is_corrupt() -> None:
@@ -272,7 +272,9 @@ def test_what_an_earlier_generation_saved_after_workers_differed_is_corrupt() ->
         returned = facts(1, records=run(), offers=[offer(1, step=40, generation=generation)])
         found = plan_start([known, returned])
         if generation == 2:
-            assert found == Again({(1, 0, 40): (DIFFERED, True)})
+            assert isinstance(found, Again)
+            (error,) = found.faults.values()
+            assert [*found.faults] == [(1, 0, 40)] and isinstance(error, CorruptSnapshot)
         else:
             assert isinstance(found, Start) and found.generation == 4
     assert started(known, facts(1, offers=[offer(1)])).generation == 3

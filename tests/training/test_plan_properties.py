@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.snapshots import make_manifest
 
+from mingpt.base.errors import CorruptSnapshot
 from mingpt.config import to_dict
 from mingpt.config.cli import build
 from mingpt.snapshot.manifest import is_distrusted
@@ -100,22 +101,21 @@ def facts_of(draw: st.DrawFn) -> list[StartFacts]:
                 records=records,
                 data=DATA[1] if draw(RATIOS) and draw(RATIOS) else DATA[0],
                 offers=draw(offers_of(rank)),
-                fits=not draw(RATIOS),
                 token=32 * "c",
             )
         )
     return found
 
 
-def without(facts: Sequence[StartFacts], faults: Mapping[Place, tuple[str, bool]]) -> list[StartFacts]:
+def without(facts: Sequence[StartFacts], faults: Mapping[Place, Exception]) -> list[StartFacts]:
     """The facts once each rank has left out these offers."""
     found = []
     for one in facts:
         offers = []
         for offer in one.offers:
-            place, known = (offer.reader, offer.store, offer.step), (offer.fault, offer.is_corrupt)
-            fault, is_corrupt = faults.get(place, known)
-            offers.append(offer._replace(fault=fault, is_corrupt=is_corrupt))
+            error = faults.get((offer.reader, offer.store, offer.step))
+            is_corrupt = isinstance(error, CorruptSnapshot)
+            offers.append(offer._replace(fault=str(error), is_corrupt=is_corrupt) if error else offer)
         found.append(replace(one, offers=offers))
     return found
 
