@@ -8,7 +8,7 @@ A metric is a function of a step's statistics. A sink is a place for the metrics
 from mingpt.report.history import load_history, mark_ended, read_job_start
 from mingpt.report.log import open_log
 from mingpt.report.metrics import RunStart, StepStats
-from mingpt.report.run_logger import RunLogger, StepTimer, is_reported
+from mingpt.report.run_logger import RunLogger, StepTimer
 from mingpt.report.writing import read_records
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "RunStart",
     "StepStats",
     "StepTimer",
-    "is_reported",
     "load_history",
     "mark_ended",
     "open_log",

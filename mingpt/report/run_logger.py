@@ -9,7 +9,6 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from mingpt.base.extras import load_extra, missing
 from mingpt.base.system import usable_cores
 from mingpt.config import to_yaml
 from mingpt.distributed.device import Environment, gpu_facts
-from mingpt.report.history import RunHistory, load_history, plural
+from mingpt.report.history import RunHistory, plural
 from mingpt.report.log import ConsoleSink
 from mingpt.report.metrics import RunStart, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
@@ -249,12 +248,3 @@ class RunLogger:
         self.history.end(status, step, how, phases)
         for sink in self.sinks:
             sink.close()
-
-
-def is_reported(run_dir: Path) -> bool:
-    """Return whether the end of a run is on record: `status` in run.json is not "running".
-
-    Also returns True if run.json is damaged or missing, as in a copy of the snapshots.
-    """
-    history = load_history(run_dir)
-    return history is None or history.get("status") != "running"

@@ -20,7 +20,7 @@ from mingpt.config import to_dict
 from mingpt.data import make_corpus
 from mingpt.distributed.device import Environment
 from mingpt.report.metrics import PEAK_FLOPS, Sink, training_values
-from mingpt.report.run_logger import RunLogger, is_reported
+from mingpt.report.run_logger import RunLogger
 from mingpt.report.writing import read_records
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
@@ -193,14 +193,6 @@ def test_metrics_that_were_never_written_are_told_by_run_json(
         logger.ended(3, None, "snapshots")
     make_logger(tmp_path, step=3, is_restart=True, logged_step=3)
     assert json.loads((tmp_path / "run.json").read_text())["generations"][-1]["metrics_missing"] == [2, 3]
-
-
-def test_a_run_is_reported_once_its_files_say_so(tmp_path: Path) -> None:
-    assert is_reported(tmp_path), "a copy of the snapshots alone"
-    logger = make_logger(tmp_path)
-    assert not is_reported(tmp_path), "its status is running"
-    logger.ended(3, None, "snapshots")
-    assert is_reported(tmp_path)
 
 
 def test_every_metric_of_a_step_has_its_value() -> None:
