@@ -57,8 +57,8 @@ PROGRAM = ("mingpt", "anynode", "train.py", "sample.py", "launch")
 CORE = ("mingpt", "train.py")
 NOT_CORE = ("mingpt/tools", "mingpt/extras")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=10_730 + MARGIN["statements"], nodes=79_290 + MARGIN["nodes"]),
-    CORE: Size(statements=8_050 + MARGIN["statements"], nodes=58_680 + MARGIN["nodes"]),
+    PROGRAM: Size(statements=10_840 + MARGIN["statements"], nodes=80_560 + MARGIN["nodes"]),
+    CORE: Size(statements=8_160 + MARGIN["statements"], nodes=59_940 + MARGIN["nodes"]),
     ("tests",): Size(statements=11_580),
     ("benchmarks",): Size(lines=4_835),
 }
