@@ -6,7 +6,8 @@ snapshot the run goes on and who writes what; a Refusal, if the run does not sta
 snapshots that were offered must not be used, so that the ranks have to look for older ones.
 
 REFUSALS lists all reasons why a run does not start. In a job's first generation a reason ends the job. In a
-later generation it concerns only the nodes at fault, and the job goes on without them (`refuse`).
+later generation, a reason for which some nodes are at fault concerns only these, and the job goes on without
+them (`refuse`): it starts again, without their facts.
 """
 
 import hashlib
@@ -98,7 +99,8 @@ class Records(NamedTuple):
     run: str | None = None  # the run's id
     job_start: int | None = None  # the step from which the newest job in run.json began; None: not recorded
     durable_step: int = 0  # the step of the newest snapshot on disk
-    distrusted: Sequence[dict[str, Any]] = ()  # an entry for each replay that found different results
+    # An entry for each replay that found different results: the last step with equal ones is its "after".
+    distrusted: Sequence[dict[str, Any]] = ()
     generations: int = 0  # the number of generations on record
     is_reported: bool = True  # whether the end of the run is on record, or nothing is recorded
     settings: str = ""  # digest of the settings with which the newest job trains; "" for none
@@ -178,11 +180,14 @@ def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
         return Again(unusable)
     config, records = facts[0].config, [one.records for one in facts]
     recorded_run = kept_run(records).run
-    # The memory of a node may hold snapshots of other runs that were trained in the same folder.
+    # The memory of a node may hold snapshots of other runs that were trained in the same folder. And before a
+    # job begins, a user may have removed snapshots from disk, to go back: then one in memory that was saved
+    # after the removed ones does not count. Of the rest, the snapshot of the highest step is chosen.
     every = [offer for one in facts for offer in one.offers]
     offers = [offer for offer in every if offer.is_on_disk or is_of_run(offer, recorded_run)]
     on_disk = [offer.step for offer in offers if offer.is_on_disk]
-    found = Found(choose(offers, None if is_restart else max([0, *on_disk])), facts[0].url, offers)
+    choice = choose(offers, newest_on_disk=None if is_restart else max([0, *on_disk]))
+    found = Found(choice, facts[0].url, offers)
     manifest = found.choice.manifest if found.choice else None
     dtype, threads = common_dtype([one.dtype for one in facts], facts[0].device), facts[0].threads
     changes = changed_settings(manifest, config) if manifest and not is_restart else []
@@ -289,7 +294,8 @@ def check_agreement(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | 
     """Return in what the nodes contradict each other; None if they agree.
 
     In a restart, the nodes that differ from the rest of the job are at fault: the job's settings are on
-    record in run.json, its data and its kind of device in its snapshots. Otherwise rank 0 is right.
+    record in run.json, its data and its kind of device in its snapshots. If nothing is on record, rank 0 is
+    right. The value "" is that of a rank that does not know.
     """
     config, kept = facts[0].config, kept_run(one.records for one in facts)
     offers = [offer for one in facts for offer in one.offers if is_restart and is_of_run(offer, kept.run)]
@@ -356,9 +362,10 @@ def changed_settings(manifest: Manifest, config: Config) -> list[str]:
 def find_unusable(facts: Sequence[StartFacts], is_restart: bool) -> dict[Place, Exception]:
     """Return the offers that other nodes' records forbid, and why.
 
-    A snapshot may hold wrong results of a worker (`is_distrusted`). A node that joined may have brought a
-    snapshot that is not of this job: a later one than that from which the job began, with other settings or
-    data. Such a snapshot is not corrupt, and must not be renamed.
+    - A snapshot that may hold wrong results of a worker is corrupt: it is past the last step at which all
+      workers agreed, and of a generation before the difference was found (`is_distrusted`).
+    - A node that joined may have brought a snapshot that is not of this job: a later one than that from which
+      the job began, with other settings or data. It is not corrupt, and must not be renamed.
     """
     records = [one.records for one in facts]
     distrusted = [(entry["after"], entry["before_generation"]) for entry in distrusted_entries(records)]
