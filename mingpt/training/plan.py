@@ -44,6 +44,8 @@ REFUSALS = {
     "remove {run_dir} from the nodes of the other run",
     # The settings do not fit the cluster, or the run that is there.
     "workers": "{reason}",
+    "fsdp": "trainer.parallel=fsdp needs CPUs or CUDA GPUs: set trainer.device=cpu",
+    "tokenizer": "there is no tokenizer.json beside {path} on {host}, but on other nodes",
     "nothing to resume": "there is no valid snapshot in {url} to resume from, and snapshot.resume=must needs "
     "one",
     "nothing to evaluate": "there is no valid snapshot in {url} to evaluate",
@@ -320,6 +322,8 @@ def check_agreement(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | 
                 changes="; ".join(changes),
                 runs="; ".join(dict.fromkeys(runs)),
             )  # fmt: skip
+    if config.trainer.parallel == "fsdp" and facts[0].device == "mps":
+        return refuse(facts, is_restart, [], "fsdp")
     try:
         if not is_restart:
             check_workers(config, len(facts))
@@ -430,8 +434,14 @@ def check_choice(
     config, choice, is_first = facts[0].config, found.choice, not is_restart
     resume, only_evaluates = config.snapshot.resume, config.trainer.eval_only
     values: dict[str, Any] = {"url": found.where, "changes": "; ".join(changes), "run_dir": config.run_dir}
+    values |= {"path": config.data.path, "host": facts[0].host}
     if choice is None or choice.manifest is None:
-        reasons = {"nothing to resume": resume == "must" and is_first, "nothing to evaluate": only_evaluates}
+        is_elsewhere = any(one.tokenizer for one in facts) and not facts[0].tokenizer
+        reasons = {
+            "nothing to resume": resume == "must" and is_first,
+            "nothing to evaluate": only_evaluates,
+            "tokenizer": is_elsewhere and config.data.tokenizer == "auto",
+        }
     else:
         manifest, then = choice.manifest, choice.manifest.software
         is_over = only_evaluates or manifest.step >= config.trainer.max_steps
@@ -446,7 +456,7 @@ def check_choice(
             "other settings": bool(changes) and resume != "changed",
             "other hardware": is_other and not is_over and not (resume == "changed" and is_first),
         }
-        values |= {"step": choice.step, "path": config.data.path, "run": manifest.run, "recorded": run}
+        values |= {"step": choice.step, "run": manifest.run, "recorded": run}
         values |= {"then": f"{then.device_type} in {then.dtype}", "now": f"{facts[0].device} and {dtype}"}
     kind = next((kind for kind, holds in reasons.items() if holds), None)
     return refuse(facts, is_restart, [], kind, **values) if kind else None

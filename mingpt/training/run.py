@@ -78,12 +78,10 @@ def out_of_memory_explained() -> Iterator[None]:
 def build_run(config: Config, context: DistributedContext, start: StartPoint) -> Run:
     """Build the run. Its weights come from the snapshot in `start`, else snapshot.init_from, else the seed.
 
-    Raises UserError on all ranks if settings, weights or devices do not go together. Raises ExpectedError on
-    a rank that has too little memory. Collective.
+    Raises UserError on all ranks if settings and weights do not go together. Raises ExpectedError on a rank
+    that has too little memory. Collective.
     """
     trainer = config.trainer
-    if trainer.parallel == "fsdp" and context.device.type == "mps":
-        raise UserError("trainer.parallel=fsdp needs CPUs or CUDA GPUs: set trainer.device=cpu")
     if trainer.reduction == "exact":
         enable_determinism()
     state, sampler = build_state(config, context, start)

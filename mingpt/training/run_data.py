@@ -1,7 +1,6 @@
 """The tokenizer and the tokens of a run, the same on all ranks."""
 
 import logging
-import platform
 
 from mingpt.base.errors import UserError
 from mingpt.config import Config
@@ -17,20 +16,15 @@ Origin = tuple[Manifest, bytes | None]  # of the snapshot that a fresh run takes
 Named = tuple[str, bytes | UserError]  # what data.tokenizer names, and its bytes or why they cannot be read
 
 
-def tokenizer_path(config: Config, has_snapshot: bool, is_restart: bool, beside: list[str]) -> str | None:
+def tokenizer_path(config: Config, has_snapshot: bool, is_restart: bool, beside: str) -> str | None:
     """Return the path or name of the tokenizer that rank 0 has to read for all ranks; None if it need not.
 
-    `beside` has, by rank, the path of the tokenizer.json beside the data, "" if there is none. Raises
-    UserError if only other nodes than rank 0's have one.
+    `beside` is the path of the tokenizer.json beside rank 0's data, "" if there is none.
     """
     name = config.data.tokenizer
     if name in TOKENIZERS or (has_snapshot and (name == "auto" or is_restart)):
         return None
-    if name != "auto":
-        return name
-    if any(beside) and not beside[0]:
-        raise UserError(f"there is no tokenizer.json beside {config.data.path} on {platform.node()}")
-    return beside[0] or None
+    return name if name != "auto" else beside or None
 
 
 def read_tokenizer(path: str) -> Named:

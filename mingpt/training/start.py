@@ -188,9 +188,7 @@ class Begin:
         memory = MemoryFolder(config.snapshot.memory_path, plan.run_id, site.path)
         is_fresh = config.snapshot.init_from is not None and state is None
         origin = context.on_rank(0, self.read_origin) if is_fresh else None
-        path = tokenizer_path(
-            config, state is not None, plan.is_restart, [one.tokenizer for one in self.facts]
-        )
+        path = tokenizer_path(config, state is not None, plan.is_restart, self.facts[0].tokenizer)
         named = context.on_rank(0, lambda: read_tokenizer(path)) if path else None
         loaded = list[Corpus]()
 

@@ -145,6 +145,13 @@ CASES = [
     ),
     refused("nothing to resume", {"url": URL}, facts(0, MUST)),
     refused("nothing to evaluate", {"url": URL}, facts(0, EVALUATES)),
+    refused("fsdp", {}, facts(0, {"trainer.parallel": "fsdp"}, device="mps")),
+    refused(
+        "tokenizer",
+        {"path": PATH, "host": "host0"},
+        facts(host="host0"),
+        facts(1, tokenizer="tokenizer.json"),
+    ),
     refused("resume=never", {"url": URL, "step": 20}, facts(0, NEVER, **SAVED)),
     refused("other data", {"url": URL, "path": PATH}, facts(**SAVED | {"data": 64 * "1"})),
     refused(
