@@ -4,9 +4,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import ROOT, Finish, Start, command, reached
 from support.jobs import read_history
+from support.shards import write_llmc
 
 from mingpt.tools.jobs import torchrun
 
@@ -16,7 +18,7 @@ SETTINGS |= {"trainer__eval_every": 1000, "snapshot__every": 50, "snapshot__memo
 NEWCOMERS: dict[str, tuple[dict[str, Any], str]] = {
     "other settings": ({"optimizer__learning_rate": 0.5}, "learning_rate: 0.007 -> 0.5"),
     "no text": ({"data__path": "/none/play.txt"}, "data.path /none/play.txt does not exist"),
-    "no shards": ({"data__path": "/none"}, "data.path /none does not exist"),
+    "no shards": ({"data__path": "/none/shards"}, "data.path /none/shards does not exist"),
     "no device": ({"trainer__device": "cuda"}, "cuda"),
     "another run's folder": ({}, "the nodes hold different runs"),
 }
@@ -34,17 +36,34 @@ def launcher(kind: str, meeting: Path) -> list[str]:
     return [str(ROOT / "launch" / "elastic.sh"), *options, "--max_restarts", "0", "--"]
 
 
+def write_shards(folder: Path) -> None:
+    tokens = np.random.default_rng(1).integers(0, 64, 30_000)
+    folder.mkdir()
+    write_llmc(folder / "noise_train_000000.bin", tokens[2000:])
+    write_llmc(folder / "noise_val_000000.bin", tokens[:2000])
+
+
+USUAL = [("anynode", "other settings"), ("torchrun", "no device")]
+CASES = [(kind, newcomer) for kind in ("anynode", "torchrun") for newcomer in NEWCOMERS]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["anynode", "torchrun"])
-@pytest.mark.parametrize("newcomer", NEWCOMERS)
+@pytest.mark.parametrize(
+    ("kind", "newcomer"),
+    [pytest.param(*case, marks=[] if case in USUAL else [pytest.mark.weekly]) for case in CASES],
+)
 def test_a_newcomer_at_fault_is_refused_and_the_job_goes_on(
     kind: str, newcomer: str, start: Start, finish: Finish, text: Path, tmp_path: Path
 ) -> None:
-    own = {name: {"run_dir": tmp_path / name / "run", "data__path": text} for name in "ab"}
+    given: dict[str, Any] = SETTINGS | {"data__path": text}
+    if newcomer == "no shards":
+        write_shards(tmp_path / "shards")
+        given |= {"data__path": tmp_path / "shards", "data__vocab_size": 64}
+    own = {name: given | {"run_dir": tmp_path / name / "run"} for name in "ab"}
     for name in "ab":
         memory = tmp_path / name / "memory"
         memory.mkdir(parents=True)
-        own[name] |= SETTINGS | {"snapshot__memory_path": memory}
+        own[name]["snapshot__memory_path"] = memory
     wrong, why = NEWCOMERS[newcomer]
     if newcomer == "another run's folder":
         finish(**own["b"] | {"trainer__max_steps": 3, "trainer__workers": 1})
