@@ -12,8 +12,8 @@ from support.shards import write_llmc
 
 from mingpt.tools.jobs import torchrun
 
-SETTINGS: dict[str, Any] = {"trainer__max_steps": 400, "model__n_embd": 64, "trainer__timeout_s": 20}
-SETTINGS |= {"trainer__eval_every": 1000, "snapshot__every": 50, "snapshot__memory_every": 5}
+SETTINGS: dict[str, Any] = {"trainer__max_steps": 1_000_000, "model__n_embd": 64, "trainer__timeout_s": 20}
+SETTINGS |= {"trainer__eval_every": 1_000_000, "snapshot__every": 50, "snapshot__memory_every": 5}
 # A kind of newcomer: its settings, and what its refusal says.
 NEWCOMERS: dict[str, tuple[dict[str, Any], str]] = {
     "other settings": ({"optimizer__learning_rate": 0.5}, "learning_rate: 0.007 -> 0.5"),
@@ -69,11 +69,14 @@ def test_a_newcomer_at_fault_is_refused_and_the_job_goes_on(
         finish(**own["b"] | {"trainer__max_steps": 3, "trainer__workers": 1})
     words = launcher(kind, tmp_path / "meeting")
     job = start(command(launcher=words, **own["a"]), PYTHON=sys.executable, **OWN)
-    job.wait_until(reached(tmp_path / "a" / "run", 30))
+    job.wait_until(reached(tmp_path / "a" / "run", 10))
     refused = start(command(launcher=words, **own["b"] | wrong), PYTHON=sys.executable, **OWN)
     assert refused.wait() != 0 and why in refused.err(), refused.err()
     assert "the job goes on without" in refused.err()
+    run_dir = tmp_path / "a" / "run"
+    job.wait_until(lambda: len(read_history(run_dir)["generations"]) == 2)
+    (run_dir / "STOP").touch()
     assert job.wait() == 0, job.err()
     assert "the job goes on without" in job.err() and why in job.err()
-    history = read_history(tmp_path / "a" / "run")
-    assert history["status"] == "finished" and [one["workers"] for one in history["generations"]] == [1, 1]
+    history = read_history(run_dir)
+    assert history["status"] == "stopped" and [one["workers"] for one in history["generations"]] == [1, 1]
