@@ -59,7 +59,7 @@ NOT_CORE = ("mingpt/tools", "mingpt/extras")
 BUDGETS: dict[tuple[str, ...], Size] = {
     PROGRAM: Size(statements=10_840 + MARGIN["statements"], nodes=80_560 + MARGIN["nodes"]),
     CORE: Size(statements=8_160 + MARGIN["statements"], nodes=59_940 + MARGIN["nodes"]),
-    ("tests",): Size(statements=11_580),
+    ("tests",): Size(statements=11_600),
     ("benchmarks",): Size(lines=4_835),
 }
 
