@@ -206,12 +206,19 @@ def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
         return replace(refusal, found=found)
     # A run that goes on in a new run folder has fewer generations on record than its snapshots count.
     generations = [manifest.generation if manifest else 0, *(one.generations for one in records)]
-    distrusted = [entry["before_generation"] for entry in distrusted_entries(records)]
+    distrusted = distrusted_entries(records)
+    generation = max([1 + max(generations), *(entry["before_generation"] for entry in distrusted)])
+    wrong = [
+        f"{' or '.join(entry['workers'])} computed wrongly: nothing that was saved after step "
+        f"{entry['after']} is used"
+        for entry in distrusted
+        if entry["before_generation"] == generation
+    ]
     return Start(
         # If the run folder is new, the run is the one whose snapshot was found.
         run_id=recorded_run or (manifest.run if manifest else None) or facts[0].token,
         is_restart=is_restart,
-        generation=max([1 + max(generations), *distrusted]),
+        generation=generation,
         found=found,
         changes=changes,
         dtype=dtype,
@@ -219,7 +226,7 @@ def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
         source=find_source(facts, manifest.step if manifest else 0),
         snapshot_writers=sorted({one.snapshot_keeper for one in facts}),
         is_reported=all(one.is_reported for one in records),
-        warnings=programs_differ(facts),
+        warnings=[*programs_differ(facts), *dict.fromkeys(wrong)],
     )
 
 

@@ -29,8 +29,8 @@ def test_curve_and_bits_are_the_same_for_any_number_of_workers(
 
 # This allows more workers than micro-batches, as in a later generation when nodes have joined.
 ANY_NUMBER = """
-import mingpt.training.start
-mingpt.training.start.check_workers = lambda *_: None
+import mingpt.training.plan
+mingpt.training.plan.check_workers = lambda *_: None
 """
 
 

@@ -284,7 +284,9 @@ def test_what_an_earlier_generation_saved_after_workers_differed_is_corrupt() ->
             assert [*found.faults] == [(1, 0, 40)] and isinstance(error, CorruptSnapshot)
         else:
             assert isinstance(found, Start) and found.generation == 4
-    assert started(known, facts(1, offers=[offer(1)])).generation == 3
+    found = started(known, facts(1, offers=[offer(1)], records=run(distrusted=[entry], generations=2)))
+    line = "worker 1 on b (cpu) computed wrongly: nothing that was saved after step 20 is used"
+    assert (found.generation, found.warnings) == (3, [line])
 
 
 @pytest.mark.parametrize(
