@@ -168,7 +168,7 @@ class Start:
     source: int | None  # the rank whose node's records go to nodes that do not share its folder
     snapshot_writers: list[int]  # the lowest rank that sees each folder of snapshots
     is_reported: bool  # whether the end of the run is on record on all nodes
-    warnings: list[str]
+    notes: list[str]  # lines for the log
 
 
 def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
@@ -206,14 +206,8 @@ def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
         return replace(refusal, found=found)
     # A run that goes on in a new run folder has fewer generations on record than its snapshots count.
     generations = [manifest.generation if manifest else 0, *(one.generations for one in records)]
-    distrusted = distrusted_entries(records)
-    generation = max([1 + max(generations), *(entry["before_generation"] for entry in distrusted)])
-    wrong = [
-        f"{' or '.join(entry['workers'])} computed wrongly: nothing that was saved after step "
-        f"{entry['after']} is used"
-        for entry in distrusted
-        if entry["before_generation"] == generation
-    ]
+    distrusted = [entry["before_generation"] for entry in distrusted_entries(records)]
+    generation = max([1 + max(generations), *distrusted])
     return Start(
         # If the run folder is new, the run is the one whose snapshot was found.
         run_id=recorded_run or (manifest.run if manifest else None) or facts[0].token,
@@ -226,7 +220,7 @@ def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
         source=find_source(facts, manifest.step if manifest else 0),
         snapshot_writers=sorted({one.snapshot_keeper for one in facts}),
         is_reported=all(one.is_reported for one in records),
-        warnings=[*programs_differ(facts), *dict.fromkeys(wrong)],
+        notes=notes_on(facts, threads, generation),
     )
 
 
@@ -352,11 +346,18 @@ def settings_digest(config: Config) -> str:
     return hashlib.sha256(repr(sorted(shared_settings(config).items())).encode()).hexdigest()
 
 
-def programs_differ(facts: Sequence[StartFacts]) -> list[str]:
-    programs = {one.host: one.program for one in facts}
-    if len(set(programs.values())) < 2:
-        return []
-    return [f"the nodes run different programs, which may compute different bits: {programs}"]
+def notes_on(facts: Sequence[StartFacts], threads: int, generation: int) -> list[str]:
+    """Return what a user should know of the start of this generation; `threads` is the number in use."""
+    notes, given, programs = [], facts[0].threads, {one.host: one.program for one in facts}
+    if len(set(programs.values())) > 1:
+        notes.append(f"the nodes run different programs, which may compute different bits: {programs}")
+    if threads != given:
+        notes.append(f"using {threads} CPU threads per worker, as this run began with, not {given}")
+    for entry in distrusted_entries(one.records for one in facts):
+        if entry["before_generation"] == generation:
+            workers, after = " or ".join(entry["workers"]), entry["after"]
+            notes.append(f"{workers} computed wrongly: nothing that was saved after step {after} is used")
+    return list(dict.fromkeys(notes))
 
 
 def changed_settings(manifest: Manifest, config: Config) -> list[str]:

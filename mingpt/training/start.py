@@ -116,8 +116,8 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     begin = Begin(site, context.gather_on_all(lambda: site.look(arrivals)))
     site.remove_probes()
     plan, state = begin.choose()
-    for line in plan.warnings if context.rank == 0 else ():
-        log.warning(line)
+    for line in plan.notes:
+        log.info(line)
     context.settle([arrival.own for arrival in arrivals], plan.dtype, plan.threads)
     return begin.carry_out(plan, state)
 

@@ -229,6 +229,7 @@ def test_a_run_goes_on_with_the_threads_and_the_number_of_its_snapshot() -> None
     """A new run folder has no records: the run is that of the snapshot."""
     found = started(facts(offers=[offer(generation=6)], threads=2))
     assert (found.run_id, found.generation, found.threads, found.changes) == (RUN, 7, 3, [])
+    assert found.notes == ["using 3 CPU threads per worker, as this run began with, not 2"]
     found = started(facts(0, {"seed": 2} | CHANGED, **SAVED))
     assert found.changes == ["seed: 1337 -> 2"]
 
@@ -286,7 +287,7 @@ def test_what_an_earlier_generation_saved_after_workers_differed_is_corrupt() ->
             assert isinstance(found, Start) and found.generation == 4
     found = started(known, facts(1, offers=[offer(1)], records=run(distrusted=[entry], generations=2)))
     line = "worker 1 on b (cpu) computed wrongly: nothing that was saved after step 20 is used"
-    assert (found.generation, found.warnings) == (3, [line])
+    assert (found.generation, found.notes[1:]) == (3, [line])
 
 
 @pytest.mark.parametrize(
@@ -354,5 +355,5 @@ def test_a_snapshot_that_cannot_be_read_is_named_once_and_not_set_aside() -> Non
 
 
 def test_nodes_with_different_code_are_told_apart_in_one_line() -> None:
-    (line,) = started(facts(program="a"), facts(1, program="b"), facts(2, program="a")).warnings
+    (line,) = started(facts(program="a"), facts(1, program="b"), facts(2, program="a")).notes
     assert "may compute different bits: {'host0': 'a', 'host1': 'b', 'host2': 'a'}" in line
