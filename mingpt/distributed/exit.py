@@ -51,7 +51,8 @@ STACK_FILES = f"worker-[0-9]*-{8 * '[0-9a-z]'}.txt"  # the names that `stack_pat
 NCCL_LOST = "remote process exited or there was a network error"  # NCCL's only text that means a lost peer
 PAUSE = "trainer.pause_after"  # the name of the request to stop that this setting makes
 JOB_ENDS = ("SIGUSR1", "STOP", PAUSE)  # requests to stop that end the job; after others, the agent decides
-JOB_ENDED = signal.SIGUSR2  # tells plain python's agent that a worker ends the job; torchrun's gets SIGTERM
+# Tells plain python's agent that a worker ends the job; torchrun's gets SIGTERM. Nobody else sends SIGURG.
+JOB_ENDED = signal.SIGURG
 BEFORE_FIRST = "before the first step"
 
 

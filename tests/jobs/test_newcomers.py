@@ -59,21 +59,19 @@ def test_a_newcomer_at_fault_is_refused_and_the_job_goes_on(
     if newcomer == "no shards":
         write_shards(tmp_path / "shards")
         given |= {"data__path": tmp_path / "shards", "data__vocab_size": 64}
-    own = {name: given | {"run_dir": tmp_path / name / "run"} for name in "ab"}
-    for name in "ab":
-        memory = tmp_path / name / "memory"
-        memory.mkdir(parents=True)
-        own[name]["snapshot__memory_path"] = memory
+    places = {
+        name: {"run_dir": tmp_path / name / "run", "snapshot__memory_path": tmp_path / name} for name in "ab"
+    }
+    own, run_dir = {name: given | place for name, place in places.items()}, tmp_path / "a" / "run"
     wrong, why = NEWCOMERS[newcomer]
     if newcomer == "another run's folder":
         finish(**own["b"] | {"trainer__max_steps": 3, "trainer__workers": 1})
     words = launcher(kind, tmp_path / "meeting")
     job = start(command(launcher=words, **own["a"]), PYTHON=sys.executable, **OWN)
-    job.wait_until(reached(tmp_path / "a" / "run", 10))
+    job.wait_until(reached(run_dir, 10))
     refused = start(command(launcher=words, **own["b"] | wrong), PYTHON=sys.executable, **OWN)
     assert refused.wait() != 0 and why in refused.err(), refused.err()
     assert "the job goes on without" in refused.err()
-    run_dir = tmp_path / "a" / "run"
     job.wait_until(lambda: len(read_history(run_dir)["generations"]) == 2)
     (run_dir / "STOP").touch()
     assert job.wait() == 0, job.err()

@@ -108,6 +108,14 @@ from mingpt.launch.agent import run_agent
 from mingpt.distributed import Worker
 run_agent(2, 0, ["-c", "pass"], Worker().stop_signal)
 """
+# Workers inherit a mask that blocks SIGTERM until a worker's StopSignal listens.
+SLEEPER = """
+import signal, time
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+print("up", flush=True)
+time.sleep(60)
+"""
+ASLEEP = NO_TRAINING.replace('"pass"', repr(SLEEPER))
 # An agent whose main thread is in C code, where Python runs no handlers: a resolver that does not answer.
 DEAF = """
 import ctypes, torch.distributed
@@ -119,13 +127,24 @@ run_agent(2, 0, ["-c", "pass"], Worker().stop_signal)
 """
 
 
-def test_a_signal_is_heard_while_the_main_thread_is_in_c_code() -> None:
-    process = subprocess.Popen([sys.executable, "-c", DEAF], cwd=ROOT, stdout=-1, stderr=-1, text=True)
+def tell(program: str, *signals: signal.Signals) -> tuple[int, str]:
+    """Send the signals to a program when it has printed a line; return its exit code and stderr."""
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=-1, stderr=-1, text=True)
     assert process.stdout is not None
     process.stdout.readline()
-    process.terminate()
+    for number in signals:
+        process.send_signal(number)
     _, said = process.communicate(timeout=10)
-    assert process.returncode == 0 and said == before_first_step("SIGTERM")
+    return process.returncode, said
+
+
+def test_a_signal_is_heard_while_the_main_thread_is_in_c_code() -> None:
+    assert tell(DEAF, TERM) == (0, EARLY)
+
+
+def test_an_agent_that_is_asked_for_its_stacks_goes_on() -> None:
+    code, said = tell(ASLEEP, signal.SIGUSR2, TERM)
+    assert code == 0 and "most recent call first" in said and said.endswith(EARLY)
 
 
 def test_workers_that_end_without_training_are_an_error() -> None:
