@@ -5,6 +5,7 @@ start workers, and lasts until the next restart. All functions decide from the e
 without clock, network or torch.
 """
 
+import functools
 import ipaddress
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -38,13 +39,18 @@ class Entry:
     @property
     def key(self) -> tuple[int, int, str, str]:
         """The key that sorts agents by rank: the address, as a number if it is an IP address, then the id."""
-        try:
-            return (0, int(ipaddress.ip_address(self.address)), "", self.id)
-        except ValueError:
-            return (1, 0, self.address, self.id)
+        return (*address_key(self.address), self.id)
 
     def __str__(self) -> str:
         return f"{self.host} ({self.address})"
+
+
+@functools.cache
+def address_key(address: str) -> tuple[int, int, str]:
+    try:
+        return 0, int(ipaddress.ip_address(address)), ""
+    except ValueError:
+        return 1, 0, address
 
 
 @dataclass(frozen=True)

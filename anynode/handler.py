@@ -13,15 +13,11 @@ import atexit
 import json
 import os
 import platform
-import random
 import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,24 +36,20 @@ from anynode.boards import (
     Endpoint,
     FolderBoard,
     HostBoard,
-    Message,
     Server,
     parse_rdzv,
-    request,
     serve_once_free,
 )
 from anynode.command import write_stderr
-from anynode.decisions import FINISHED, LEFT, RUNNING, Entry, Round
-from anynode.node import Meeting, Node
+from anynode.decisions import FINISHED, LEFT, RUNNING, Round
+from anynode.node import Meeting, Node, Watch, run_task
 
-PROPOSAL_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 10.0
 LINGER_S = 2.0  # time for others to read that the job is finished
 FINISH_S = 300.0  # time for workers of other nodes to finish, too; torchrun's own limit is the same
 NOTICE_S = 0.3  # time for others to read that this agent has left
 EXIT_S = 1.0  # the longest wait for a board to take the last post
 POLL_S = 0.05
-RETRY_S = (0.1, 0.3)  # wait after a failed proposal; random, because two leaders may be in each other's way
 
 
 def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
@@ -111,8 +103,7 @@ class AnyNodeRendezvous(RendezvousHandler):
         self._node = Node(platform.node(), self._address, local_workers(params))
         self._job_store: TCPStore | None = None
         self._round_store: TCPStore | None = None
-        self._restart: decisions.Restart | None = None
-        self._restart_since = 0.0
+        self._watch = Watch(self._max)
         operations = self._node.operations() | {"post": BoardMemory().post}
         port = own_port(endpoints, self._address)
         try:
@@ -154,71 +145,21 @@ class AnyNodeRendezvous(RendezvousHandler):
         If this agent leads, it proposes the round. If the job is finished, raises SystemExit(0).
         """
         self._node.wait_for_round()
-        self._restart = self._round_store = None
-        meeting, said = Meeting(self._min, self._max, began=time.monotonic()), ""
-        while True:
-            round = self._node.entered
-            if round is not None:
-                return self._start(round)
-            view, now = self._node.view(), time.monotonic()
-            if view.finished:
-                self._say("the job is finished")
-                raise SystemExit(0)
-            group = meeting.group_to_propose(view, now)
-            if group is not None:
-                failure = self._propose(group)
-                if failure:
-                    if failure != said:
-                        said = failure
-                        self._say(f"{failure}; retrying")
-                    time.sleep(random.uniform(*RETRY_S))
-                continue
-            line = meeting.line_to_say(view, now)
-            if line is not None:
-                self._say(line)
-            time.sleep(POLL_S)
+        self._round_store = None
+        self._watch = Watch(self._max)
+        meeting = Meeting(self._min, self._max, began=time.monotonic())
+        round = run_task(meeting.meet(self._node, self._host_stores, self._say))
+        if round is None:
+            self._say("the job is finished")
+            raise SystemExit(0)
+        return self._start(round)
 
-    def _propose(self, group: Sequence[Entry]) -> str:
-        """Propose a round to `group`, and start the round if all agents of the group accept it.
-
-        Returns "" if the round started, else a text that says why it did not.
-        """
-        number, job = decisions.job_of(group)
-        members = tuple(replace(entry, members=(), reach=()) for entry in group)  # without the long lists
+    def _host_stores(self) -> tuple[int, int]:
+        """Return the ports of the TCPStores of a round and of the job, which this agent hosts if it leads."""
         # The job's store runs as long as this agent, a round's store until this agent's next rendezvous.
         self._job_store = self._job_store or self._host_store()
         self._round_store = self._round_store or self._host_store()
-        round = Round(
-            id=uuid.uuid4().hex,
-            number=number + 1,
-            job=job or uuid.uuid4().hex,
-            members=members,
-            store_port=self._round_store.port,
-            job_store_port=self._job_store.port,
-        )
-        has_promised = self._node.promise(round)
-        if not has_promised:
-            return "this agent has accepted another proposal"
-        answers = self._ask_all(group[1:], {"op": "propose", "round": asdict(round)})
-        refusals = [str(entry) for entry, is_ok in zip(group[1:], answers, strict=True) if not is_ok]
-        if refusals:
-            self._node.release(round)
-            return f"{', '.join(refusals)} did not accept the round"
-        has_entered = self._node.enter(round)
-        if not has_entered:
-            return "the answers to a proposal took too long"
-        self._ask_all(group[1:], {"op": "go", "round": asdict(round)})
-        return ""  # an agent that has not heard "go" still waits, which the others see
-
-    def _ask_all(self, others: Sequence[Entry], message: Message) -> list[bool]:
-        def ask(entry: Entry) -> bool:
-            try:
-                return request(entry.address, entry.port, message, PROPOSAL_TIMEOUT_S).get("ok") is True
-            except OSError:
-                return False
-
-        with ThreadPoolExecutor(max(1, len(others))) as threads:
-            return list(threads.map(ask, others))
+        return self._round_store.port, self._job_store.port
 
     def _host_store(self) -> TCPStore:
         """Start a TCPStore that listens at this node's address, on a free port."""
@@ -246,16 +187,10 @@ class AnyNodeRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return 1 if the round has to end, so that torchrun's agent restarts its workers, else 0."""
-        view, now = self._node.view(), time.monotonic()
-        restart = None
-        if view.is_fresh:
-            restart = decisions.must_restart(view.me, view.alive, self._max, view.ended)
-        if restart != self._restart:
-            self._restart, self._restart_since = restart, now
-        if restart is None or now - self._restart_since < restart.hold_s:
-            return 0
-        self._say(f"the round ends: {restart.reason}")
-        return 1
+        reason = self._watch.reason_to_end(self._node.view(), time.monotonic())
+        if reason:
+            self._say(f"the round ends: {reason}")
+        return 1 if reason else 0
 
     def is_closed(self) -> bool:
         return self._node.view().finished

@@ -1,19 +1,26 @@
 """What one of torchrun's agents tells other agents and sees of them (`Node`), and its wait for a round.
 
-In threads, a Node posts its agent's entry, reads the entries that other agents post, and pings these agents.
+Again and again, a Node posts its agent's entry, reads the entries that other agents post, and pings these
+agents. While an agent waits for a round, its `Meeting` says when to propose a round, and to which group.
+While the agent's workers run, its `Watch` says when the round has to end. decisions.py says what a round and
+a group are.
 
-No public method of `Node` waits for the network or for storage, except `end` for a limited time. So an agent
-whose storage hangs still obeys a signal. While an agent waits for a round, its `Meeting` says when to propose
-a round, and to which group. decisions.py says what a round and a group are.
+All that takes time is a `Task`: a generator that yields what is to be done (an `Exchange`, an `Ask` or a
+`Pause`), and gets the result. `run_task` runs a task in real time, in the calling thread; a simulator may run
+the tasks of many agents with a clock of its own. No public method of `Node` waits for the network or for
+storage, except `end` for a limited time. So an agent whose storage hangs still obeys a signal.
 """
 
 import dataclasses
 import math
+import random
 import threading
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
 from anynode import decisions
 from anynode.boards import FORGET_S, Board, Message, Operation, request
@@ -30,6 +37,80 @@ PING_S, PING_TIMEOUT_S = 0.5, 1.5
 ID_LENGTH = 12  # short, because an entry lists the ids of all others twice
 STRAGGLERS_S = 10.0  # the longest wait for members of a round that others have left
 SAY_AFTER_S, SAY_EVERY_S = 1.0, 30.0
+PROPOSAL_TIMEOUT_S = 2.0
+MEET_POLL_S = 0.05
+RETRY_S = (0.1, 0.3)  # wait after a failed proposal; random, because two leaders may be in each other's way
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Post `entry` on `board`. The result is the entries of all agents there, or an OSError."""
+
+    board: Board
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Send `message` to the servers of `agents`. The result has an answer or an OSError for each agent."""
+
+    agents: Sequence[Entry]
+    message: Message
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Wait for `seconds`, but no longer than while `node` posts the state `state`, if a node is given."""
+
+    seconds: float
+    node: "Node | None" = None
+    state: str = ""
+
+
+Task = Generator[Exchange | Ask | Pause, Any, T]
+
+
+def run_task(task: Task[T]) -> T:
+    """Run a task to its end, in real time; return what it returns."""
+    result: Any = None
+    while True:
+        try:
+            action = task.send(result)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        result = act(action)
+
+
+def act(action: Exchange | Ask | Pause) -> Any:
+    """Do what a task has yielded; return the result."""
+    if isinstance(action, Pause):
+        if action.node:
+            action.node.wait_for_change(action)
+        else:
+            time.sleep(action.seconds)
+        return None
+    if isinstance(action, Exchange):
+        try:
+            return action.board.exchange(action.entry)
+        except OSError as error:
+            return error
+
+    def ask(agent: Entry) -> Message | OSError:
+        try:
+            return request(agent.address, agent.port, action.message, action.timeout_s)
+        except OSError as error:
+            return error
+
+    if len(action.agents) < 2:
+        return [ask(agent) for agent in action.agents]
+    with ThreadPoolExecutor(len(action.agents)) as threads:
+        return list(threads.map(ask, action.agents))
+
+
+def spawn_thread(task: Task[None]) -> None:
+    threading.Thread(target=run_task, args=(task,), daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -61,9 +142,20 @@ class Peer:
 
 
 class Node:
-    """One agent: the entry that it posts, what it sees of other agents, and the round that it agreed to."""
+    """One agent: the entry that it posts, what it sees of other agents, and the round that it agreed to.
 
-    def __init__(self, host: str, address: str, nproc: int) -> None:
+    `clock` returns the time in seconds, and `spawn` starts a task that runs beside all others.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        address: str,
+        nproc: int,
+        clock: Callable[[], float] = time.monotonic,
+        spawn: Callable[[Task[None]], None] = spawn_thread,
+    ) -> None:
+        self.clock, self._spawn = clock, spawn
         self._changed = threading.Condition()  # guards all fields below, and wakes the posting threads
         self.id = uuid.uuid4().hex[:ID_LENGTH]
         self._entry = Entry(id=self.id, host=host, address=address, port=0, nproc=nproc)
@@ -86,41 +178,43 @@ class Node:
         self._entry = dataclasses.replace(self._entry, port=port)
         self._boards = boards
         for board in boards:
-            threading.Thread(target=self._follow, args=(board,), daemon=True).start()
+            self._spawn(self._follow(board))
 
-    def _follow(self, board: Board) -> None:
+    def _follow(self, board: Board) -> Task[None]:
         while True:
             with self._changed:
-                reach = self._reach(time.monotonic())
+                reach = self._reach(self.clock())
                 mine = dataclasses.replace(self._entry, counter=self._entry.counter + 1, reach=reach)
                 self._entry = mine
-            try:
-                entries = board.exchange(mine)
-                trouble = ""
-            except OSError as error:  # the loop asks again
-                entries, trouble = [], f"{board.name}: {error.strerror or error}"
+            found = yield Exchange(board, mine)
+            count = 0
             with self._changed:
-                self._trouble[board.name] = trouble
-                if not trouble:
+                if isinstance(found, OSError):  # the loop asks again
+                    self._trouble[board.name] = f"{board.name}: {found.strerror or found}"
+                else:
+                    self._trouble[board.name] = ""
                     self._posted[board.name] = mine.state
-                    self._take_in(board.name, entries)
-                if self._entry.state == mine.state:
-                    self._changed.wait(
-                        max(POLL_S[mine.state], min(MAX_POLL_S, POLL_PER_AGENT_S * len(entries)))
-                    )
+                    self._take_in(board.name, found)
+                    count = len(found)
+            yield Pause(max(POLL_S[mine.state], min(MAX_POLL_S, POLL_PER_AGENT_S * count)), self, mine.state)
+
+    def wait_for_change(self, pause: Pause) -> None:
+        with self._changed:
+            if self._entry.state == pause.state:
+                self._changed.wait(pause.seconds)
 
     def _reach(self, now: float) -> tuple[str, ...]:
         return tuple(sorted(id for id, peer in self._peers.items() if now - peer.answered_at < REACH_S))
 
     def _take_in(self, board: str, entries: Sequence[Entry]) -> None:
-        now = self._read_at[board] = time.monotonic()
+        now = self._read_at[board] = self.clock()
         for entry in entries:
             if entry.id == self.id:
                 continue
             peer = self._peers.get(entry.id)
             if peer is None:
                 peer = self._peers[entry.id] = Peer(entry)
-                threading.Thread(target=self._ping, args=(peer,), daemon=True).start()
+                self._spawn(self._ping(peer))
             if entry.counter > peer.entry.counter:
                 peer.entry = entry
             pulse = peer.pulses.setdefault(board, Pulse(entry.counter, now))
@@ -133,27 +227,23 @@ class Node:
             if any(now - pulse.since <= FORGET_S for pulse in peer.pulses.values())
         }
 
-    def _ping(self, peer: Peer) -> None:
+    def _ping(self, peer: Peer) -> Task[None]:
         """Ping the agent `peer` again and again, and note whether it answers, until `peer` is forgotten."""
         while self._peers.get(peer.entry.id) is peer:
-            entry, answered_at, has_ended = peer.entry, peer.answered_at, False
-            began = time.monotonic()
-            try:
-                answer = request(entry.address, entry.port, {"op": "ping"}, PING_TIMEOUT_S)
-                has_ended = answer.get("id") != entry.id
-                answered_at = began
-            except ConnectionRefusedError:
-                has_ended = True
-            except OSError:
-                pass  # no answer: the agent is out of reach after REACH_S
+            began = self.clock()
+            (answer,) = yield Ask([peer.entry], {"op": "ping"}, PING_TIMEOUT_S)
             with self._changed:
-                peer.has_ended = has_ended
-                peer.answered_at = -math.inf if has_ended else answered_at
-            time.sleep(PING_S)
+                peer.has_ended = isinstance(answer, ConnectionRefusedError)
+                if not isinstance(answer, OSError):
+                    peer.has_ended = answer.get("id") != peer.entry.id
+                    peer.answered_at = began
+                if peer.has_ended:
+                    peer.answered_at = -math.inf
+            yield Pause(PING_S)  # without an answer the agent is out of reach after REACH_S
 
     def view(self) -> View:
         with self._changed:
-            now = time.monotonic()
+            now = self.clock()
             fresh = {name: at for name, at in self._read_at.items() if now - at < FRESH_S}
             me = dataclasses.replace(self._entry, reach=self._reach(now))
             alive, gone, ended, troubles = [me], set(), set(), set()
@@ -230,10 +320,10 @@ class Node:
         leader = round.members[0].id
         with self._changed:
             promised_to, _, until = self._promise
-            is_free = promised_to in ("", leader) or time.monotonic() > until
+            is_free = promised_to in ("", leader) or self.clock() > until
             if self._entry.state != WAITING or self.entered is not None or not is_free:
                 return False
-            self._promise = (leader, round.id, time.monotonic() + PROMISE_S)
+            self._promise = (leader, round.id, self.clock() + PROMISE_S)
             return True
 
     def release(self, round: Round) -> None:
@@ -253,7 +343,7 @@ class Node:
         """
         with self._changed:
             _, promised, until = self._promise
-            if self._entry.state != WAITING or promised != round.id or time.monotonic() > until:
+            if self._entry.state != WAITING or promised != round.id or self.clock() > until:
                 return False
             members = tuple(member.id for member in round.members)
             self._entry = dataclasses.replace(
@@ -319,3 +409,84 @@ class Meeting:
             return None
         self._said, self._said_at = line, now
         return line
+
+    def meet(
+        self, node: Node, host_stores: Callable[[], tuple[int, int]], say: Callable[[str], None]
+    ) -> Task[Round | None]:
+        """Wait until a round with the agent of `node` starts, and return it; None if the job is finished.
+
+        If the agent leads, it proposes the round. `host_stores` starts the TCPStores of a round that this
+        agent leads, and returns their ports: the round's, and the job's.
+        """
+        said = ""
+        while node.entered is None:
+            view, now = node.view(), node.clock()
+            if view.finished:
+                return None
+            group = self.group_to_propose(view, now)
+            if group is None:
+                line = self.line_to_say(view, now)
+                if line is not None:
+                    say(line)
+                yield Pause(MEET_POLL_S)
+                continue
+            failure = yield from propose(node, group, host_stores())
+            if failure:
+                if failure != said:
+                    said = failure
+                    say(f"{failure}; retrying")
+                yield Pause(random.uniform(*RETRY_S))
+        return node.entered
+
+
+def propose(node: Node, group: Sequence[Entry], ports: tuple[int, int]) -> Task[str]:
+    """Propose a round to `group`, whose leader is the agent of `node`; start it if all agents accept.
+
+    `ports` are those of the round's TCPStore and of the job's. Returns "" if the round started, else a text
+    that says why it did not.
+    """
+    number, job = decisions.job_of(group)
+    others = group[1:]
+    round = Round(
+        id=uuid.uuid4().hex,
+        number=number + 1,
+        job=job or uuid.uuid4().hex,
+        members=tuple(dataclasses.replace(one, members=(), reach=()) for one in group),  # not the long lists
+        store_port=ports[0],
+        job_store_port=ports[1],
+    )
+    has_promised = node.promise(round)
+    if not has_promised:
+        return "this agent has accepted another proposal"
+    answers = yield Ask(others, {"op": "propose", "round": asdict(round)}, PROPOSAL_TIMEOUT_S)
+    refusals = [str(one) for one, answer in zip(others, answers, strict=True) if not is_yes(answer)]
+    if refusals:
+        node.release(round)
+        return f"{', '.join(refusals)} did not accept the round"
+    has_entered = node.enter(round)
+    if not has_entered:
+        return "the answers to a proposal took too long"
+    yield Ask(others, {"op": "go", "round": asdict(round)}, PROPOSAL_TIMEOUT_S)
+    return ""  # an agent that has not heard "go" still waits, which the others see
+
+
+def is_yes(answer: Message | OSError) -> bool:
+    return not isinstance(answer, OSError) and answer.get("ok") is True
+
+
+@dataclass
+class Watch:
+    """What an agent whose workers run looks for: why the round has to end. Times are by a monotonic clock."""
+
+    max_nodes: int
+    _restart: decisions.Restart | None = None
+    _since: float = 0.0
+
+    def reason_to_end(self, view: View, now: float) -> str:
+        """Return why the round has to end now, for a reason that has lasted long enough; "" if it goes on."""
+        restart = None
+        if view.is_fresh:
+            restart = decisions.must_restart(view.me, view.alive, self.max_nodes, view.ended)
+        if restart != self._restart:
+            self._restart, self._since = restart, now
+        return restart.reason if restart and now - self._since >= restart.hold_s else ""
