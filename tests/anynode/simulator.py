@@ -38,7 +38,8 @@ SETTLED_S = 15.0  # after a cut, two groups may train at once for so long
 COARSE = {  # fewer looks at the same things, to have more schedules per second
     "POLL_S": {WAITING: 0.3, RUNNING: 0.6, FINISHED: 0.3, LEFT: 0.3}, "PING_S": 1.0, "MEET_POLL_S": 0.2,
 }  # fmt: skip
-FAULTS = ("kill", "lose", "freeze", "cut", "storage")
+FAULTS = ("kill", "lose", "freeze", "cut", "one way", "storage", "slow")
+LINKS = ("cut", "one way", "storage", "slow")  # faults that last, and no process has
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def draw(seed: int) -> Schedule:
     everybody = range(nodes)
     hosts = tuple(everybody) if rng.random() < 0.5 else ()
     faults = []
-    for _ in range(rng.randint(1, 3)):
+    for _ in range(rng.randint(1, 5)):
         begin, node = rng.uniform(1, 11), rng.randrange(nodes)
         others = tuple(rng.sample([one for one in everybody if one != node], rng.randint(1, nodes - 1)))
         faults.append(Fault(rng.choice(FAULTS), node, others, begin, begin + rng.uniform(0.5, 9)))
@@ -144,20 +145,26 @@ class Simulator:
 
     # Network.
 
-    def delay(self) -> float:
+    def delay(self, one: int, other: int) -> float:
+        """How long a message takes now; seconds if a packet is lost again and again."""
+        if any(cut.kind == "slow" and one != other and cut.node in (one, other) for cut in self.cuts):
+            return self.rng.choice((0.05, 0.5, 2.0, 6.0, 15.0))
         slow = 10 if self.rng.random() < 0.02 else 1  # a packet was lost
         return self.schedule.delay_s * self.rng.uniform(0.5, 2) * slow
 
-    def is_cut(self, one: int, other: int) -> bool:
-        return any(
-            (cut.node == one and other in cut.others) or (cut.node == other and one in cut.others)
+    def passes(self, one: int, other: int) -> bool:
+        """Whether messages from node `one` reach node `other`."""
+        if one in self.lost_hosts or other in self.lost_hosts:
+            return one == other
+        return not any(
+            (cut.node == one and other in cut.others)
+            or (cut.kind == "cut" and cut.node == other and one in cut.others)
             for cut in self.cuts
+            if cut.kind in ("cut", "one way")
         )
 
     def reaches(self, one: int, other: int) -> bool:
-        return one == other or not (
-            self.is_cut(one, other) or one in self.lost_hosts or other in self.lost_hosts
-        )
+        return one == other or (self.passes(one, other) and self.passes(other, one))
 
     def send(self, source: int, target: Agent | None, work: Callable[[], Any], timeout_s: float, done: Any) -> None:
         """Let `target` do `work`, and call `done` with the result, or an OSError, at the source."""
@@ -170,23 +177,24 @@ class Simulator:
 
         self.after(timeout_s, answer, TimeoutError("timed out"))
         if target is None:
-            self.after(self.delay(), answer, ConnectionRefusedError("refused"))
+            self.after(timeout_s / 2, answer, ConnectionRefusedError("refused"))
             return
+        there = target.number
 
         def arrive() -> None:
-            if not self.reaches(source, target.number):
+            if not self.passes(source, there):
                 return
             if not target.is_alive:
-                self.after(self.delay(), answer, ConnectionRefusedError("refused"))
+                self.after(self.delay(there, source), answer, ConnectionRefusedError("refused"))
                 return
             if target.is_frozen:
                 target.backlog.append(arrive)
                 return
             result = work()
-            if self.reaches(source, target.number):
-                self.after(self.delay(), answer, result)
+            if self.passes(there, source):
+                self.after(self.delay(there, source), answer, result)
 
-        self.after(self.delay(), arrive)
+        self.after(self.delay(source, there), arrive)
 
     # Tasks.
 
@@ -266,7 +274,7 @@ class Simulator:
                 self.after(0.25, self.exchange, agent, task, action)  # the storage hangs
                 return
             found = self.post(name, action.entry)
-            self.after(self.delay(), self.resume, agent, task, found)
+            self.after(self.schedule.delay_s, self.resume, agent, task, found)
             return
         host = self.agents.get(int(name))
 
@@ -388,7 +396,7 @@ class Simulator:
             self.lost_hosts.add(fault.node)
         if fault.kind == "freeze" and agent:
             agent.is_frozen = True
-        if fault.kind in ("cut", "storage"):
+        if fault.kind in LINKS:
             self.cuts.append(fault)
         self.check_training()
 
@@ -404,7 +412,7 @@ class Simulator:
                 backlog, agent.backlog = agent.backlog, []
                 for work in backlog:
                     self.after(0.0, work)
-        if fault.kind in ("cut", "storage"):
+        if fault.kind in LINKS:
             self.cuts.remove(fault)
             self.last_cut = self.now
 
