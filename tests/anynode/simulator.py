@@ -8,9 +8,11 @@ frozen, loses its links to some nodes, or its way to the place to meet; later th
 agent starts on the node. The agents run the tasks of anynode/node.py. The simulator stands in for clock,
 network, boards and torchrun, and for workers: those of a round train while all of them reach each other.
 
-A schedule fails if two rounds train at once although MIN is a majority, or although no link is cut; if two
-agents enter rounds of one id with different members; if the number of an agent's round does not grow; or if,
-after the last fault is healed, the agents do not all train in one round within CONVERGE_S seconds.
+A schedule fails if two rounds train at once although MIN is a majority, or although no link is cut or node frozen; if two
+agents enter rounds of one id with different members; if the number of an agent's round does not grow; if,
+after CONVERGE_S seconds of one fault, no round trains although at least MIN nodes reach each other and a place
+to meet; or if, after the last fault is healed, the agents do not all train in one round within CONVERGE_S
+seconds.
 """
 
 import argparse
@@ -34,7 +36,7 @@ MONITOR_S = 0.5  # between two looks of an agent at its workers
 LOST_S, SILENT_S = 0.5, 6.0  # until workers notice that a peer has ended, or is silent
 LATE_S = 20.0  # the longest wait of workers for those of another node
 CONVERGE_S = 60.0
-SETTLED_S = 15.0  # after a cut, two groups may train at once for so long
+SETTLED_S = 15.0  # after a cut or a freeze, two groups may train at once for so long
 COARSE = {  # fewer looks at the same things, to have more schedules per second
     "POLL_S": {WAITING: 0.3, RUNNING: 0.6, FINISHED: 0.3, LEFT: 0.3}, "PING_S": 1.0, "MEET_POLL_S": 0.2,
 }  # fmt: skip
@@ -75,6 +77,10 @@ def draw(seed: int) -> Schedule:
         begin, node = rng.uniform(1, 11), rng.randrange(nodes)
         others = tuple(rng.sample([one for one in everybody if one != node], rng.randint(1, nodes - 1)))
         faults.append(Fault(rng.choice(FAULTS), node, others, begin, begin + rng.uniform(0.5, 9)))
+    if rng.random() < 0.2:
+        node, begin = rng.randrange(nodes), max(fault.end for fault in faults)
+        others = tuple(rng.sample([one for one in everybody if one != node], rng.randint(1, nodes - 1)))
+        faults.append(Fault(rng.choice(FAULTS[:-1]), node, others, begin, begin + CONVERGE_S))
     return Schedule(
         nodes,
         minimum=rng.randint(1, nodes),
@@ -368,6 +374,17 @@ class Simulator:
         rounds = {one.round.id: one.round for one in self.agents.values() if one.round and one.is_alive}
         return {id: round for id, round in rounds.items() if self.trains(round)}
 
+    def may_train(self) -> bool:
+        """Whether MIN nodes reach each other and a place to meet."""
+        up = [one.number for one in self.agents.values() if one.is_alive and not one.is_frozen]
+        hung = {cut.node for cut in self.cuts if cut.kind == "storage" and not self.schedule.hosts}
+        groups = itertools.combinations([one for one in up if one not in hung], self.schedule.minimum)
+        return any(
+            all(self.reaches(one, other) for one in group for other in group)
+            and (not self.schedule.hosts or any(host in group for host in self.schedule.hosts))
+            for group in groups
+        )
+
     def check_training(self) -> None:
         found = self.training()
         is_quiet = not self.cuts and self.now - self.last_cut > SETTLED_S
@@ -402,13 +419,15 @@ class Simulator:
 
     def end_fault(self, fault: Fault) -> None:
         self.check_training()
+        if fault.end - fault.begin >= CONVERGE_S and not self.training() and self.may_train():
+            raise Failure(f"no round trains in {CONVERGE_S:g} s of {fault}")
         if fault.kind in ("kill", "lose"):
             self.lost_hosts.discard(fault.node)
             self.after(0.0, self.start_agent, fault.node)
         if fault.kind == "freeze":
             agent = self.agents.get(fault.node)
             if agent and agent.is_frozen:
-                agent.is_frozen = False
+                agent.is_frozen, self.last_cut = False, self.now
                 backlog, agent.backlog = agent.backlog, []
                 for work in backlog:
                     self.after(0.0, work)
