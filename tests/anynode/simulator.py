@@ -3,13 +3,13 @@
     python tests/anynode/simulator.py --schedules 10000     # about a minute on two cores
 
 A schedule is drawn from its seed: how many nodes, MIN and MAX of --nnodes, a folder or hosts as the place to
-meet, how slow the network is, when agents start, and faults. An agent is killed with or without its host, is
-frozen, loses its links to some nodes, or its way to the place to meet; later the fault is healed, or a new
-agent starts on the node. The agents run the tasks of anynode/node.py. The simulator stands in for clock,
+meet, how slow the network is, when agents start, and faults. An agent is killed with its workers, without
+them, or with its host; is frozen; loses its links to some nodes, in one or both directions; hears late; or
+loses its way to the place to meet. Later the fault is healed, or a new agent starts on the node. The agents run the tasks of anynode/node.py. The simulator stands in for clock,
 network, boards and torchrun, and for workers: those of a round train while all of them reach each other.
 
-A schedule fails if two rounds train at once although MIN is a majority, or although no link is cut or node frozen; if two
-agents enter rounds of one id with different members; if the number of an agent's round does not grow; if,
+A schedule fails if two rounds train at once although MIN is a majority, or although no link is cut and no
+node frozen; if two agents enter rounds of one id with different members; if the number of an agent's round does not grow; if,
 after CONVERGE_S seconds of one fault, no round trains although at least MIN nodes reach each other and a place
 to meet; or if, after the last fault is healed, the agents do not all train in one round within CONVERGE_S
 seconds.
@@ -40,7 +40,7 @@ SETTLED_S = 15.0  # after a cut or a freeze, two groups may train at once for so
 COARSE = {  # fewer looks at the same things, to have more schedules per second
     "POLL_S": {WAITING: 0.3, RUNNING: 0.6, FINISHED: 0.3, LEFT: 0.3}, "PING_S": 1.0, "MEET_POLL_S": 0.2,
 }  # fmt: skip
-FAULTS = ("kill", "lose", "freeze", "cut", "one way", "storage", "slow")
+FAULTS = ("kill", "orphan", "lose", "freeze", "cut", "one way", "storage", "slow")
 LINKS = ("cut", "one way", "storage", "slow")  # faults that last, and no process has
 
 
@@ -99,7 +99,10 @@ class Agent:
     node: Node
     is_alive: bool = True
     is_frozen: bool = False
-    backlog: list[Callable[[], None]] = field(default_factory=list)  # what a frozen process does when it thaws
+    has_orphans: bool = False  # the agent is dead, and its workers live on
+    backlog: list[Callable[[], None]] = field(
+        default_factory=list
+    )  # what a frozen process does when it thaws
     dozing: list[tuple[Any, Task[Any]]] = field(default_factory=list)  # tasks whose pause a change may end
     round: Round | None = None  # the round whose workers run
     started_at: float = 0.0
@@ -172,7 +175,9 @@ class Simulator:
     def reaches(self, one: int, other: int) -> bool:
         return one == other or (self.passes(one, other) and self.passes(other, one))
 
-    def send(self, source: int, target: Agent | None, work: Callable[[], Any], timeout_s: float, done: Any) -> None:
+    def send(
+        self, source: int, target: Agent | None, work: Callable[[], Any], timeout_s: float, done: Any
+    ) -> None:
         """Let `target` do `work`, and call `done` with the result, or an OSError, at the source."""
         answered = [False]
 
@@ -257,7 +262,9 @@ class Simulator:
                 assert target
                 return self.serve(target, ask.message)
 
-            self.send(agent.number, target, work, ask.timeout_s, lambda answer, place=place: collect(place, answer))
+            self.send(
+                agent.number, target, work, ask.timeout_s, lambda answer, place=place: collect(place, answer)
+            )
 
     def serve(self, target: Agent, message: Message) -> Message:
         node, operation = target.node, message["op"]
@@ -358,7 +365,10 @@ class Simulator:
         """Whether all workers of the round are up, and reach each other."""
         members = self.members(round)
         return all(
-            one.is_alive and not one.is_frozen and one.round == round and self.now - one.started_at >= START_S
+            (one.is_alive or one.has_orphans)
+            and not one.is_frozen
+            and one.round == round
+            and self.now - one.started_at >= START_S
             for one in members
         ) and all(self.reaches(one.number, other.number) for one in members for other in members)
 
@@ -367,7 +377,9 @@ class Simulator:
         others = self.members(round)
         if any(not self.reaches(agent.number, one.number) or one.is_frozen for one in others):
             return SILENT_S
-        have_left = any(not one.is_alive or one.round not in (None, round) for one in others)
+        have_left = any(
+            not (one.is_alive or one.has_orphans) or one.round not in (None, round) for one in others
+        )
         return LOST_S if have_left else LATE_S
 
     def training(self) -> dict[str, Round]:
@@ -407,8 +419,8 @@ class Simulator:
 
     def begin_fault(self, fault: Fault) -> None:
         agent = self.agents.get(fault.node)
-        if fault.kind in ("kill", "lose") and agent:
-            agent.is_alive = False
+        if fault.kind in ("kill", "orphan", "lose") and agent:
+            agent.is_alive, agent.has_orphans = False, fault.kind == "orphan"
         if fault.kind == "lose":
             self.lost_hosts.add(fault.node)
         if fault.kind == "freeze" and agent:
@@ -421,7 +433,7 @@ class Simulator:
         self.check_training()
         if fault.end - fault.begin >= CONVERGE_S and not self.training() and self.may_train():
             raise Failure(f"no round trains in {CONVERGE_S:g} s of {fault}")
-        if fault.kind in ("kill", "lose"):
+        if fault.kind in ("kill", "orphan", "lose"):
             self.lost_hosts.discard(fault.node)
             self.after(0.0, self.start_agent, fault.node)
         if fault.kind == "freeze":
@@ -450,7 +462,9 @@ def try_seeds(seeds: Sequence[int]) -> list[tuple[int, float, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--first_seed", type=int, default=1)
     arguments = parser.parse_args()
