@@ -1,5 +1,6 @@
 """Small jobs for the tests: runs of train.py, alone or under torchrun, started as a user starts them."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.golden import Golden
 from support.jobs import Job, is_alive, last_step, read_metric, tensor_hash
 from support.needs import FacilityMissing, need_proc
 from support.nodes import Cluster, why_no_cluster
@@ -41,6 +43,10 @@ SMALL: dict[str, Any] = {
     "snapshot.keep_best": False,  # else each evaluation with a lower loss would also save
     "snapshot.memory_path": tempfile.mkdtemp(prefix="mingpt-tests-", dir=SHM),  # killed jobs leave files
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--renew", action="store_true", help="write tests/sentences.json anew, with -n 0")
 
 
 def pytest_configure() -> None:
@@ -201,6 +207,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
         one.close()
 
 
+@pytest.fixture
+def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Golden:
+    """A function that compares a sentence with the next one that tests/sentences.json has for this test."""
+    test = f"{request.path.name}::{request.node.name}"
+    return Golden(test, tmp_path, request.config.getoption("--renew"))
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the processes of one `pytest -n` share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short piece of the embedded play."""
@@ -210,12 +230,32 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(text: Path, shared_folder: Path) -> Callable[..., Path]:
+    """A function that returns the run folder of an undisturbed job under torchrun, to be read only.
+
+    A run of pytest trains each reference once, whatever processes and tests ask for it.
+    """
+
+    def run_folder(workers: int = 2, **settings: object) -> Path:
+        name = hashlib.sha256(repr((workers, sorted(settings.items()))).encode()).hexdigest()[:16]
+        folder = shared_folder / f"reference-{name}"
+        folder.mkdir(exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "done").exists():
+                given = {"data__path": text, "run_dir": folder / "run"} | settings
+                job = Job(command(launcher=torchrun(workers), **given), folder / "job")
+                assert job.wait(300) == 0, job.err()
+                (folder / "done").touch()
+        return folder / "run"
+
+    return run_folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed(reference: Callable[..., Path]) -> Path:
     """The run folder of two workers under torchrun that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    job = Job(command(launcher=torchrun(2), run_dir=folder / "run", data__path=text), folder / "job")
-    assert job.wait() == 0, job.err()
-    return folder / "run"
+    return reference()
 
 
 @pytest.fixture
