@@ -245,7 +245,10 @@ class Node:
         with self._changed:
             now = self.clock()
             fresh = {name: at for name, at in self._read_at.items() if now - at < FRESH_S}
-            me = dataclasses.replace(self._entry, reach=self._reach(now))
+            reach = self._reach(now)
+            if reach != self._entry.reach:
+                self._entry = dataclasses.replace(self._entry, reach=reach)
+            me = self._entry
             alive, gone, ended, troubles = [me], set(), set(), set()
             for id, peer in self._peers.items():
                 entry, pulses = peer.entry, peer.pulses
@@ -256,7 +259,7 @@ class Node:
                 # An agent that answers pings is not gone, even if it posts nothing: its storage may hang.
                 # Without a fresh board no agent counts as lost.
                 is_lost = bool(fresh) and was_alive and not is_alive and id not in me.reach
-                if entry.state == LEFT or (peer.has_ended and entry.state == RUNNING):
+                if entry.state == LEFT or (peer.has_ended and entry.state != FINISHED):
                     ended.add(id)
                 if peer.has_ended or is_lost or (is_alive and entry.state in (FINISHED, LEFT)):
                     gone.add(id)
