@@ -104,63 +104,41 @@ def test_the_job_and_its_number_come_from_whoever_went_furthest() -> None:
     assert job_of([entry("a", job="new", number=1), entry("b", job="old", number=7)]) == (7, "old")
 
 
-def test_a_round_of_which_all_are_here_goes_on() -> None:
-    a, b = running("a", "r", "ab"), running("b", "r", "ab")
-    assert must_restart(a, [a, b], 3) is None
-    assert must_restart(a, [a], 3) is None  # workers notice a dead peer by themselves
-    assert must_restart(a, [a, entry("b", state=FINISHED, round="r")], 3) is None
-
-
-def test_a_member_whose_agent_was_killed_ends_the_round_though_its_workers_live_on() -> None:
-    a, b = running("a", "r", "ab"), running("b", "r", "ab")
-    found = must_restart(a, [a, b], 3, ["b"])
-    assert found is not None and found.hold_s == ENDED_HOLD_S
-    assert must_restart(a, [a, b], 3, ["c"]) is None  # a stranger
+A, B = running("a", "r", "ab"), running("b", "r", "ab")
+LATER = entry("b", round="r", number=2)
 
 
 @pytest.mark.parametrize(
-    ("member", "hold_s"),
+    ("others", "ended", "reason", "hold_s"),
     [
-        (entry("b", round="r", number=2), 0.0),
-        (running("b", "r3", "bc", number=3), 0.0),
-        (entry("b", round="r1", number=1), LAG_HOLD_S),  # b is still seen in its old round
-        (running("b", "r1", "ab", number=1), LAG_HOLD_S),
-        (entry("b"), LAG_HOLD_S),
+        ([B], "", None, None),
+        ([], "", None, None),  # workers notice a dead peer by themselves
+        ([entry("b", state=FINISHED, round="r")], "", None, None),
+        ([B], "c", None, None),  # a stranger has ended
+        ([B], "b", "the agent of a member has ended", ENDED_HOLD_S),  # its workers may live on
+        ([LATER], "", "node2 (10.0.0.2) is not in the round", 0.0),
+        ([running("b", "r3", "bc", number=3)], "", "node2 (10.0.0.2) is not in the round", 0.0),
+        ([running("b", "r1", "ab", number=0)], "", "node2 (10.0.0.2) is not in the round", LAG_HOLD_S),
+        ([entry("b")], "", "node2 (10.0.0.2) is not in the round", LAG_HOLD_S),  # still seen as before
+        ([B, entry("c")], "", "node3 (10.0.0.3) joins", JOIN_HOLD_S),
+        ([entry("c", "a")], "", "node3 (10.0.0.3) joins", JOIN_HOLD_S),  # b is dead
+        ([B, entry("c", state=FINISHED)], "", None, None),
+        ([B, entry("c", "a")], "", None, None),  # b does not reach the newcomer
+        ([B, entry("c", "b")], "", None, None),
+        ([running("b", "r", "ab", reach="a"), entry("c", "ab")], "", None, None),
+        ([running("c", "s", "cd"), running("d", "s", "cd")], "", "go on as a larger group", JOIN_HOLD_S),
+        ([B, running("c", "s", "cd"), running("d", "s", "cd")], "", None, None),  # of one size: the first id
+        ([B, running("c", "p", "cd"), running("d", "p", "cd")], "", "go on as a larger group", JOIN_HOLD_S),
     ],
 )
-def test_a_member_that_left_or_went_on_alone_ends_the_round(member: Entry, hold_s: float) -> None:
-    a = running("a", "r", "ab", number=2)
-    found = must_restart(a, [a, member], 3)
-    assert found is not None and found.hold_s == hold_s and "node2 (10.0.0.2)" in found.reason
-
-
-def test_a_newcomer_that_all_members_reach_is_taken_in() -> None:
-    a, b = running("a", "r", "ab"), running("b", "r", "ab")
-    for me in (a, b):
-        found = must_restart(me, [a, b, entry("c")], 3)
-        assert found is not None and found.hold_s == JOIN_HOLD_S and "node3 (10.0.0.3) joins" in found.reason
-    assert must_restart(a, [a, entry("c", "a")], 3) is not None  # b is dead
-    assert must_restart(a, [a, b, entry("c")], 2) is None  # there is no room
-    assert must_restart(a, [a, b, entry("c", state=FINISHED)], 3) is None
-
-
-@pytest.mark.parametrize("reach", ["a", "b", ""])
-def test_a_newcomer_that_only_some_reach_disturbs_nobody(reach: str) -> None:
-    a, b = running("a", "r", "ab"), running("b", "r", "ab")
-    for me in (a, b):
-        assert must_restart(me, [a, b, entry("c", reach)], 3) is None
-    deaf = running("b", "r", "ab", reach="a")
-    for me in (a, deaf):
-        assert must_restart(me, [a, deaf, entry("c", "ab")], 3) is None
-
-
-def test_of_two_rounds_the_larger_goes_on_and_of_one_size_exactly_one() -> None:
-    a, b, c = running("a", "r1", "a"), running("b", "r2", "bc"), running("c", "r2", "bc")
-    found = must_restart(a, [a, b, c], 3)
-    assert found is not None and found.hold_s == JOIN_HOLD_S and "larger group" in found.reason
-    assert must_restart(b, [a, b, c], 3) is None and must_restart(c, [a, b, c], 3) is None
-    alone = running("b", "r2", "b")
-    assert must_restart(a, [a, alone], 3) is None and must_restart(alone, [a, alone], 3) is not None
+def test_a_round_ends_for_what_its_workers_cannot_see(
+    others: list[Entry], ended: str, reason: str | None, hold_s: float | None
+) -> None:
+    found = must_restart(A, [A, *others], 3, ended)
+    assert (found.hold_s if found else None) == hold_s
+    assert found is None or (reason and reason in found.reason)
+    if reason and "joins" in reason:
+        assert must_restart(A, [A, *others], 2, ended) is None  # there is no room
 
 
 def test_who_waits_says_for_whom() -> None:

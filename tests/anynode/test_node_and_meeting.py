@@ -51,7 +51,7 @@ def test_an_agent_whose_port_refuses_has_ended() -> None:
     node = started(FakeBoard("board", lambda n: [dataclasses.replace(entries[0], counter=n), *entries[1:]]))
     wait_until(lambda: node.view().is_fresh)
     wait_until(lambda: {entry.id for entry in entries} <= node.view().gone)
-    assert alive(node) == set() and node.view().ended == {RUNNING, LEFT}
+    assert alive(node) == set() and node.view().ended == node.view().gone - {FINISHED}
 
 
 def test_a_board_whose_copy_is_older_makes_nobody_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,48 +169,46 @@ def ids(group: list[Entry] | None) -> str | None:
     return "".join(member.id for member in group) if group else None
 
 
-def test_only_the_leader_proposes_and_in_the_first_round_once_nobody_has_come_for_a_while() -> None:
-    a, b = entry("a"), entry("b")
-    assert ids(Meeting(1, 2, began=0).group_to_propose(view(a, b), 0.0)) == "ab"  # all agents are here
-    assert Meeting(1, 2, began=0).group_to_propose(view(b, a), 0.0) is None
-    meeting = Meeting(1, 3, began=0)
-    assert meeting.group_to_propose(view(a), 0.0) is None
-    assert meeting.group_to_propose(view(a), 4.9) is None
-    assert meeting.group_to_propose(view(a, b), 5.0) is None
-    assert meeting.group_to_propose(view(a, b), 9.9) is None
-    assert ids(meeting.group_to_propose(view(a, b), 10.0)) == "ab"
+LAST = {"round": "r", "number": 1, "members": ("a", "b")}
+A, B = entry("a"), entry("b")
+LEFT_A, STUCK = entry("a", **LAST), entry("b", state=RUNNING, **LAST)
+UNSEEN = view(A, is_fresh=False)
 
 
-def test_an_agent_that_sees_no_board_decides_nothing() -> None:
-    a, meeting = entry("a"), Meeting(1, 3, began=0)
-    assert "no place to meet can be used" in str(meeting.line_to_say(view(a, is_fresh=False), 2.0))
-    meeting.group_to_propose(view(a), 0.0)
-    assert meeting.group_to_propose(view(a, is_fresh=False), 10.0) is None
-    assert meeting.group_to_propose(view(a), 11.0) is None  # the count begins anew
-    assert ids(meeting.group_to_propose(view(a), 16.0)) == "a"
-
-
-def test_members_of_a_round_that_has_ended_are_waited_for_but_not_for_ever() -> None:
-    last = {"round": "r", "number": 1, "members": ("a", "b")}
-    a, stuck = entry("a", **last), entry("b", state=RUNNING, **last)
-    meeting = Meeting(1, 3, began=0)
-    assert meeting.group_to_propose(view(a, stuck), 0.0) is None
-    assert meeting.group_to_propose(view(a, stuck), 9.9) is None
-    assert ids(meeting.group_to_propose(view(a, stuck), 10.0)) == "a"
-
-
-def test_an_agent_that_is_left_out_waits_while_the_others_run() -> None:
-    a = entry("a", round="r1", number=1, members=("a", "b", "c"))
-    running = [entry(name, state=RUNNING, round="r2", number=2, members=("b", "c")) for name in "bc"]
-    meeting = Meeting(1, 3, began=0)
-    for now in range(100):
-        assert meeting.group_to_propose(view(a, *running), float(now)) is None
-    assert ids(meeting.group_to_propose(view(a, gone="bc"), 100.0)) == "a"  # b and c have died
+@pytest.mark.parametrize(
+    ("max_nodes", "steps"),
+    [
+        (2, [(0.0, view(A, B), "ab")]),  # all agents are here
+        (2, [(0.0, view(B, A), None)]),  # a leads
+        (3, [(0.0, view(A), None), (4.9, view(A), None), (5.0, view(A), "a")]),
+        (3, [(0.0, view(A), None), (5.0, view(A, B), None), (10.0, view(A, B), "ab")]),
+        (3, [(0.0, view(A), None), (10.0, UNSEEN, None), (11.0, view(A), None), (16.0, view(A), "a")]),
+        (
+            3,
+            [
+                (0.0, view(LEFT_A, STUCK), None),
+                (9.9, view(LEFT_A, STUCK), None),
+                (10.0, view(LEFT_A, STUCK), "a"),
+            ],
+        ),
+        (
+            3,
+            [(0.0, view(A, STUCK), None), (99.0, view(A, STUCK), None), (100.0, view(LEFT_A, gone="b"), "a")],
+        ),
+    ],
+    ids=["all", "not the leader", "first call", "a newcomer", "no board", "a straggler", "a round goes on"],
+)
+def test_a_leader_proposes_a_complete_group(
+    max_nodes: int, steps: list[tuple[float, View, str | None]]
+) -> None:
+    meeting = Meeting(1, max_nodes, began=0)
+    for now, seen, group in steps:
+        assert ids(meeting.group_to_propose(seen, now)) == group
 
 
 def test_a_person_is_told_once_when_it_changes_and_now_and_then() -> None:
     a, b, meeting = entry("a"), entry("b"), Meeting(3, 3, began=0)
     lines = [meeting.line_to_say(view(a), now) for now in (0.5, 1.5, 2.0, 31.0, 32.0)]
     assert [line is not None for line in lines] == [False, True, False, False, True]
-    line = meeting.line_to_say(view(a, b), 33.0)
-    assert line is not None and line.startswith("waiting for more nodes, at least 3 in all")
+    assert str(meeting.line_to_say(view(a, b), 33.0)).startswith("waiting for more nodes, at least 3 in all")
+    assert "no place to meet can be used" in str(meeting.line_to_say(UNSEEN, 34.0))
