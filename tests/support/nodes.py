@@ -257,7 +257,9 @@ class Cluster:
     the path of a node's own disk, on that node. Raises RuntimeError if this machine cannot run a Cluster.
     """
 
-    def __init__(self, count: int, folder: Path, *, shared: bool = True) -> None:
+    def __init__(
+        self, count: int, folder: Path, *, shared: bool = True, switch: Switch | None = None
+    ) -> None:
         why_not = why_no_cluster()
         if why_not:
             raise RuntimeError(why_not)
@@ -269,7 +271,7 @@ class Cluster:
             (self.folder / name).mkdir(parents=True)
         names = "".join(f"{self.network}.{number} node{number}\n" for number in range(1, count + 1))
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-        self.switch = Switch()
+        self.switch = switch or Switch()
         atexit.register(self.close)
         for number in range(1, count + 1):
             self.nodes.append(Node(self, number))

@@ -1,0 +1,217 @@
+"""Jobs on a slow network that loses packets: how long do a start, a step, a kill and a cut take?
+
+    python benchmarks/networks.py                                   # ten networks, half an hour on two cores
+    python benchmarks/networks.py --delays_ms 50 --losses_percent 1 # one of them, three minutes
+
+Needs root. Three nodes with a worker each are in namespaces of this machine, with a TAP device as their
+network card. A program joins the cards. It delays each packet by `delay_ms`, one way, plus up to a tenth as
+jitter, and loses `loss_percent` of all packets. The order of packets stays. When the nodes have trained, the
+first node is killed and replaced, then the second one is cut off and healed.
+
+Prints a row per network, as JSON. Times are in seconds. `start_s` is from the command to the first step.
+`step_s` and `longest_step_s` are the median and the maximum of the steps before the faults;
+`trainer.timeout_s` must be larger. `kill_on_s` and `cut_on_s` are from the fault to a step of the two other
+nodes, `kill_rejoined_s` and `cut_rejoined_s` from the replacement or the healing to a step of all three. Exit
+code 1 unless every run has one generation before the faults, exit codes 0, and the hash of the first run.
+"""
+
+import fcntl
+import heapq
+import itertools
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import time
+from statistics import median
+from typing import Any
+
+from common import SMALL, Tally, argument_parser, row, work_folder
+from support.jobs import read_history, read_metric
+
+from mingpt.tools.jobs import ROOT
+
+sys.path.insert(0, str(ROOT / "tests"))
+from support.nodes import Cluster, why_no_cluster
+from support.nodes_job import NodesJob
+from support.switch import Switch
+
+STEPS, FAULT_STEP, LIMIT_S = 150, 40, 400.0
+SETTINGS = SMALL | {
+    "trainer.batch_size": 6, "trainer.max_steps": STEPS, "trainer.eval_every": 10_000,
+    "trainer.timeout_s": 30, "snapshot.every": 20, "snapshot.memory_every": 5,
+}  # fmt: skip
+TUN_SET_INTERFACE, TAP, NO_HEADER = 0x400454CA, 0x2, 0x1000  # of linux/if_tun.h
+ARP = b"\x08\x06"
+
+
+class Wire:
+    """The program that joins the cards: it reads commands from stdin, and frames from TAP devices."""
+
+    def __init__(self, delay_s: float, loss: float) -> None:
+        self.delay_s, self.loss, self.rng = delay_s, loss, random.Random(1)
+        self.taps: dict[str, int] = {}  # {name: file descriptor}
+        self.cards: dict[bytes, str] = {}  # {hardware address: name}
+        self.cut: set[str] = set()
+        self.due: list[tuple[float, int, str, bytes]] = []
+        self.last: dict[tuple[str, str], float] = {}  # when the newest frame between two taps is due
+        self.count = itertools.count()
+
+    def run(self) -> None:
+        while True:
+            wait_s = max(0.0, self.due[0][0] - time.monotonic()) if self.due else 1.0
+            ready, _, _ = select.select([0, *self.taps.values()], [], [], wait_s)
+            if 0 in ready:
+                words = os.read(0, 1000).decode().split()
+                if not words:
+                    return
+                self.obey(*words)
+            for name in [name for name, tap in self.taps.items() if tap in ready]:
+                self.receive(name)
+            while self.due and self.due[0][0] <= time.monotonic():
+                _, _, name, frame = heapq.heappop(self.due)
+                self.write(name, frame)
+
+    def obey(self, command: str, name: str) -> None:
+        if command == "add":
+            tap = self.taps[name] = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            fcntl.ioctl(tap, TUN_SET_INTERFACE, struct.pack("16sH22x", name.encode(), TAP | NO_HEADER))
+        elif command == "remove":
+            os.close(self.taps.pop(name))
+        elif command == "cut":
+            self.cut.add(name)
+        else:
+            self.cut.discard(name)
+        print("done", flush=True)
+
+    def receive(self, name: str) -> None:
+        try:
+            frame = os.read(self.taps[name], 65536)
+        except OSError:
+            return  # the card's node is dead, or its card is not up yet
+        self.cards[frame[6:12]] = name
+        target = self.cards.get(frame[:6])
+        for other in [target] if target else [other for other in self.taps if other != name]:
+            is_cut = not self.cut.isdisjoint((name, other)) and frame[12:14] != ARP
+            if is_cut or self.rng.random() < self.loss:
+                continue
+            due = time.monotonic() + self.delay_s * self.rng.uniform(1, 1.1)
+            due = self.last[name, other] = max(due, self.last.get((name, other), 0.0))
+            heapq.heappush(self.due, (due, next(self.count), other, frame))
+
+    def write(self, name: str, frame: bytes) -> None:
+        try:
+            os.write(self.taps[name], frame)
+        except (OSError, KeyError):
+            pass  # the node is dead: the frame is lost
+
+
+class SlowSwitch(Switch):
+    """A Switch whose links are joined by a Wire."""
+
+    def __init__(self, delay_s: float, loss: float) -> None:
+        super().__init__()
+        words = [sys.executable, __file__, "--wire", str(delay_s), str(loss)]
+        enter = ["nsenter", "-t", str(self.process.pid), "--net"]
+        self.wire = subprocess.Popen([*enter, *words], stdin=-1, stdout=-1, text=True, bufsize=1)
+
+    def tell(self, command: str, link: str) -> None:
+        assert self.wire.stdin and self.wire.stdout
+        self.wire.stdin.write(f"{command} {link}\n")
+        if self.wire.stdout.readline() != "done\n":
+            raise RuntimeError(f"the wire could not {command} {link}")
+
+    def plug_in(self, card: str) -> str:
+        self.count += 1
+        link = f"v{self.name}{self.count:x}"
+        self.tell("add", link)
+        self.run(f"ip link set {link} {card}")
+        return link
+
+    def unplug(self, link: str) -> None:
+        self.tell("remove", link)
+
+    def cut(self, link: str) -> None:
+        self.tell("cut", link)
+
+    def heal(self, link: str) -> None:
+        self.tell("heal", link)
+
+    def close(self) -> None:
+        for pipe in (self.wire.stdin, self.wire.stdout):
+            if pipe:
+                pipe.close()
+        self.wire.wait()
+        super().close()
+
+
+def disturb(job: NodesJob) -> dict[str, Any]:
+    """Kill and replace the first node, then cut off and heal the second; return the times."""
+    first, second, third = job.nodes
+    since, found = time.time(), dict[str, Any]()
+    first.kill()
+    found["kill_on_s"] = job.seconds_until(lambda: job.goes_on([second, third], since, 2), since)
+    since = time.time()
+    first.boot(wipe=True)
+    job.start(first)
+    found["kill_rejoined_s"] = job.seconds_until(lambda: job.all_train(since), since)
+    job.reach(job.last_step() + 5)
+    since = time.time()
+    second.cut_network()
+    found["cut_on_s"] = job.seconds_until(lambda: job.goes_on([first, third], since, 2), since)
+    since = time.time()
+    second.heal()
+    return found | {"cut_rejoined_s": job.seconds_until(lambda: job.all_train(since), since)}
+
+
+def measure(delay_ms: float, loss_percent: float, number: int) -> dict[str, Any]:
+    """Return the row of one network, in which "ok" does not yet tell of the hash."""
+    with work_folder() as folder:
+        switch = SlowSwitch(delay_ms / 1000, loss_percent / 100)
+        with Cluster(3, folder / "cluster", shared=False, switch=switch) as cluster:
+            job = NodesJob(cluster, "hosts", "own", 1, SETTINGS, LIMIT_S)
+            began = time.time()
+            job.start(*cluster.nodes)
+            found: dict[str, Any] = {"start_s": job.seconds_until(lambda: job.last_step() > 0, began)}
+            is_training = job.reach(FAULT_STEP)
+            run_dir = job.newest_run_dir(job.nodes)
+            generations = len(read_history(run_dir)["generations"])
+            if is_training:
+                steps = list(read_metric(run_dir, "step_s").values())[1:]
+                found |= {"step_s": round(median(steps), 2), "longest_step_s": round(max(steps), 2)}
+                found |= disturb(job)
+            codes = job.exit_codes()
+            found |= {"seconds": round(time.time() - began), "hashes": sorted(job.hashes(STEPS))}
+            found["ok"] = generations == 1 and None not in found.values() and set(codes.values()) == {0}
+            if not found["ok"]:
+                sys.stderr.write(f"{codes}\n{job.errors()}")
+    return {"number": number, "delay_ms": delay_ms, "loss_percent": loss_percent} | found
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--wire"]:
+        Wire(*map(float, sys.argv[2:])).run()
+        return 0
+    parser = argument_parser(__doc__)
+    parser.add_argument("--delays_ms", type=float, nargs="+", default=[5, 50, 200])
+    parser.add_argument("--losses_percent", type=float, nargs="+", default=[0, 0.1, 1])
+    arguments = parser.parse_args()
+    why_not = why_no_cluster()
+    if why_not:
+        print(why_not, file=sys.stderr)
+        return 2
+    networks = [(0.0, 0.0), *itertools.product(arguments.delays_ms, arguments.losses_percent)]
+    tally, expected = Tally(), list[str]()
+    for number, (delay_ms, loss_percent) in enumerate(networks):
+        found = measure(delay_ms, loss_percent, number)
+        expected = expected or found["hashes"]
+        found["ok"] = found["ok"] and len(expected) == 1 and found["hashes"] == expected
+        row(**found)
+        tally.add(found["ok"])
+    return tally.exit_code()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
