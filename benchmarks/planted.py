@@ -1,9 +1,9 @@
 """Do the tests find faults? Each fault of planted.toml is put into a copy of the program and tested there.
 
-    python benchmarks/planted.py                 # all 39, about half an hour on two cores
+    python benchmarks/planted.py                 # all 60, an hour on two cores
     python benchmarks/planted.py --faults 7 22   # only these, by their number from 1
 
-A fault is two texts. `old` stands once in a file of mingpt/. In a copy of the working tree, `new` takes the
+A fault is two texts. `old` stands once in a file of mingpt/ or anynode/. In a copy of the working tree, `new` takes the
 place of `old`. Tests run until a test fails. Prints a row per fault, as JSON, with the test that failed, or
 null. Exit code 1 if a fault cannot be planted or no test has found it. If you delete tests
 or move code, run this program before and after. If your change has removed the `old` text of a fault, write
@@ -26,6 +26,7 @@ from mingpt.tools.jobs import ROOT
 
 # Jobs of real workers in tests/jobs/ that go through a package, in addition to the tests in tests/<package>.
 JOBS = {
+    "anynode": ["test_nodes"], "extras": ["test_any_number_of_workers", "test_without_extras"],
     "base": ["test_bad_input"], "config": ["test_bad_input", "test_resuming"],
     "data": ["test_any_number_of_workers", "test_token_data"],
     "distributed": ["test_starting", "test_restarts", "test_bad_input"], "launch": ["test_plain_python"],
@@ -64,7 +65,8 @@ def first_failure(tree: Path, paths: list[str], marker: str) -> str | None:
 
 def find(tree: Path, file: str) -> str | None:
     """Return the test that notices the fault planted in a file, or None."""
-    package = Path(file).parts[1]
+    top, below = Path(file).parts[:2]
+    package = below if top == "mingpt" else top
     units, jobs = [f"tests/{package}"], [f"tests/jobs/{name}.py" for name in JOBS[package]]
     rounds = [(units, "not slow and not weekly"), (jobs, "not weekly"), (units, "slow"), (jobs, "weekly")]
     return next(filter(None, (first_failure(tree, paths, marker) for paths, marker in rounds)), None)
