@@ -3,8 +3,8 @@
     python benchmarks/networks.py                                   # ten networks, half an hour on two cores
     python benchmarks/networks.py --delays_ms 50 --losses_percent 1 # one of them, three minutes
 
-Needs root. Three nodes with a worker each are in namespaces of this machine, with a TAP device as their
-network card. A program joins the cards. It delays each packet by `delay_ms`, one way, plus up to a tenth as
+Needs root. Three nodes with a worker each, of which two may train alone, are in namespaces of this machine.
+Their network cards are TAP devices. A program joins the cards, delays each packet by `delay_ms`, one way, plus up to a tenth as
 jitter, and loses `loss_percent` of all packets. The order of packets stays. When the nodes have trained, the
 first node is killed and replaced, then the second one is cut off and healed.
 
@@ -38,10 +38,10 @@ from support.nodes import Cluster, why_no_cluster
 from support.nodes_job import NodesJob
 from support.switch import Switch
 
-STEPS, FAULT_STEP, LIMIT_S = 150, 40, 400.0
+STEPS, FAULT_STEP, LIMIT_S = 60, 12, 400.0
 SETTINGS = SMALL | {
     "trainer.batch_size": 6, "trainer.max_steps": STEPS, "trainer.eval_every": 10_000,
-    "trainer.timeout_s": 30, "snapshot.every": 20, "snapshot.memory_every": 5,
+    "trainer.timeout_s": 30, "snapshot.every": 10, "snapshot.memory_every": 5,
 }  # fmt: skip
 TUN_SET_INTERFACE, TAP, NO_HEADER = 0x400454CA, 0x2, 0x1000  # of linux/if_tun.h
 ARP = b"\x08\x06"
@@ -171,7 +171,7 @@ def measure(delay_ms: float, loss_percent: float, number: int) -> dict[str, Any]
     with work_folder() as folder:
         switch = SlowSwitch(delay_ms / 1000, loss_percent / 100)
         with Cluster(3, folder / "cluster", shared=False, switch=switch) as cluster:
-            job = NodesJob(cluster, "hosts", "own", 1, SETTINGS, LIMIT_S)
+            job = NodesJob(cluster, "hosts", "own", 2, SETTINGS, LIMIT_S)
             began = time.time()
             job.start(*cluster.nodes)
             found: dict[str, Any] = {"start_s": job.seconds_until(lambda: job.last_step() > 0, began)}
