@@ -4,9 +4,9 @@
     python benchmarks/networks.py --delays_ms 50 --losses_percent 1 # one of them, three minutes
 
 Needs root. Three nodes with a worker each, of which two may train alone, are in namespaces of this machine.
-Their network cards are TAP devices. A program joins the cards, delays each packet by `delay_ms`, one way, plus up to a tenth as
-jitter, and loses `loss_percent` of all packets. The order of packets stays. When the nodes have trained, the
-first node is killed and replaced, then the second one is cut off and healed.
+Their network cards are TAP devices, joined by a program. It delays each packet by `delay_ms`, one way, plus
+up to a tenth as jitter, keeps the order, and loses `loss_percent` of all packets. When the nodes have
+trained, the first node is killed and replaced; then the second one is cut off and healed.
 
 Prints a row per network, as JSON. Times are in seconds. `start_s` is from the command to the first step.
 `step_s` and `longest_step_s` are the median and the maximum of the steps before the faults;
