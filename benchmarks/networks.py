@@ -6,7 +6,8 @@
 Needs root. Three nodes with a worker each, of which two may train alone, are in namespaces of this machine.
 Their network cards are TAP devices, joined by a program. It delays each packet by `delay_ms`, one way, plus
 up to a tenth as jitter, keeps the order, and loses `loss_percent` of all packets. When the nodes have
-trained, the first node is killed and replaced; then the second one is cut off and healed.
+trained, the first node is killed and replaced; then the second one is cut off and healed. The workers pause
+for 1.5 s after each step, so that no run ends during a fault.
 
 Prints a row per network, as JSON. Times are in seconds. `start_s` is from the command to the first step.
 `step_s` and `longest_step_s` are the median and the maximum of the steps before the faults;
@@ -28,7 +29,7 @@ import time
 from statistics import median
 from typing import Any
 
-from common import SMALL, Tally, argument_parser, row, work_folder
+from common import SMALL, Tally, argument_parser, changed_program, row, work_folder
 from support.jobs import read_history, read_metric
 
 from mingpt.tools.jobs import ROOT
@@ -38,7 +39,10 @@ from support.nodes import Cluster, why_no_cluster
 from support.nodes_job import NodesJob
 from support.switch import Switch
 
-STEPS, FAULT_STEP, LIMIT_S = 60, 12, 400.0
+STEPS, FAULT_STEP, LIMIT_S = 80, 12, 400.0
+PAUSE = (
+    "import time; events.subscribe('step_end', lambda step: time.sleep(1.5))"  # else a run ends in a fault
+)
 SETTINGS = SMALL | {
     "trainer.batch_size": 6, "trainer.max_steps": STEPS, "trainer.eval_every": 10_000,
     "trainer.timeout_s": 30, "snapshot.every": 10, "snapshot.memory_every": 5,
@@ -171,7 +175,8 @@ def measure(delay_ms: float, loss_percent: float, number: int) -> dict[str, Any]
     with work_folder() as folder:
         switch = SlowSwitch(delay_ms / 1000, loss_percent / 100)
         with Cluster(3, folder / "cluster", shared=False, switch=switch) as cluster:
-            job = NodesJob(cluster, "hosts", "own", 2, SETTINGS, LIMIT_S)
+            program = changed_program(folder, PAUSE)
+            job = NodesJob(cluster, "hosts", "own", 2, SETTINGS, LIMIT_S, program)
             began = time.time()
             job.start(*cluster.nodes)
             found: dict[str, Any] = {"start_s": job.seconds_until(lambda: job.last_step() > 0, began)}
