@@ -40,7 +40,7 @@ from support.nodes_job import NodesJob
 from support.switch import Switch
 
 STEPS, FAULT_STEP, LIMIT_S = 80, 12, 400.0
-PAUSE = (
+PAUSE = "import time; events.subscribe('step_end', lambda step: time.sleep(1.5))"
     "import time; events.subscribe('step_end', lambda step: time.sleep(1.5))"  # else a run ends in a fault
 )
 SETTINGS = SMALL | {
