@@ -1,4 +1,4 @@
-"""Hooks and fixtures. `begin` and `finish` start small jobs, and `reference` has finished ones to compare with."""
+"""Hooks and fixtures: `begin` and `finish` start small jobs, and `reference` has undisturbed ones."""
 
 import fcntl
 import hashlib
@@ -116,7 +116,9 @@ def begin(start: Start, text: Path, run_dir: Path, tmp_path: Path) -> Begin:
     `code` is for `changed_program`; `env` has environment variables.
     """
 
-    def begin_job(*words: object, code: str = "", env: Mapping[str, str] | None = None, **options: Any) -> Job:
+    def begin_job(
+        *words: object, code: str = "", env: Mapping[str, str] | None = None, **options: Any
+    ) -> Job:
         given = {"data__path": text, "run_dir": run_dir} | options
         if code:
             given["program"] = changed_program(tmp_path, code)
@@ -207,5 +209,5 @@ def undisturbed(reference: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def copied(undisturbed: Path, tmp_path: Path) -> Path:
-    """A copy, for one test, of the folder that the undisturbed run has left, which is the test's `run_dir`."""
+    """A copy of the folder that the undisturbed run has left, in the place of the test's `run_dir`."""
     return Path(shutil.copytree(undisturbed, tmp_path / "run"))

@@ -31,7 +31,11 @@ def test_a_compiled_model_trains_to_the_same_bits_for_all_strategies_and_numbers
     arch: str, begin: Begin, finish: Finish, tmp_path: Path
 ) -> None:
     """A worker of one job dies while the other compiles; the other notices that before it has compiled."""
-    compiler, two, other = tmp_path / "slow-g++", tmp_path / "2", tmp_path / "other"  # torch looks at its name
+    compiler, two, other = (
+        tmp_path / "slow-g++",
+        tmp_path / "2",
+        tmp_path / "other",
+    )  # torch looks at its name
     compiler.write_text(SLOW_COMPILER.format(folder=tmp_path))
     compiler.chmod(0o755)
     settings: dict[str, Any] = {
@@ -74,6 +78,8 @@ def test_blocks_under_fsdp_are_compiled_on_all_workers_or_on_none(
     settings: dict[str, Any] = {"trainer__max_steps": 2, "trainer__parallel": "fsdp", "model__n_layer": 1}
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     launcher = torchrun(2)
-    job = finish(code=ONE_RANK_WITHOUT_COMPILER, launcher=launcher, env=env, trainer__compile=True, **settings)
+    job = finish(
+        code=ONE_RANK_WITHOUT_COMPILER, launcher=launcher, env=env, trainer__compile=True, **settings
+    )
     assert "torch.compile failed" in job.err()
     assert manifest(run_dir, 2)["software"]["compiled"] is False

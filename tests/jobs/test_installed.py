@@ -1,4 +1,4 @@
-"""Copies of the program: what `pip install .` installs, and a checkout without the modules of mingpt/extras/."""
+"""Copies of the program: what `pip install .` installs, and a checkout without mingpt/extras/."""
 
 import shutil
 import subprocess
@@ -47,10 +47,14 @@ def test_without_extras_two_workers_reach_the_same_loss(
     shutil.copytree(ROOT / "mingpt", copy / "mingpt", ignore=shutil.ignore_patterns("__pycache__"))
     for path in (ROOT / "train.py", ROOT / "gpt2_train_cfg.yaml"):
         shutil.copy(path, copy)
-    for path in (copy / "mingpt" / "extras").glob("[!_]*.py"):  # without __init__.py, it would be the checkout's
+    for path in (copy / "mingpt" / "extras").glob(
+        "[!_]*.py"
+    ):  # without __init__.py, it would be the checkout's
         path.unlink()
     finish(program=copy / "train.py", trainer__workers=2, trainer__parallel=parallel)
-    assert read_metric(run_dir, "val/loss")[30] == pytest.approx(read_metric(undisturbed, "val/loss")[30], abs=0.002)
+    assert read_metric(run_dir, "val/loss")[30] == pytest.approx(
+        read_metric(undisturbed, "val/loss")[30], abs=0.002
+    )
     log = (run_dir / "log.txt").read_text()
     assert "Traceback" not in log
     (line,) = [line for line in log.splitlines() if "this copy of the program lacks" in line]

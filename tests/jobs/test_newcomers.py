@@ -43,13 +43,19 @@ def launchers(tmp_path: Path) -> dict[str, list[str]]:
     ids=["anynode-settings", "torchrun-device", "anynode-text", "torchrun-settings"],
 )
 def test_a_newcomer_at_fault_is_refused_and_the_job_goes_on(
-    kind: str, newcomer: tuple[dict[str, Any], str], launchers: dict[str, list[str]], begin: Begin, tmp_path: Path
+    kind: str,
+    newcomer: tuple[dict[str, Any], str],
+    launchers: dict[str, list[str]],
+    begin: Begin,
+    tmp_path: Path,
 ) -> None:
     run_dir, (wrong, why) = tmp_path / "a" / "run", newcomer
     given = SETTINGS | {"launcher": launchers[kind]}
     job = begin(run_dir=run_dir, snapshot__memory_path=tmp_path / "a", **given)
     job.wait_until(reached(run_dir, 10))
-    late = begin(**given | {"run_dir": tmp_path / "b" / "run", "snapshot__memory_path": tmp_path / "b"} | wrong)
+    late = begin(
+        **given | {"run_dir": tmp_path / "b" / "run", "snapshot__memory_path": tmp_path / "b"} | wrong
+    )
     assert late.wait() != 0 and why in late.err() and "the job goes on without" in late.err(), late.err()
     job.wait_until(lambda: len(read_history(run_dir)["generations"]) == 2)
     (run_dir / "STOP").touch()

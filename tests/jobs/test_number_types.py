@@ -1,4 +1,4 @@
-"""The types of numbers: workers agree on one, a restart keeps it, and in float16 the loss scale is state."""
+"""The types of numbers and of devices: a restart keeps them, and in float16 the loss scale is state."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from support.jobs import read_metric
 from support.small_jobs import Begin, Finish, error_of, final_hash, generations, manifest
 
+from mingpt.snapshot.manifest import add_checksum
 from mingpt.tools.jobs import torchrun
 
 # In the first generation, the last worker overflows in step 13, and dies after step 17.
@@ -70,51 +71,14 @@ def test_a_resume_keeps_float16_and_its_loss_scale(finish: Finish, run_dir: Path
         assert manifest(run_dir, steps)["software"]["dtype"] == "float16"
 
 
-# All workers have fast bfloat16 but one, as on another model of CPU.
-NO_BFLOAT16 = """
-from mingpt.distributed import device
-device.has_fast_bfloat16 = lambda: True
-def on_start(launch):
-    if launch.rank == 1:
-        device.has_fast_bfloat16 = lambda: False
-events.subscribe("worker_start", on_start)
-"""
-
-
-@pytest.mark.slow
-def test_workers_agree_on_a_type_that_all_of_them_have(finish: Finish, run_dir: Path) -> None:
-    finish(code=NO_BFLOAT16, launcher=torchrun(2), trainer__max_steps=2)
-    assert manifest(run_dir, 2)["software"]["dtype"] == "float32"
-
-
-# The first snapshot is changed to one that a GPU computed; then the worker of the first generation dies.
-GPU_IS_GONE = """
-import json, signal
-from pathlib import Path
-from mingpt.snapshot.manifest import add_checksum
-def on_step(step):
-    path = Path({path!r})
-    if path.exists() and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        fields = json.loads(path.read_text())
-        fields["software"]["device_type"] = "cuda"
-        path.write_bytes(add_checksum(fields))
-        os.kill(os.getpid(), signal.SIGKILL)
-events.subscribe("step_end", on_step)
-"""
-
-
 @pytest.mark.slow
 def test_without_the_gpu_that_computed_the_snapshots_a_run_goes_on_only_if_that_is_asked_for(
-    begin: Begin, finish: Finish, run_dir: Path
+    begin: Begin, finish: Finish, copied: Path
 ) -> None:
-    """Neither a restart nor a new job goes on by itself."""
-    code = GPU_IS_GONE.format(path=str(run_dir / "snapshots" / "step_00000100.json"))
-    settings: dict[str, Any] = {"trainer__eval_every": 1000, "trainer__max_steps": 101}
-    settings |= {"snapshot__memory_every": 0, "snapshot__every": 100}
-    job = begin(code=code, launcher=torchrun(2, restarts=3), **settings)
-    line = error_of(job, code=1)  # the exit code is torchrun's; its workers end with 2
-    assert "were computed on cuda" in line and "have cpu" in line
-    assert len(generations(run_dir)) == 1
-    assert "snapshot.resume=changed" in error_of(begin(trainer__workers=1, **settings))
-    accepted = finish(trainer__workers=1, snapshot__resume="changed", **settings)
-    assert "the bits may differ" in accepted.err()
+    (copied / "snapshots" / "step_00000030.json").unlink()  # a finished run needs no such hardware
+    fields = manifest(copied, 25)
+    fields["software"] |= {"device_type": "cuda", "device": "NVIDIA H100"}
+    (copied / "snapshots" / "step_00000025.json").write_bytes(add_checksum(fields))
+    line = error_of(begin(trainer__workers=1))
+    assert "were computed on cuda" in line and "have cpu" in line and "snapshot.resume=changed" in line
+    assert "the bits may differ" in finish(trainer__workers=1, snapshot__resume="changed").err()

@@ -84,7 +84,11 @@ def test_an_import_is_sampled_and_trained_and_may_be_gone_when_the_run_goes_on(
     finish: Finish, text: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     """Only the first of two workers reads the import."""
-    bpe, theirs, origin = JsonTokenizer(cl100k_like(text.read_text(), 300)), tmp_path / "hf", tmp_path / "origin"
+    bpe, theirs, origin = (
+        JsonTokenizer(cl100k_like(text.read_text(), 300)),
+        tmp_path / "hf",
+        tmp_path / "origin",
+    )
     their_model(ModelConfig(n_layer=2, n_head=2, n_embd=32), len(bpe), 32).save_pretrained(theirs)
     (theirs / "tokenizer.json").write_bytes(bpe.to_bytes())
     import_model(str(theirs), str(origin))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.jobs import Job, children, descendants, read_history
+from support.jobs import children, descendants, read_history
 from support.small_jobs import (
     SMALL,
     Begin,
@@ -28,13 +28,6 @@ from mingpt.tools.jobs import torchrun
 
 TORCHRUN_OUTPUT = ("OMP_NUM_THREADS", "torch.distributed.elastic", "torchelastic", "ChildFailedError", "****")
 GLOG_PREFIX = re.compile(r"^\S*[WEI]\d{4} ", re.MULTILINE)  # as in "W1121 12:34:56.789"
-
-
-def assert_quiet(job: Job) -> None:
-    """Assert that there is nothing of torchrun's own output, no traceback, and at most one error."""
-    said = job.err()
-    assert not any(text in said for text in TORCHRUN_OUTPUT) and not GLOG_PREFIX.search(said), said
-    assert "Traceback" not in said and said.count("error: ") <= 1, said
 
 
 @pytest.mark.parametrize(
@@ -59,7 +52,8 @@ def test_a_killed_worker_costs_no_bit(
     where = f"at step {first['to_step']}; resumed from {second['from_step']} with 2 workers"
     assert job.err().count(f"worker {victim} vanished {where}\n") == 1
     if launcher == [sys.executable]:
-        assert_quiet(job)
+        said = job.err()
+        assert not any(text in said for text in TORCHRUN_OUTPUT) and not GLOG_PREFIX.search(said), said
 
 
 @pytest.mark.slow
@@ -79,25 +73,6 @@ def test_training_goes_on_without_standard_streams(
     assert job.wait() == 0, job.err()
     assert_same_run(run_dir, undisturbed)
     assert "finished at step 30" in (run_dir / "log.txt").read_text()
-
-
-@pytest.mark.slow
-def test_without_a_restart_left_a_killed_worker_is_exit_code_1(begin: Begin, run_dir: Path) -> None:
-    job = begin(trainer__workers=2, trainer__max_restarts=0, trainer__max_steps=10_000)
-    job.wait_until(reached(run_dir, 5))
-    os.kill(job.workers()[1], signal.SIGKILL)
-    assert "no restart is left (trainer.max_restarts)" in error_of(job, code=1)
-    assert_quiet(job)
-
-
-def test_a_signal_while_workers_start_ends_the_job(begin: Begin) -> None:
-    job = begin(trainer__max_steps=10_000, trainer__workers=2)
-    job.wait_until(lambda: len(job.workers()) == 2)
-    pids = [job.pid, *descendants(job.pid)]
-    os.kill(job.pid, signal.SIGINT)
-    assert job.wait(30) == 0, job.err()
-    assert job.err() == "stopped by SIGINT before the first step: the same command goes on\n"
-    wait_until(lambda: all_gone(pids), timeout_s=10)
 
 
 def test_a_question_starts_nothing(begin: Begin, run_dir: Path) -> None:

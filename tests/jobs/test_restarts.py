@@ -1,4 +1,4 @@
-"""Workers that are killed, fail, freeze or are stuck: the job goes on with the same bits, or ends for good."""
+"""Workers that are killed, fail or are stuck: the job goes on with the same bits, or ends for good."""
 
 import os
 import signal
@@ -25,6 +25,7 @@ from mingpt.snapshot import Store
 from mingpt.tools.jobs import torchrun
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_its_agent(begin: Begin, run_dir: Path) -> None:
     job = begin(launcher=torchrun(2, restarts=3), trainer__max_steps=10_000)
     job.wait_until(reached(run_dir, 3))

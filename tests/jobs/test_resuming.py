@@ -1,4 +1,4 @@
-"""A job that is started again, from its own snapshots or from another run's weights, or beside another job."""
+"""A job that is started again, from snapshots or from another run's weights, or beside another job."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from support.small_jobs import (
 )
 
 from mingpt.tools.jobs import torchrun
-from mingpt.training.claim import read_newest
 
 
 @pytest.mark.slow
@@ -66,29 +65,19 @@ def test_a_run_whose_snapshots_live_in_an_object_store_resumes(
 
 
 @pytest.mark.slow
-def test_of_two_jobs_started_together_one_trains_and_the_other_says_who(
-    begin: Begin, undisturbed: Path, run_dir: Path
+def test_a_second_job_is_told_of_the_first_which_ends_when_its_claim_is_removed(
+    begin: Begin, run_dir: Path
 ) -> None:
-    jobs = [begin(trainer__workers=1) for _ in range(2)]
-    codes = [job.wait() for job in jobs]
-    assert sorted(codes) == [0, 2]
-    trained, refused = jobs[codes.index(0)], jobs[codes.index(2)]
-    line = error_of(refused)
-    assert f"run_dir {run_dir} is in use by job" in line and f"process {trained.pid} on host" in line
-    assert_same_run(run_dir, undisturbed)
-    assert len(generations(run_dir)) == 1 and read_newest(run_dir).is_free
-    assert "is in use" not in (run_dir / "log.txt").read_text()
-
-
-@pytest.mark.slow
-def test_a_job_whose_claim_is_removed_ends(begin: Begin, run_dir: Path) -> None:
-    job = begin(launcher=torchrun(2, restarts=3), trainer__max_steps=100_000, snapshot__keep_last=2)
+    given = {"trainer__max_steps": 100_000, "snapshot__keep_last": 2}
+    job = begin(launcher=torchrun(2, restarts=3), **given)
     job.wait_until(reached(run_dir, 3))
-    newest = max(run_dir.glob("claim-*"))
-    newest.unlink()
+    line = error_of(begin(trainer__workers=1, **given))
+    assert f"run_dir {run_dir} is in use by job" in line and f"process {job.pid} on host" in line
+    Path(line.rpartition(" ")[2]).unlink()
     assert "no longer belongs to this job" in error_of(job, code=1)  # the exit code is torchrun's
     assert "mingpt/training/trainer.py" not in job.err()  # we print no traceback; torchrun prints its own
     assert len(generations(run_dir)) == 1 and snapshot_steps(run_dir)
+    assert "is in use" not in (run_dir / "log.txt").read_text()
 
 
 @pytest.mark.slow

@@ -51,7 +51,9 @@ def command(
 def changed_program(folder: Path, code: str) -> Path:
     """A program like train.py in which each process first runs `code`, with `events` and `train` imported."""
     path = folder / "changed_train.py"
-    imports = f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom mingpt.base import events\n"
+    imports = (
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom mingpt.base import events\n"
+    )
     path.write_text(f"{imports}{code}\ntrain.main()\n")
     return path
 
