@@ -1,5 +1,6 @@
 """Hooks and fixtures: `begin` and `finish` start small jobs, and `reference` has undisturbed ones."""
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from support.golden import Golden
 from support.jobs import Job
+from support.jobs import wait_until as wait_until
 from support.needs import FacilityMissing
 from support.nodes import Cluster, why_no_cluster
 from support.small_jobs import (  # noqa: F401 - some test files import these from here
@@ -30,7 +32,6 @@ from support.small_jobs import (  # noqa: F401 - some test files import these fr
     reached,
     snapshot_steps,
 )
-from support.switch import wait_until as wait_until
 
 from mingpt.tools.jobs import ROOT as ROOT
 from mingpt.tools.jobs import torchrun
@@ -49,7 +50,6 @@ def pytest_configure() -> None:
 # Test files that take a minute or more with their slow tests, the longest first.
 LONG_FILES = (
     "test_nodes.py",
-    "test_nodes_without_a_shared_disk.py",
     "test_slurm.py",
     "test_docs.py",
     "test_readme.py",
@@ -145,15 +145,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
     why_not = why_no_cluster()
     if why_not:
         pytest.skip(why_not)
-    made: list[Cluster] = []
-
-    def make_cluster(count: int, **options: Any) -> Cluster:
-        made.append(Cluster(count, tmp_path_factory.mktemp("cluster"), **options))
-        return made[-1]
-
-    yield make_cluster
-    for one in made:
-        one.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda count, **options: stack.enter_context(
+            Cluster(count, tmp_path_factory.mktemp("cluster"), **options)
+        )
 
 
 @pytest.fixture

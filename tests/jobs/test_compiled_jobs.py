@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import is_alive
+from support.jobs import is_alive, wait_until
 from support.small_jobs import Begin, Finish, final_hash, manifest
-from support.switch import wait_until
 
 from mingpt.tools.jobs import torchrun
 

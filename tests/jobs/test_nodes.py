@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import read_history, read_metric, tensor_hash
+from support.jobs import read_history, read_metric, recorded, tensor_hash
 from support.nodes import Cluster
-from support.nodes_job import NodesJob, recorded_losses
+from support.nodes_job import NodesJob
 from support.small_jobs import SMALL, changed_program, generations
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def assert_ends_as(job: NodesJob, run_dir: Path, expected: Path, steps: int) -> 
     """Assert that the job ends well, with each step on record once, in order, as in the undisturbed run."""
     assert set(job.exit_codes().values()) == {0}, job.errors()
     assert read_history(run_dir)["status"] == "finished"
-    assert recorded_losses(run_dir) == sorted(read_metric(expected).items())
+    assert recorded(run_dir) == sorted(read_metric(expected).items())
     assert job.hashes(steps) == {tensor_hash(expected, steps)[:16]}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.jobs import children, descendants, read_history
+from support.jobs import children, descendants, read_history, wait_until
 from support.small_jobs import (
     SMALL,
     Begin,
@@ -21,7 +21,6 @@ from support.small_jobs import (
     generations,
     reached,
 )
-from support.switch import wait_until
 
 from mingpt.base.system import usable_cores
 from mingpt.tools.jobs import torchrun

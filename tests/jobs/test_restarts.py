@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import read_history, read_metric
+from support.jobs import read_history, read_metric, wait_until
 from support.small_jobs import (
     Begin,
     Finish,
@@ -19,7 +19,6 @@ from support.small_jobs import (
     snapshot_steps,
 )
 from support.snapshots import newest
-from support.switch import wait_until
 
 from mingpt.snapshot import Store
 from mingpt.tools.jobs import torchrun

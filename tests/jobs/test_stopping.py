@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.jobs import descendants, read_history, read_metric
+from support.jobs import descendants, read_history, read_metric, wait_until
 from support.small_jobs import (
     Begin,
     Finish,
@@ -18,7 +18,6 @@ from support.small_jobs import (
     reached,
     snapshot_steps,
 )
-from support.switch import wait_until
 
 from mingpt.distributed.signals import REPEAT_S
 from mingpt.tools.jobs import torchrun
