@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 from support.golden import Golden
-from support.jobs import Job
-from support.jobs import wait_until as wait_until
+from support.jobs import Job, wait_until
 from support.needs import FacilityMissing
 from support.nodes import Cluster, why_no_cluster
-from support.small_jobs import (  # noqa: F401 - some test files import these from here
+from support.small_jobs import (
     SMALL,
     Begin,
     Finish,
@@ -33,8 +32,25 @@ from support.small_jobs import (  # noqa: F401 - some test files import these fr
     snapshot_steps,
 )
 
-from mingpt.tools.jobs import ROOT as ROOT
-from mingpt.tools.jobs import torchrun
+from mingpt.tools.jobs import ROOT, torchrun
+
+__all__ = [  # some test files import these from here
+    "ROOT",
+    "SMALL",
+    "Finish",
+    "Start",
+    "all_gone",
+    "assert_same_run",
+    "changed_program",
+    "command",
+    "contents",
+    "error_of",
+    "final_hash",
+    "manifest",
+    "reached",
+    "snapshot_steps",
+    "wait_until",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,7 +77,7 @@ LONG_FILES = (
     "test_boxes.py",
     "test_mistakes.py",
     "test_verify.py",
-    "test_sharded_jobs.py",
+    "test_any_number_of_workers.py",
     "test_stopping.py",
     "test_restarts.py",
 )
@@ -187,7 +203,7 @@ def reference(text: Path, shared_folder: Path) -> Callable[..., Path]:
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "done").exists():
-                given = {"data__path": text, "run_dir": folder / "run"} | settings
+                given: dict[str, Any] = {"data__path": text, "run_dir": folder / "run"} | settings
                 job = Job(command(launcher=torchrun(workers), **given), folder / "job")
                 assert job.wait(300) == 0, job.err()
                 (folder / "done").touch()

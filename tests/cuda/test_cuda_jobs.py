@@ -62,7 +62,7 @@ def one_worker(libraries: Path, text: Path, tmp_path_factory: pytest.TempPathFac
     """The run folder of one worker that nothing disturbed."""
     folder = tmp_path_factory.mktemp("one-worker")
     words = command(run_dir=folder / "run", data__path=text, **SETTINGS)
-    job = Job(words, folder / "job", **environment(libraries, folder))
+    job = Job(words, folder / "job", cwd=ROOT, **environment(libraries, folder))
     assert job.wait() == 0, job.err()
     return folder / "run"
 

@@ -14,6 +14,7 @@ from support.small_jobs import (
     all_gone,
     assert_same_run,
     contents,
+    final_hash,
     generations,
     reached,
     snapshot_steps,
@@ -138,3 +139,65 @@ def test_the_job_stops_after_its_time_and_a_restart_does_not_begin_it_again(
     assert paused["seconds"] + paused["phases"]["start_s"] < PAUSE_S - 2
     finish(trainer__workers=1)
     assert_same_run(run_dir, undisturbed)
+
+
+# The start takes a minute, in a restart if the worker has died in the first generation.
+SLOW = """
+import time
+from pathlib import Path
+import mingpt.training.run, mingpt.training.trainer
+def take_long(*arguments, **options):
+    Path({mark!r}).touch()
+    time.sleep(60)
+if os.environ.get("TORCHELASTIC_RESTART_COUNT") == {generation!r}:
+    {function} = take_long
+def die(step):
+    if step == 12 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+events.subscribe("step_start", die)
+"""
+LOADING, BUILDING = "mingpt.training.facts.open_data", "mingpt.training.run.can_compile_block"
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (LOADING, "SIGINT"),
+        pytest.param(LOADING, "STOP", marks=pytest.mark.slow),
+        pytest.param(BUILDING, "SIGUSR1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stop_during_the_start_is_obeyed_at_once(
+    function: str, kind: str, begin: Begin, run_dir: Path, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    code = SLOW.format(mark=str(mark), function=function, generation="0")
+    job = begin(code=code, trainer__workers=2, trainer__compile=True)
+    job.wait_until(mark.exists)
+    pids = descendants(job.pid)
+    began = time.monotonic()
+    if kind == "STOP":
+        run_dir.mkdir(exist_ok=True)
+        (run_dir / "STOP").touch()
+    else:
+        os.kill(job.pid if kind == "SIGINT" else job.workers()[1], getattr(signal, kind))
+    assert job.wait(30) == 0, job.err()
+    assert time.monotonic() - began < 4, "2 s, and twice that on a busy machine"
+    assert all_gone(pids) and not (run_dir / "STOP").exists() and snapshot_steps(run_dir) == []
+    assert job.err().count("before the first step") == 1, job.err()
+    assert generations(run_dir) == []
+
+
+@pytest.mark.slow
+def test_a_stop_while_a_restart_begins_is_noted_and_the_run_goes_on_later(
+    begin: Begin, finish: Finish, undisturbed: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    code = SLOW.format(mark=str(mark), function=LOADING, generation="1")
+    job = begin(code=code, launcher=torchrun(2, restarts=3))
+    job.wait_until(mark.exists)
+    (run_dir / "STOP").touch()
+    assert job.wait(30) == 0, job.err()
+    assert read_history(run_dir)["status"] == "stopped"
+    finish(trainer__workers=1)
+    assert final_hash(run_dir) == final_hash(undisturbed)
