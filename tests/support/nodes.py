@@ -211,30 +211,24 @@ class Node:
 
         Two processes go on: the node's first process, which does nothing, and the storage mount's daemon.
         """
-        # A process that waits for storage (state D) stops when the storage answers.
-        wait_until(lambda: self._signal_unless(signal.SIGSTOP, "TZX", "TZXD") and self._outer_are("TZXSD"))
+
+        def are_still() -> bool:
+            moving = [pid for pid in self.pids() if pid != self.init and state_of(pid) not in "TZX"]
+            send_to(signal.SIGSTOP, moving)
+            return not moving
+
+        wait_until(are_still)
 
     def thaw(self) -> None:
-        """Undo `freeze`."""
-        for job in self.jobs:
-            if job.is_running():
-                send_to(signal.SIGCONT, [job.process.pid])
-        send_to(signal.SIGCONT, self.pids())
-        wait_until(lambda: self._signal_unless(signal.SIGCONT, "RSDZX", "RSDZX") and self._outer_are("RSDZX"))
+        """Undo `freeze`. An nsenter has stopped when its command stopped."""
 
-    def _signal_unless(self, number: signal.Signals, done: str, enough: str) -> bool:
-        """Send signal `number` to the processes of `pids()` whose state is not in `done`.
+        def go_on() -> bool:
+            outer = [job.process.pid for job in self.jobs]
+            stopped = [pid for pid in [*outer, *self.pids()] if state_of(pid) == "T"]
+            send_to(signal.SIGCONT, stopped)
+            return not stopped
 
-        The node's first process is left out. `done` and `enough` have letters that `state_of` returns.
-        Returns whether the states of the signalled processes are then in `enough`.
-        """
-        pids = [pid for pid in self.pids() if pid != self.init and state_of(pid) not in done]
-        send_to(number, pids)
-        return all(state_of(pid) in enough for pid in pids)
-
-    def _outer_are(self, states: str) -> bool:
-        """Whether each job's nsenter has a state in `states`. An nsenter stops when its command stops."""
-        return all(state_of(job.process.pid) in states for job in self.jobs)
+        wait_until(go_on)
 
 
 class Cluster:
