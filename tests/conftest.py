@@ -114,9 +114,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         return job
 
     yield start_job
-    for job in jobs:
-        if job.is_running():
-            job.kill()
+    for job in filter(Job.is_running, jobs):
+        job.kill()
 
 
 @pytest.fixture
@@ -175,13 +174,6 @@ def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Golden:
 
 
 @pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the processes of one `pytest -n` share."""
-    base = tmp_path_factory.getbasetemp()
-    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-
-
-@pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short piece of the embedded play."""
     path = tmp_path_factory.mktemp("text") / "play.txt"
@@ -190,15 +182,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(text: Path, shared_folder: Path) -> Callable[..., Path]:
+def reference(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A function that returns the run folder of an undisturbed job under torchrun, to be read only.
 
     A run of pytest trains each reference once, whatever processes and tests ask for it.
     """
 
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # by the processes of `pytest -n`
+
     def run_folder(workers: int = 2, **settings: object) -> Path:
         name = hashlib.sha256(repr((workers, sorted(settings.items()))).encode()).hexdigest()[:16]
-        folder = shared_folder / f"reference-{name}"
+        folder = shared / f"reference-{name}"
         folder.mkdir(exist_ok=True)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -91,7 +91,7 @@ def test_a_node_whose_network_is_cut_is_left_out_and_rejoins_when_healed(
     on_three_nodes: MakeJob, reference: Reference
 ) -> None:
     """The node sees the shared folder all the time."""
-    given = {"trainer__max_steps": 2000, "snapshot__every": 25}
+    given = {"trainer__max_steps": 1000, "snapshot__every": 25}
     job = on_three_nodes("folder", "shared", **given)
     (run_dir,) = job.run_dirs(job.nodes)
     victim, *others = job.nodes
