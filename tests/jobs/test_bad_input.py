@@ -24,6 +24,7 @@ def sentence(job: Job) -> str:
         {"data__path": "nowhere.txt"},
         {"data__path": "nowhere.txt", "trainer__workers": 2},
         {"run_dir": "/dev/null/run"},
+        {"snapshot__path": "gcs://bucket/snapshots"},
     ],
 )
 def test_a_run_that_cannot_begin_is_refused_and_leaves_no_run(
