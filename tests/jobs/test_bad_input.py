@@ -53,7 +53,11 @@ def test_a_strategy_that_is_not_registered_for_the_reduction_is_refused(begin: B
 
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param({"model__n_heads": 3}, marks=pytest.mark.slow), {"trainer__micro_batch_size": 8}],
+    [
+        pytest.param({"model__n_heads": 3}, marks=pytest.mark.slow),
+        {"trainer__micro_batch_size": 8},
+        pytest.param({"snapshot__path": "memory://one"}, marks=pytest.mark.slow),
+    ],
 )
 def test_under_torchrun_the_sentence_comes_once_and_the_job_ends(
     settings: dict[str, Any], begin: Begin, golden: Golden
