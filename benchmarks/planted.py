@@ -5,12 +5,11 @@
     python benchmarks/planted.py --cuda          # those of tests/cuda/faults.toml, by the tests of tests/cuda
 
 A fault is two texts. `old` stands once in a file of mingpt/. In a copy of the working tree, `new` takes the
-place of `old`. Tests run until a test fails. Prints a row per fault, as JSON, with the test that failed, or
-null. Exit code 1 if a fault cannot be planted or no test has found it. If you delete tests or move code, run
-this program before and after. If your change has removed the `old` text of a fault, write a new one.
+place of `old`, and tests run until one fails. Prints a row per fault, as JSON, with that test, or null. Exit
+code 1 if a fault cannot be planted or no test has found it. Run this program before and after you delete
+tests or move code. If your change has removed the `old` text of a fault, write another text with that fault.
 """
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ import time
 import tomllib
 from pathlib import Path
 
-from common import row
+from common import argument_parser, row
 
 from mingpt.tools.jobs import ROOT
 
@@ -30,8 +29,7 @@ JOBS = {
     "data": ["test_any_number_of_workers", "test_token_data"],
     "distributed": ["test_stopping", "test_restarts", "test_bad_input"], "launch": ["test_plain_python"],
     "model": ["test_sampling"], "optim": ["test_any_number_of_workers"],
-    "parallel": ["test_any_number_of_workers"],
-    "report": ["test_resuming"],
+    "parallel": ["test_any_number_of_workers"], "report": ["test_resuming"],
     "snapshot": ["test_bad_input", "test_resuming", "test_restarts"],
     "tools": ["test_doctor_jobs", "test_own_models", "test_token_data"],
     "training": ["test_resuming", "test_stopping"],
@@ -64,17 +62,15 @@ def first_failure(tree: Path, paths: list[str], marker: str) -> str | None:
 
 def find(tree: Path, file: str, on_cuda: bool) -> str | None:
     """Return the test that notices the fault planted in a file, or None."""
-    if on_cuda:
-        return first_failure(tree, ["tests/cuda"], "weekly")
     package = Path(file).parts[1]
     units, jobs = [f"tests/{package}"], [f"tests/jobs/{name}.py" for name in JOBS[package]]
     rounds = [(units, "not slow and not weekly"), (jobs, "not weekly"), (units, "slow"), (jobs, "weekly")]
+    rounds = [(["tests/cuda"], "weekly")] if on_cuda else rounds
     return next(filter(None, (first_failure(tree, paths, marker) for paths, marker in rounds)), None)
 
 
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--faults", type=int, nargs="+", metavar="NUMBER")
     parser.add_argument("--cuda", action="store_true", help="needs what tests/cuda needs")
     arguments = parser.parse_args()
