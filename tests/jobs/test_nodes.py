@@ -29,12 +29,8 @@ def on_three_nodes(cluster: Callable[..., Cluster], text: Path, tmp_path: Path) 
     """A function that starts a job in namespaces, whose steps take a twentieth of a second or longer."""
 
     def make_job(launch: str, disk: str, **more: Any) -> NodesJob:
-        given = {key.replace("__", "."): value for key, value in (SETTINGS | more).items()}
-        given = (
-            SMALL
-            | given
-            | {"data.path": text, "snapshot.memory_path": "/dev/shm", "snapshot.memory_every": 5}
-        )
+        own = {"data__path": text, "snapshot__memory_path": "/dev/shm", "snapshot__memory_every": 5}
+        given = SMALL | {key.replace("__", "."): value for key, value in (SETTINGS | own | more).items()}
         program = str(changed_program(tmp_path, SLOW_STEPS))
         job = NodesJob(cluster(3, shared=disk == "shared"), launch, disk, 1, given, LIMIT_S, program)
         job.start(*job.nodes)
@@ -91,7 +87,7 @@ def test_a_node_whose_network_is_cut_is_left_out_and_rejoins_when_healed(
     on_three_nodes: MakeJob, reference: Reference
 ) -> None:
     """The node sees the shared folder all the time."""
-    given = {"trainer__max_steps": 1000, "snapshot__every": 25}
+    given = {"trainer__max_steps": 600, "snapshot__every": 25}
     job = on_three_nodes("folder", "shared", **given)
     (run_dir,) = job.run_dirs(job.nodes)
     victim, *others = job.nodes
@@ -112,6 +108,7 @@ def test_a_node_whose_network_is_cut_is_left_out_and_rejoins_when_healed(
 
 LONG: dict[str, Any] = {"trainer__max_steps": 1_000_000, "model__n_embd": 64, "trainer__timeout_s": 20}
 LONG |= {"trainer__eval_every": 1_000_000, "snapshot__every": 50, "snapshot__memory_every": 5}
+LONG["trainer__compile"] = False  # so long a run would be compiled
 # With the shared store, torch's agents end at a newcomer.
 LONG["env"] = {"PYTHON": sys.executable, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 QUICK = "store_type=file,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
