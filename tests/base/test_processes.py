@@ -1,54 +1,60 @@
 import os
 import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 from support.needs import need, need_proc
 
 from mingpt.base.processes import kill_by_pidfd, open_siblings, wait_readable
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+Sleeper = Callable[..., subprocess.Popen[bytes]]
 
 
-def test_siblings_are_found_by_their_rank_and_killed_by_pidfd() -> None:
+@pytest.fixture
+def sleeper() -> Iterator[Sleeper]:
+    """A function that starts a process that sleeps, with RANK only if it is given."""
+    started: list[subprocess.Popen[bytes]] = []
+    rest = {name: value for name, value in os.environ.items() if name != "RANK"}
+
+    def start(**variables: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["sleep", "60"], env=rest | variables))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_siblings_are_found_by_their_rank_and_killed_by_pidfd(sleeper: Sleeper) -> None:
     need_proc()
     need(os, "pidfd_open")
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    worker = subprocess.Popen(SLEEP, env=environment | {"RANK": "7"})
-    other = subprocess.Popen(SLEEP, env=environment)  # a child of the agent, but no worker
-    try:
-        found = open_siblings(os.getpid())
-        assert list(found) == [7]
-        assert open_siblings(os.getppid()) == open_siblings(None) == {}
-        assert wait_readable(found, 0.0) == []
-        kill_by_pidfd(found[7])
-        assert wait_readable(found, 10.0) == [7]
-        assert worker.wait() == -9 and other.poll() is None
-        kill_by_pidfd(found[7])  # the process has ended: nothing happens
-    finally:
-        for process in (worker, other):
-            process.kill()
-            process.wait()
+    worker, other = sleeper(RANK="7"), sleeper()  # other: a child of the agent, but no worker
+    found = open_siblings(os.getpid())
+    assert list(found) == [7]
+    assert open_siblings(os.getppid()) == open_siblings(None) == {}
+    assert wait_readable(found, 0.0) == []
+    kill_by_pidfd(found[7])
+    assert wait_readable(found, 10.0) == [7]
+    assert worker.wait() == -9 and other.poll() is None
+    kill_by_pidfd(found[7])  # the process has ended: nothing happens
 
 
-def refuse(*_: object) -> NoReturn:
-    raise PermissionError("Operation not permitted")
-
-
-def test_without_proc_or_pidfds_no_sibling_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "function", "what_it_does"),
+    [
+        (Path, "glob", Mock(return_value=())),  # /proc is empty
+        (os, "pidfd_open", Mock(side_effect=PermissionError)),  # by a sandbox
+        (os, "pidfd_open", Mock(side_effect=AttributeError)),  # there is no such function
+    ],
+)
+def test_without_proc_or_pidfds_no_sibling_is_found(
+    place: object, function: str, what_it_does: Mock, sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then the backend notices the loss of one."""
-    worker = subprocess.Popen(SLEEP, env=os.environ | {"RANK": "7"})
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "glob", lambda *_: iter([]))  # /proc is empty
-            assert open_siblings(os.getpid()) == {}
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pidfd_open", refuse)  # by a sandbox
-            assert open_siblings(os.getpid()) == {}
-        monkeypatch.delattr(os, "pidfd_open")
-        assert open_siblings(os.getpid()) == {}
-    finally:
-        worker.kill()
-        worker.wait()
+    sleeper(RANK="7")
+    monkeypatch.setattr(place, function, what_it_does, raising=False)
+    assert open_siblings(os.getpid()) == {}
+    assert what_it_does.called
