@@ -14,13 +14,12 @@ TEXT = "Où? Ça, la mer; 海と空。 " * 40
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_tokenizer_and_one_read_back_from_its_bytes_decode_what_they_encode(name: str) -> None:
     tokenizer = gpt2() if name == "json" else TOKENIZERS[name].train(TEXT)
-    tokens = tokenizer.encode(TEXT).tolist()
-    assert tokenizer.decode(tokens) == TEXT and max(tokens) < len(tokenizer)
-    assert tokenizer.encode(TEXT).dtype == np.min_scalar_type(len(tokenizer) - 1)
+    tokens = tokenizer.encode(TEXT)
+    assert tokenizer.decode(tokens.tolist()) == TEXT and max(tokens) < len(tokenizer)
+    assert tokens.dtype == np.min_scalar_type(len(tokenizer) - 1)
     copy = load_tokenizer(name, tokenizer.to_bytes())
-    assert type(copy) is type(tokenizer)
-    assert copy.encode(TEXT).tolist() == tokens
-    assert copy.fingerprint() == tokenizer.fingerprint()
+    assert type(copy) is type(tokenizer) and copy.fingerprint() == tokenizer.fingerprint()
+    assert copy.encode(TEXT).tolist() == tokens.tolist()
 
 
 @pytest.mark.parametrize(
@@ -37,9 +36,9 @@ def test_a_character_that_the_vocabulary_lacks_is_named(character: str, named: s
         CharTokenizer.train(TEXT).encode("la" + character)
 
 
-def test_a_sample_begins_with_a_line_break_if_there_is_one() -> None:
-    assert CharTokenizer("\nab").default_prompt() == [0]
-    assert CharTokenizer("ab").default_prompt() == [0]
+@pytest.mark.parametrize(("characters", "prompt"), [("\t\nab", [1]), ("\tab", [0])])
+def test_a_sample_begins_with_a_line_break_if_there_is_one(characters: str, prompt: list[int]) -> None:
+    assert CharTokenizer(characters).default_prompt() == prompt
 
 
 def test_a_character_tokenizer_is_a_tokenizer_json_too() -> None:
