@@ -5,9 +5,11 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,8 +24,6 @@ from mingpt.distributed.exit import is_lost_peer
 from mingpt.snapshot import Saver, Store, Tier
 from mingpt.snapshot import layout as layout_module
 from mingpt.snapshot import saver as saver_module
-from mingpt.snapshot.layout import Layout
-from mingpt.snapshot.manifest import FileRecord
 
 Tensors = dict[str, Tensor]
 TOKENIZER = bytes(range(201))
@@ -46,9 +46,9 @@ def make_tensors(step: int) -> Tensors:
     }
 
 
-def read_files(folder: Path, step: int) -> dict[str, bytes]:
-    """The content of all files of `step` in this folder, by name."""
-    return {path.name: path.read_bytes() for path in sorted(folder.glob(f"step_{step:08d}*"))}
+def files_in(folder: Path) -> dict[str, bytes]:
+    """The content of all files in this folder, by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def make_rank_saver(
@@ -99,73 +99,52 @@ def test_the_files_on_each_disk_and_in_each_memory_are_those_of_one_rank_with_th
 
     expected = {}
     for step in (3, 7):
-        alone = make_store(tmp_path)
+        alone = make_store(tmp_path / f"alone-{step}")
         write(alone, make_manifest(step), make_tensors(step), TOKENIZER)
-        expected[step] = read_files(Path(alone.root), step)
-        assert len(expected[step]) == 4
+        expected[step] = files_in(Path(alone.root))
     for outcomes in results_of(workers, work):
         assert set(outcomes) == {(None, 7)}
     for number in range(len(SHARDED)):
-        for rank in range(workers):
-            for name, steps in (("memory", [7]), ("disk", [7, 3])):
-                store = Store(str(tmp_path / str(number) / f"{name}-{rank}"))
-                if rank not in writers:
-                    assert not Path(store.root).exists()
-                    continue
-                assert store.steps() == steps
-                for step in steps:
-                    assert read_files(Path(store.root), step) == expected[step]
-                found = store.read(7)
-                assert all(torch.equal(found.read(key), value) for key, value in make_tensors(7).items())
-                assert found.read_tokenizer() == TOKENIZER
+        folders = {path.name for path in (tmp_path / str(number)).iterdir()}
+        assert folders == {f"{name}-{rank}" for name in ("memory", "disk") for rank in writers}
+        for rank in writers:
+            assert files_in(tmp_path / str(number) / f"memory-{rank}") == expected[7]
+            assert files_in(tmp_path / str(number) / f"disk-{rank}") == expected[3] | expected[7]
 
 
-Prepare = Callable[[Saver], None]
-Result = tuple[str, int, list[str]]  # the kind of the disk's error, its errno, and the lines of the log
+class Fault(NamedTuple):
+    """What happens on a rank when it calls this method for the `number`-th time."""
+
+    rank: int
+    method: str  # of its store on disk, of its background group, or `before`
+    number: int
+    act: Callable[..., None]
+
+    def plant(self, places: Sequence[object]) -> None:
+        place = next(place for place in places if hasattr(place, self.method))
+        real, numbers = getattr(place, self.method), itertools.count(1)
+
+        def call(*arguments: Any) -> Any:
+            if next(numbers) == self.number:
+                self.act(*arguments)
+            return real(*arguments)
+
+        setattr(place, self.method, call)
 
 
-def save_with_fault(
-    folder: Path, writers: Sequence[int], prepare: Prepare, before: Callable[[], None] = lambda: None
-) -> Callable[[DistributedContext], Result]:
-    """A function that does a rank's part in saving step 7 with FSDP, to disk only, after `prepare`."""
+def fails(error: Exception) -> Callable[..., None]:
+    """A method that raises this error; if it writes a file, then in the middle of it."""
 
-    def work(context: DistributedContext) -> Result:
-        lines: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("mingpt").addHandler(handler)
-        saver = make_rank_saver(context, folder, writers, FSDP)
-        del saver.tiers[0]
-        prepare(saver)
-        save(saver, 7, before if context.rank == 0 else lambda: None)
-        error = saver.tiers[0].error
-        kind = "lost peer" if error and is_lost_peer(error) else type(error).__name__
-        return kind, getattr(error, "errno", None) or 0, lines
-
-    return work
-
-
-def disk_of(folder: Path, rank: int) -> Store:
-    return Store(str(folder / f"disk-{rank}"))
-
-
-def failing_files(on: int, error: Exception, at: int) -> Prepare:
-    """Let rank `on` fail in the middle of its tensor file number `at`, from 1."""
-
-    def prepare(saver: Saver) -> None:
-        store = saver.tiers[0].store
-        write_file, numbers = store.write_file, itertools.count(1)
-
-        def write(layout: Layout, chunks: Iterable[memoryview]) -> FileRecord:
-            if next(numbers) != at:
-                return write_file(layout, chunks)
+    def act(*arguments: Any) -> None:
+        for chunks in arguments[1:]:
             next(iter(chunks))
-            raise error
+        raise error
 
-        if saver.rank == on:
-            store.write_file = write  # type: ignore[method-assign]
+    return act
 
-    return prepare
+
+def dies(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class TwoArguments(Exception):
@@ -175,88 +154,80 @@ class TwoArguments(Exception):
         super().__init__(f"{what}: {why}")
 
 
-FULL = OSError(errno.ENOSPC, "No space left on device")
+Result = tuple[str, int, list[str]]  # the kind of the disk's error, its errno, and the lines of the log
+FINE, LOST = ("NoneType", 0, list[str]()), ("lost peer", 0, list[str]())
+FULL = fails(OSError(errno.ENOSPC, "No space left on device"))
+BROKEN = fails(OSError(errno.EIO, "broken"))
+ODD = fails(TwoArguments("the server", "503"))
+
+
+def failed(code: int, reason: str, is_writer: bool = True) -> Result:
+    return "OSError", code, is_writer * [f"snapshot of step 7 could not be written: {reason}"]
+
+
+NO_ROOM, NO_ROOM_THERE = (failed(errno.ENOSPC, "No space left on device", here) for here in (True, False))
+EIO, EIO_THERE = (failed(errno.EIO, "broken", here) for here in (True, False))
+ODD_REASON = "OSError: TwoArguments: the server: 503"
 
 
 @pytest.mark.parametrize(
-    ("at", "error", "failed", "reason"),
+    ("fault", "results", "whole"),
     [
-        (1, FULL, ("OSError", errno.ENOSPC), "No space left on device"),
-        (2, FULL, ("OSError", errno.ENOSPC), "No space left on device"),
-        (2, TwoArguments("the server", "503"), ("OSError", 0), "OSError: TwoArguments: the server: 503"),
+        # A writer that fails keeps no other writer from its snapshot, and rank 1 learns of the main writer.
+        (Fault(0, "write_file", 1, FULL), [NO_ROOM, NO_ROOM_THERE, FINE], [2]),
+        (Fault(0, "write_file", 2, FULL), [NO_ROOM, NO_ROOM_THERE, FINE], [2]),
+        (Fault(2, "write_file", 1, FULL), [FINE, FINE, NO_ROOM], [0]),
+        (Fault(2, "write_file", 2, FULL), [FINE, FINE, NO_ROOM], [0]),
+        (Fault(0, "write_file", 2, ODD), [failed(0, ODD_REASON), failed(0, "", False), FINE], [2]),
+        (Fault(2, "write_file", 2, ODD), [FINE, FINE, failed(0, ODD_REASON)], [0]),
+        # Nor does one that fails before or after its files.
+        (Fault(0, "begin", 1, BROKEN), [EIO, EIO_THERE, FINE], [2]),
+        (Fault(0, "commit", 1, BROKEN), [EIO, FINE, FINE], [2]),
+        (Fault(0, "before", 1, BROKEN), [EIO, EIO_THERE, EIO], []),
+        # A rank that is killed is a lost peer and no failed write: only the main thread reports it.
+        (Fault(0, "gather_on_all", 1, dies), [None, LOST, LOST], []),
+        (Fault(0, "gather_on_all", 2, dies), [None, LOST, LOST], []),
+        (Fault(0, "receive", 5, dies), [None, LOST, LOST], []),
+        (Fault(1, "send", 2, dies), [LOST, None, LOST], []),
+        (Fault(2, "receive", 1, dies), [LOST, LOST, None], []),
     ],
+    ids=lambda value: "-".join(map(str, value[:3])) if isinstance(value, Fault) else "",
 )
-@pytest.mark.parametrize("full", [0, 2])
-def test_a_writer_that_fails_keeps_no_other_writer_from_its_snapshot(
-    full: int, at: int, error: Exception, failed: tuple[str, int], reason: str, tmp_path: Path
+def test_after_a_fault_of_one_rank_each_writer_has_a_whole_snapshot_or_none(
+    fault: Fault, results: list[Result | None], whole: list[int], tmp_path: Path
 ) -> None:
-    """A rank that does not write, rank 1, learns what happened to the main writer, rank 0."""
-    results = results_of(3, save_with_fault(tmp_path, [0, 2], failing_files(full, error, at)))
-    fine = "NoneType", 0
-    assert results[full] == (*failed, [f"snapshot of step 7 could not be written: {reason}"])
-    assert results[1] == (*(failed if full == 0 else fine), [])
-    assert results[2 - full] == (*fine, [])
-    assert file_names(disk_of(tmp_path, full)) == [], "the space of a failed save is free again"
-    whole = disk_of(tmp_path, 2 - full).read(7)
-    assert all(torch.equal(whole.read(name), tensor) for name, tensor in make_tensors(7).items())
+    assert save_with_fault(fault, [0, 2], tmp_path) == results
+    for writer in (0, 2):
+        store = Store(str(tmp_path / f"disk-{writer}"))
+        if writer in whole:
+            assert all(
+                torch.equal(store.read(7).read(name), value) for name, value in make_tensors(7).items()
+            )
+        elif None not in results:
+            assert file_names(store) == [], "the space of a failed save is free again"
+        assert store.steps() == ([7] if writer in whole else [])
 
 
 def test_the_files_of_a_writer_that_has_lost_its_claim_stay_and_nothing_is_logged(tmp_path: Path) -> None:
     """Another job may own the files. The main thread reports the loss."""
-    work = save_with_fault(tmp_path, [0], failing_files(0, ClaimLost("superseded"), 2))
-    assert results_of(3, work) == [("ClaimLost", 0, [])] * 3
-    assert "step_00000007.safetensors" in file_names(disk_of(tmp_path, 0))
+    fault = Fault(0, "write_file", 2, fails(ClaimLost("superseded")))
+    assert save_with_fault(fault, [0], tmp_path) == [("ClaimLost", 0, [])] * 3
+    assert "step_00000007.safetensors" in file_names(Store(str(tmp_path / "disk-0")))
 
 
-@pytest.mark.parametrize("where", ["begin", "commit", "before"])
-def test_a_save_that_fails_before_or_after_the_files_keeps_no_rank_waiting(
-    where: str, tmp_path: Path
-) -> None:
-    def fail(*_: object) -> Any:
-        raise OSError(errno.EIO, "broken")
+def save_with_fault(fault: Fault, writers: Sequence[int], folder: Path) -> Sequence[Any]:
+    """Save step 7 with FSDP, to disk only, on three ranks; return each rank's Result, or None if it died."""
 
-    def prepare(saver: Saver) -> None:
-        if saver.rank == 0 and where != "before":
-            setattr(saver.tiers[0].store, where, fail)
+    def work(context: DistributedContext) -> Result:
+        handler, caller = BufferingHandler(100), SimpleNamespace(before=lambda: None)
+        logging.getLogger("mingpt").addHandler(handler)
+        saver = make_rank_saver(context, folder, writers, FSDP)
+        del saver.tiers[0]
+        if context.rank == fault.rank:
+            fault.plant([saver.tiers[0].store, saver.group, caller])
+        save(saver, 7, caller.before)
+        error = saver.tiers[0].error
+        kind = "lost peer" if error and is_lost_peer(error) else type(error).__name__
+        return kind, getattr(error, "errno", None) or 0, [line.getMessage() for line in handler.buffer]
 
-    before = fail if where == "before" else lambda: None
-    results = results_of(3, save_with_fault(tmp_path, [0, 2], prepare, before))
-    assert results[0][:2] == ("OSError", errno.EIO)
-    assert results[2][0] == ("OSError" if where == "before" else "NoneType")
-    steps = [disk_of(tmp_path, rank).steps() if rank != 1 else [] for rank in range(3)]
-    assert steps == ([[], [], []] if where == "before" else [[], [], [7]])
-
-
-def dying(rank: int, method: str, number: int) -> Prepare:
-    """Let `rank` be killed when it calls this method of its background group for the `number`-th time."""
-
-    def prepare(saver: Saver) -> None:
-        if saver.rank != rank:
-            return
-        real, numbers = getattr(saver.group, method), itertools.count(1)
-
-        def die(*arguments: Any) -> Any:
-            if next(numbers) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*arguments)
-
-        setattr(saver.group, method, die)
-
-    return prepare
-
-
-@pytest.mark.parametrize(
-    ("rank", "method", "number"),
-    [(0, "gather_on_all", 1), (0, "gather_on_all", 2), (0, "receive", 5), (1, "send", 2), (2, "receive", 1)],
-)
-def test_a_rank_that_is_killed_in_a_save_is_a_lost_peer_and_no_failed_write(
-    rank: int, method: str, number: int, tmp_path: Path
-) -> None:
-    """No warning says that the disk failed. No writer has a snapshot of that step."""
-    work = save_with_fault(tmp_path, [0, 2], dying(rank, method, number))
-    results = fork_ranks(3, work, timeout_s=30)
-    assert results[rank] is None
-    others = [result for other, result in enumerate(results) if other != rank]
-    assert others == [("lost peer", 0, [])] * 2, "only the main thread reports it"
-    for writer in (0, 2):
-        assert not list((tmp_path / f"disk-{writer}").glob("step_*.json"))
+    return fork_ranks(3, work, timeout_s=30)
