@@ -11,12 +11,12 @@ from unittest.mock import Mock
 import pytest
 from conftest import ROOT
 
+from mingpt.base.command import run_command
 from mingpt.base.errors import UserError
 from mingpt.base.system import (
     OutOfTime,
     allow_open_files,
     cgroup_quota,
-    check_working_directory,
     count_oom_kills,
     run_within,
     try_within,
@@ -45,13 +45,13 @@ def test_on_windows_every_command_is_one_sentence(words: str, tmp_path: Path) ->
 
 
 def test_a_working_directory_that_was_removed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(UserError, match=r"the working directory cannot be used \(No such file"):
-        check_working_directory()
+    assert run_command(Mock(), []) == 2
+    assert capsys.readouterr().err.startswith("error: the working directory cannot be used (No such file")
 
 
 def test_work_gives_its_result_or_its_error_in_time_or_is_given_up() -> None:
@@ -92,6 +92,7 @@ thread.join()
         ({"pod/job": "150000 100000"}, 1.5),
         ({"pod/job": "max 100000", "pod": "200000 100000"}, 2.0),  # a parent's limit counts
         ({"pod/job": "400000 100000", "pod": "200000 100000"}, 2.0),  # the smallest limit counts
+        ({"pod/job": "100000 100000", "pod": "200000 100000"}, 1.0),
         ({"pod/job": "300000 100000", "pod": "max 100000"}, 3.0),
         ({"pod/job": "max 100000", ".": "50000 100000"}, 0.5),
         ({"pod/other": "100000 100000", "pod/job": "800000 100000"}, 8.0),  # a neighbour's limit does not
