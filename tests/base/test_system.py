@@ -5,12 +5,11 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Start
 from support.needs import need, need_proc
 
 from mingpt.base.command import run_command
@@ -26,36 +25,18 @@ from mingpt.base.system import (
     usable_cores,
 )
 
-Sleeper = Callable[..., subprocess.Popen[bytes]]
 
-
-@pytest.fixture
-def sleeper() -> Iterator[Sleeper]:
-    """A function that starts a process that sleeps, with RANK only if it is given."""
-    started: list[subprocess.Popen[bytes]] = []
-    rest = {name: value for name, value in os.environ.items() if name != "RANK"}
-
-    def start(**variables: str) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(["sleep", "60"], env=rest | variables))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-def test_siblings_are_found_by_their_rank_and_killed_by_pidfd(sleeper: Sleeper) -> None:
+def test_siblings_are_found_by_their_rank_and_killed_by_pidfd(start: Start) -> None:
     need_proc()
     need(os, "pidfd_open")
-    worker, other = sleeper(RANK="7"), sleeper()  # other: a child of the agent, but no worker
+    worker, other = start(["sleep", "60"], RANK="7"), start(["sleep", "60"])  # other: no worker
     found = open_siblings(os.getpid())
     assert list(found) == [7]
     assert open_siblings(os.getppid()) == open_siblings(None) == {}
     assert wait_readable(found, 0.0) == []
     kill_by_pidfd(found[7])
     assert wait_readable(found, 10.0) == [7]
-    assert worker.wait() == -9 and other.poll() is None
+    assert worker.wait() == -9 and other.is_running()
     kill_by_pidfd(found[7])  # the process has ended: nothing happens
 
 
@@ -68,10 +49,10 @@ def test_siblings_are_found_by_their_rank_and_killed_by_pidfd(sleeper: Sleeper) 
     ],
 )
 def test_without_proc_or_pidfds_no_sibling_is_found(
-    place: object, function: str, what_it_does: Mock, sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
+    place: object, function: str, what_it_does: Mock, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the backend notices the loss of one."""
-    sleeper(RANK="7")
+    start(["sleep", "60"], RANK="7")
     monkeypatch.setattr(place, function, what_it_does, raising=False)
     assert open_siblings(os.getpid()) == {}
     assert what_it_does.called

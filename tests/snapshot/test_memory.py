@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -98,28 +99,34 @@ def test_what_a_run_left_is_removed_after_a_day_and_what_a_user_put_there_stays(
     assert [path.read_text() for path in notes] == ["mine"] * 3
 
 
-@pytest.mark.parametrize("planted", ["a link", "writable by others", "another user's"])
+def put_a_link_there(root: Path) -> None:
+    root.symlink_to(root.rename(root.parent / "target"))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        put_a_link_there,
+        lambda root: root.chmod(0o777),
+        pytest.param(
+            lambda root: os.chown(root, 12345, 12345),
+            marks=pytest.mark.skipif(os.getuid() > 0, reason="only root can give a folder to another user"),
+        ),
+    ],
+    ids=["a link", "writable by others", "another user's"],
+)
 def test_a_folder_to_which_another_user_can_write_is_neither_used_nor_touched(
-    planted: str, memory: MemoryFolder, tmp_path: Path
+    plant: Callable[[Path], None], memory: MemoryFolder
 ) -> None:
     """The folder's name can be guessed by whoever can read run.json."""
     write(make_generation(memory), make_manifest(5))
-    root = memory.root
-    if planted == "a link":
-        root = root.rename(tmp_path / "target")
-        memory.root.symlink_to(root)
-    elif planted == "writable by others":
-        root.chmod(0o777)
-    elif os.getuid():
-        pytest.skip("only root can give a folder to another user")
-    else:
-        os.chown(root, 12345, 12345)
-    content = {path: path.lstat().st_mtime_ns for path in root.rglob("*")}
+    plant(memory.root)
+    content = {path: path.lstat().st_mtime_ns for path in memory.root.resolve().rglob("*")}
     assert memory.stores() == []
     memory.clear()
     with pytest.raises(OSError, match="there is a link, or another user can write to it"):
         make_generation(memory)
-    assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == content
+    assert {path: path.lstat().st_mtime_ns for path in memory.root.resolve().rglob("*")} == content != {}
 
 
 def test_a_folder_that_cannot_be_listed_is_left_and_ends_no_job(

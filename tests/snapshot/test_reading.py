@@ -17,7 +17,6 @@ import pytest
 import torch
 from support.single_process import SingleProcess
 from support.snapshots import (
-    TENSORS,
     file_names,
     make_manifest,
     make_saver,
@@ -171,9 +170,8 @@ def changed(**values: Any) -> bytes:
 
 
 def test_the_tensors_of_a_good_file_are_read() -> None:
-    file = open_content(to_safetensors(TENSORS))
-    assert all(torch.equal(file.read(name), tensor) for name, tensor in TENSORS.items())
-    assert open_content(make_file({"a": A, "b": B})).specs.keys() == {"a", "b"}
+    file = open_content(make_file({"a": A, "b": B}))
+    assert torch.equal(file.read("a"), torch.zeros(2, 2)) and torch.equal(file.read("b"), torch.zeros(2))
 
 
 BAD: dict[str, bytes] = {
@@ -212,9 +210,8 @@ BAD: dict[str, bytes] = {
 
 @pytest.mark.parametrize("content", BAD.values(), ids=list(BAD))
 def test_a_header_that_does_not_describe_its_file_is_corrupt(content: bytes) -> None:
-    with pytest.raises(CorruptSnapshot) as error:
+    with pytest.raises(CorruptSnapshot, match=r"\A.{,500}\Z"):
         open_content(content)
-    assert len(str(error.value)) < 500
 
 
 def verify(content: bytes) -> None:
