@@ -109,16 +109,22 @@ def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> Non
             assert windows.tolist() == [expected[start : start + length].tolist() for start in starts]
 
 
-def test_a_file_that_changes_or_goes_while_it_is_in_use_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.bin"
-    write_llmc(path, range(1000))
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda path: write_llmc(path, range(1001)), r"/a\.bin has changed its size while it was in use"),
+        (Path.unlink, r"/a\.bin cannot be read: No such file"),
+    ],
+    ids=["changes", "goes"],
+)
+def test_a_file_that_changes_or_goes_while_it_is_in_use_is_named(
+    change: Callable[[Path], None], sentence: str, tmp_path: Path
+) -> None:
+    write_llmc(tmp_path / "a.bin", range(1000))
     tokens = open_shards(tmp_path, 0.1).train
-    write_llmc(path, range(1001))
-    with pytest.raises(ExpectedError, match=r"/a\.bin has changed its size while it was in use"):
+    change(tmp_path / "a.bin")
+    with pytest.raises(ExpectedError, match=sentence):
         tokens.read([500], 4)
-    path.unlink()
-    with pytest.raises(ExpectedError, match=r"a\.bin cannot be read: No such file"):
-        tokens.read([0], 4)
 
 
 # Fingerprints
