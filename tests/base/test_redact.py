@@ -45,7 +45,6 @@ def test_a_token_is_hidden_and_what_is_no_credential_is_kept(shown: str, url: st
 def test_any_password_and_any_signed_query_are_hidden_and_the_rest_is_kept(
     scheme: str, user: str, password: str, host: str, path: str, key: str, query: str
 ) -> None:
-    """However often, and wherever in a text, the URL is."""
     url, shown = f"{scheme}://{user}:{password}@{host}/{path}", f"{scheme}://{user}:***@{host}/{path}"
     assert redact(url) == redact(shown) == shown
     said, signed = "\"{0}\" cannot be read: Error('{0}') at {0}".format, f"?{key}={query}"

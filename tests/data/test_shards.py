@@ -93,7 +93,6 @@ def test_without_validation_files_the_tail_is_validation(val_fraction: float, tm
 
 
 def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> None:
-    """The shards have 1 to 50 tokens, in both types."""
     parts = []
     for number, wide in enumerate(RNG.integers(2, size=60)):
         parts.append(some_tokens(int(RNG.integers(1, 51)), 2**32 - 1 if wide else 2**16))
@@ -210,7 +209,6 @@ def test_damage_is_told_in_a_sentence(kind: str, tmp_path: Path, golden: Golden)
 
 
 def test_200_gb_are_read_with_few_descriptors_and_little_memory(tmp_path: Path) -> None:
-    """The files are sparse."""
     need_proc()
     count = (200_000_000 - 1024) // 2
     for path in [tmp_path / f"train_{number:05}.bin" for number in range(1000)]:

@@ -71,7 +71,7 @@ def test_from_any_step_on_any_number_of_workers_reads_the_windows_of_one(
 def test_a_workers_micro_batches_are_neighbours_or_one_of_each_round(workers: int) -> None:
     """The tree of parallel/tree.py relies on the first, the sum of parallel/fsdp.py on the second."""
     shares = sampler(0, workers).micro_batches_by_rank()
-    assert list(itertools.chain(*shares)) == list(range(6))
+    assert list(itertools.chain(*shares)) == list(range(6)) and len(shares) == workers
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     rounds = [range(rank, 6, workers) for rank in range(workers)]
     assert sampler(0, workers, takes_turns=True).micro_batches_by_rank() == rounds
@@ -103,7 +103,6 @@ def test_a_window_is_an_input_and_its_targets_one_to_the_right() -> None:
 def test_validation_predicts_each_token_but_the_first_once_or_takes_evenly_spaced_windows(
     length: int, max_windows: int | None, batch_size: int
 ) -> None:
-    """Whatever the size of the batches."""
     dataset = CharDataset(np.arange(length, dtype=np.uint16), 8)
     batches = [dataset.read(*batch) for batch in dataset.eval_batches(batch_size, max_windows)]
     assert all(1 <= len(windows) <= batch_size for windows in batches)

@@ -151,7 +151,6 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("expected", "change"), WRONG, ids=[str(change)[-60:] for _, change in WRONG])
 def test_a_field_of_another_type_or_range_is_named(expected: str, change: dict[str, Any]) -> None:
-    """The manifest's checksum is correct."""
     decode_manifest(add_checksum(WHOLE))
     with pytest.raises(CorruptSnapshot) as error:
         decode_manifest(add_checksum(WHOLE | change))

@@ -1,7 +1,6 @@
 """The folders of runs and of their generations in a node's memory."""
 
 import errno
-import logging
 import os
 import shutil
 import time
@@ -77,7 +76,6 @@ def test_where_there_is_no_such_folder_that_is_an_error(tmp_path: Path) -> None:
 def test_what_a_run_left_is_removed_after_a_day_and_what_a_user_put_there_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING)
     folders, notes = {}, [tmp_path / "mingpt-distributed" / "notes.txt"]
     for name, hours in {"old": 24.1, "mixed": 24.1, "recent": 23.9, "own": 100}.items():
         folders[name] = make_folder(tmp_path, uuid.uuid4().hex)

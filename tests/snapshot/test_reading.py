@@ -6,7 +6,6 @@ test_store.py tests corrupt snapshots.
 import errno
 import hashlib
 import json
-import logging
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -122,7 +121,6 @@ def test_a_file_that_ends_too_soon_is_read_again(monkeypatch: pytest.MonkeyPatch
 def test_whoever_looks_for_a_snapshot_passes_it_over_in_one_line(
     store: Store, break_reading: Break, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.WARNING)
     monkeypatch.setattr("time.sleep", lambda _: None)
     break_reading("00000002")
     assert open_snapshot(store.root).manifest.step == 1
@@ -224,7 +222,6 @@ def verify(content: bytes) -> None:
 def test_a_single_number_that_is_not_finite_is_found(
     dtype: torch.dtype, number: float, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number is found whatever the size of the pieces in which the file is read."""
     monkeypatch.setattr("mingpt.snapshot.store.PIECE_BYTES", piece_bytes)
     tensor = torch.randn(7, 11).to(dtype)
     verify(to_safetensors({"model.a": tensor, "model.b": torch.arange(5)}))

@@ -1,7 +1,6 @@
 import contextlib
 import errno
 import json
-import logging
 import os
 import uuid
 from collections.abc import Callable
@@ -63,7 +62,6 @@ def test_a_snapshot_with_another_thing_in_place_of_a_file_is_quarantined_by_name
     make: Callable[[Path], None], kind: str, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Reading it does not hang. A second corrupt snapshot of the same step does not overwrite the first."""
-    caplog.set_level(logging.WARNING)
     write(store, make_manifest(1))
     for attempt in (1, 2):
         write(store, make_manifest(2))
