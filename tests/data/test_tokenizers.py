@@ -73,6 +73,7 @@ the a café naïve Straße don't we'll I'M it's ÇA Ελλάδα Привет �
 def for i in range(10): return x[i]**2 # --flag <div> {} != == -> 0x1F 3.14 1,000 ½ Ⅷ ٣
 😀 👩‍👩‍👧‍👦 🏳️‍🌈 🇫🇷 ❤️ \u200b \ufeff \ufffd \x00 \x7f \U0010ffff <|endoftext|>
 """
+REPLACE = {"type": "Replace", "pattern": {"Regex": r"a\s"}, "content": "b"}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 SPACES = [*" \n\t\r\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2003\u2028\u2029\u202f\u3000", "  ", "    ", "\r\n"]
 
@@ -129,12 +130,21 @@ def test_the_file_of_a_character_tokenizer_is_read_back_as_one_without_the_packa
     params=[
         gpt2,
         lambda: with_added_tokens(added("\n\n", 50257), added("xy", 50258, lstrip=True)),
-        lambda: with_added_tokens(added("a\nb", 50257), added("a b", 50258), added("x", 50259, rstrip=True)),
+        lambda: with_added_tokens(added("a\nb", 50257), added("a b", 50258)),
+        lambda: with_added_tokens(added("x", 50257, rstrip=True)),
         lambda: JsonTokenizer(cl100k_like(TEXT)),
-        lambda: JsonTokenizer(edited(gpt2_content(), normalizer={"type": "NFC"})),
+        lambda: JsonTokenizer(edited(gpt2_content(), normalizer=REPLACE)),
         lambda: JsonTokenizer(edited(gpt2_content(), pre_tokenizer=BYTE_LEVEL | {"add_prefix_space": True})),
     ],
-    ids=["GPT-2", "added words", "added spaces", "cl100k", "NFC", "a space before the text"],
+    ids=[
+        "GPT-2",
+        "added words",
+        "added spaces",
+        "a stripped end",
+        "cl100k",
+        "replacements",
+        "a space before the text",
+    ],
 )
 def tokenizer(request: pytest.FixtureRequest) -> JsonTokenizer:
     made: JsonTokenizer = request.param()
