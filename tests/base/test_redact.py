@@ -38,7 +38,7 @@ def test_a_token_is_hidden_and_what_is_no_credential_is_kept(shown: str, url: st
     )
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(
     st.sampled_from(["https", "sftp", "simplecache::https"]), NAMES, PASSWORDS, NAMES, PATHS, NAMES, QUERIES
 )

@@ -196,7 +196,7 @@ GIVEN = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(GIVEN)
 def test_the_configuration_that_a_run_keeps_reads_back(
     tmp_path_factory: pytest.TempPathFactory, texts: dict[str, Any]

@@ -98,7 +98,7 @@ def test_a_window_is_an_input_and_its_targets_one_to_the_right() -> None:
     assert len(dataset) == 42
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.integers(9, 400), st.none() | st.integers(1, 60), st.integers(1, 5))
 def test_validation_predicts_each_token_but_the_first_once_or_takes_evenly_spaced_windows(
     length: int, max_windows: int | None, batch_size: int

@@ -351,7 +351,9 @@ ODD_REASON = "OSError: TwoArguments: the server: 503"
         (Fault(1, "send", 2, dies), [LOST, None, LOST], []),
         (Fault(2, "receive", 1, dies), [LOST, LOST, None], []),
     ],
-    ids=lambda value: "-".join(map(str, value[:3])) if isinstance(value, Fault) else "",
+    ids=lambda value: (
+        f"{value.method} {value.number} of rank {value.rank}" if isinstance(value, Fault) else ""
+    ),
 )
 def test_after_a_fault_of_one_rank_each_writer_has_a_whole_snapshot_or_none(
     fault: Fault, results: list[Result | None], whole: list[int], tmp_path: Path
