@@ -163,7 +163,7 @@ def test_a_snapshot_of_a_loop_of_ones_own_with_other_tensors_is_refused_there_an
     store = make_store(tmp_path)
     assert load_latest(store, tensors, SingleProcess()) is None
     write(store, Manifest(step=2, windows=16), OWN)
-    with pytest.raises(UserError, match="holds a snapshot of other tensors"):
+    with pytest.raises(UserError, match=f"^{store.url} holds a snapshot of other tensors: "):
         load_latest(store, tensors, SingleProcess())
     with pytest.raises(UserError, match="written by a training loop of your own, not by a run"):
         store.read(2, check_model)
