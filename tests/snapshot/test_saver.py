@@ -113,18 +113,19 @@ def test_the_newest_the_best_and_the_newest_up_to_the_last_replay_are_kept(
 
 def test_the_first_snapshot_of_a_generation_replaces_those_of_earlier_ones(tmp_path: Path) -> None:
     """Until the snapshot is complete, the earlier ones stay. What a user has put beside them stays, too."""
-    earlier, own = Store(str(tmp_path / "earlier")), make_store(tmp_path)
-    Path(earlier.root).mkdir()
-    write(earlier, make_manifest(4))
-    (tmp_path / "earlier" / "notes.txt").write_text("mine")
-    saver = Saver([Tier("memory", own, keep=1, is_durable=False, replaces=[earlier])])
+    own, earlier = make_store(tmp_path), [make_store(tmp_path / name) for name in ("a", "b")]
+    for store in earlier:
+        write(store, make_manifest(4))
+    Path(earlier[1].path("notes.txt")).write_text("mine")
+    saver = Saver([Tier("memory", own, keep=1, is_durable=False, replaces=[*earlier])])
     with pytest.MonkeyPatch.context() as patch:
         FaultyDisk(patch, "replace", "partial-step_00000005.json")
         save(saver, make_manifest(5))
-    assert isinstance(saver.tiers[0].error, OSError) and (earlier.steps(), own.steps()) == ([4], [])
+    assert isinstance(saver.tiers[0].error, OSError)
+    assert [store.steps() for store in (*earlier, own)] == [[4], [4], []]
     save(saver, make_manifest(6))
     assert saver.tiers[0].error is None and own.steps() == [6]
-    assert file_names(earlier) == ["notes.txt"]
+    assert not Path(earlier[0].root).exists() and file_names(earlier[1]) == ["notes.txt"]
 
 
 @pytest.mark.parametrize("broken", ["memory", "disk"])

@@ -42,7 +42,7 @@ OFFERS = st.builds(
 def test_the_newest_snapshot_without_a_fault_is_chosen_whatever_the_order_of_the_offers(
     offers: list[Offer], newest_on_disk: int | None
 ) -> None:
-    """Of the same step one on disk comes first, then that of the lowest rank.
+    """A snapshot on disk comes before one of the same step in memory, and then that of the lowest rank.
 
     One in memory does not count if it was saved after a snapshot on disk that is gone.
     """
