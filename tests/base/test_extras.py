@@ -1,22 +1,34 @@
-"""An extra that is not there is left out; an error inside an extra is an error."""
+"""Extras, some of which act at events: one that is not there is left out; an error inside one is an error."""
 
+import re
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-from mingpt.base import extras
+from mingpt.base import events, extras
+
+
+def test_subscribing_to_an_unknown_event_names_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"no event 'step_ends'; there are .*step_end, "):
+        events.subscribe("step_ends", print)
+
+
+def test_exactly_the_documented_events_are_emitted() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "mingpt").rglob("*.py"))
+    emitted = set(re.findall(r'events\.emit\(\s*"(\w+)"', source))
+    assert emitted == set(events.EVENTS)
 
 
 def test_only_an_absent_module_counts_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(extras, "missing", [])
-    (tmp_path / "some_extra.py").write_text("ANSWER = 42\n")
     (tmp_path / "needs_more.py").write_text("import not_installed_anywhere\n")
-    assert extras.load_extra("some_extra:ANSWER") == 42
-    for absent in ("no_such_extra", "mingpt.extras.no_such_extra", "no_such_package.extra"):
-        assert extras.load_extra(f"{absent}:ANSWER") is None
-    assert extras.missing == ["no_such_extra", "mingpt.extras.no_such_extra", "no_such_package.extra"]
+    assert extras.load_extra("string:digits") == "0123456789"
+    absent = ["no_such_extra", "mingpt.extras.no_such_extra", "no_such_package.extra"]
+    assert not any(extras.load_extra(f"{module}:ANSWER") for module in absent)
+    assert extras.missing == absent
     with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
         extras.load_extra("needs_more:ANSWER")
     with pytest.raises(AttributeError):
-        extras.load_extra("some_extra:QUESTION")
+        extras.load_extra("string:question")

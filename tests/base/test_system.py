@@ -5,24 +5,58 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
-from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Start
+from support.needs import need, need_proc
 
+from mingpt.base.command import run_command
 from mingpt.base.errors import UserError
+from mingpt.base.processes import kill_by_pidfd, open_siblings, wait_readable
 from mingpt.base.system import (
     OutOfTime,
     allow_open_files,
     cgroup_quota,
-    check_working_directory,
     count_oom_kills,
     run_within,
     try_within,
     usable_cores,
 )
+
+
+def test_siblings_are_found_by_their_rank_and_killed_by_pidfd(start: Start) -> None:
+    need_proc()
+    need(os, "pidfd_open")
+    worker, other = start(["sleep", "60"], RANK="7"), start(["sleep", "60"])  # other: no worker
+    found = open_siblings(os.getpid())
+    assert list(found) == [7]
+    assert open_siblings(os.getppid()) == open_siblings(None) == {}
+    assert wait_readable(found, 0.0) == []
+    kill_by_pidfd(found[7])
+    assert wait_readable(found, 10.0) == [7]
+    assert worker.wait() == -9 and other.is_running()
+    kill_by_pidfd(found[7])  # the process has ended: nothing happens
+
+
+@pytest.mark.parametrize(
+    ("place", "function", "what_it_does"),
+    [
+        (Path, "glob", Mock(return_value=())),  # /proc is empty
+        (os, "pidfd_open", Mock(side_effect=PermissionError)),  # by a sandbox
+        (os, "pidfd_open", Mock(side_effect=AttributeError)),  # there is no such function
+    ],
+)
+def test_without_proc_or_pidfds_no_sibling_is_found(
+    place: object, function: str, what_it_does: Mock, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the backend notices the loss of one."""
+    start(["sleep", "60"], RANK="7")
+    monkeypatch.setattr(place, function, what_it_does, raising=False)
+    assert open_siblings(os.getpid()) == {}
+    assert what_it_does.called
+
 
 # Windows' Python has none of these.
 WINDOWS = """
@@ -46,34 +80,24 @@ def test_on_windows_every_command_is_one_sentence(words: str, tmp_path: Path) ->
 
 
 def test_a_working_directory_that_was_removed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_working_directory()
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    with pytest.raises(UserError, match=r"the working directory cannot be used \(No such file"):
-        check_working_directory()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert run_command(Mock(), []) == 2
+    assert capsys.readouterr().err.startswith("error: the working directory cannot be used (No such file")
 
 
-def test_work_that_ends_in_time_gives_its_result_or_its_error() -> None:
+def test_work_gives_its_result_or_its_error_in_time_or_is_given_up() -> None:
     """If the work itself times out, that is not taken for the end of the limit."""
-
-    def work() -> None:
-        raise TimeoutError("of the store")
-
+    hangs = threading.Event()
     assert run_within(30, lambda: "done") == "done" and try_within(30, lambda: None)
     with pytest.raises(TimeoutError, match="of the store"):
-        run_within(30, work)
-
-
-def test_work_that_hangs_is_given_up_when_the_limit_is_over() -> None:
-    hangs, began = threading.Event(), time.monotonic()
+        run_within(30, Mock(side_effect=TimeoutError("of the store")))
     with pytest.raises(OutOfTime, match=r"^not done within 0\.2 s$"):
         run_within(0.2, hangs.wait)
     assert not try_within(0.2, hangs.wait)
-    assert 0.4 <= time.monotonic() - began < 10
     hangs.set()
 
 
@@ -103,6 +127,7 @@ thread.join()
         ({"pod/job": "150000 100000"}, 1.5),
         ({"pod/job": "max 100000", "pod": "200000 100000"}, 2.0),  # a parent's limit counts
         ({"pod/job": "400000 100000", "pod": "200000 100000"}, 2.0),  # the smallest limit counts
+        ({"pod/job": "100000 100000", "pod": "200000 100000"}, 1.0),
         ({"pod/job": "300000 100000", "pod": "max 100000"}, 3.0),
         ({"pod/job": "max 100000", ".": "50000 100000"}, 0.5),
         ({"pod/other": "100000 100000", "pod/job": "800000 100000"}, 8.0),  # a neighbour's limit does not
@@ -132,26 +157,23 @@ def test_kills_for_lack_of_memory_are_counted(text: str | None, kills: int, tmp_
     assert count_oom_kills(tmp_path / "vmstat") == kills
 
 
-def test_the_affinity_and_the_quota_both_limit_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
-    for quota, cores in ((3.9, 3), (1e9, 6), (0.5, 1)):
-        monkeypatch.setattr("mingpt.base.system.cgroup_quota", lambda *_, quota=quota: quota)
-        assert usable_cores() == cores
-
-
-def refuse(*_: object) -> NoReturn:
-    raise PermissionError("Operation not permitted")
-
-
-@pytest.mark.parametrize("affinity", [None, refuse])
-def test_without_an_affinity_all_cores_are_usable(affinity: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Linux, such as a Mac; and a sandbox."""
+@pytest.mark.parametrize(
+    ("affinity", "quota", "cores"),
+    [
+        (Mock(return_value=range(6)), 3.9, 3),
+        (Mock(return_value=range(6)), 1e9, 6),
+        (Mock(return_value=range(6)), 0.5, 1),
+        (Mock(side_effect=AttributeError), math.inf, 4),  # no Linux, such as a Mac
+        (Mock(side_effect=PermissionError), math.inf, 4),  # a sandbox
+    ],
+)
+def test_the_affinity_else_all_cores_and_the_quota_limit_the_usable_cores(
+    affinity: Mock, quota: float, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", affinity, raising=False)
-    if affinity is None:
-        monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    monkeypatch.setattr("mingpt.base.system.cgroup_quota", lambda *_: math.inf)
-    assert usable_cores() == 3
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr("mingpt.base.system.cgroup_quota", lambda *_: quota)
+    assert usable_cores() == cores
 
 
 def test_a_low_limit_of_open_files_is_raised_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:

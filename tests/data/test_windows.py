@@ -1,13 +1,92 @@
+"""Windows of tokens, and their order, which depends on the seed alone: not on who reads them."""
+
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.shards import write_llmc
+from torch.utils.data import TensorDataset
 
 from mingpt.base.errors import UserError
-from mingpt.data import CharDataset, open_shards
-from mingpt.data.windows import PREFETCH_BATCHES
+from mingpt.data import CharDataset, ElasticSampler, mix, open_shards
+from mingpt.data.windows import PREFETCH_BATCHES, PREFETCH_STEPS, permute
+
+DATASET = CharDataset(np.zeros(1000, dtype=np.uint8), 8)  # 124 windows an epoch, offsets 0..7
+BATCH, EPOCH = 12, 124
+
+
+def sampler(rank: int = 0, workers: int = 1, takes_turns: bool = False, seed: int = 3) -> ElasticSampler:
+    options = {"batch_size": BATCH, "micro_batch_size": 2, "num_replicas": workers, "rank": rank}
+    return ElasticSampler(DATASET, seed=seed, takes_turns=takes_turns, **options)
+
+
+ORDER = np.concatenate([sampler().window_starts(epoch * EPOCH, EPOCH) for epoch in range(12)])
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+def test_a_permutation_meets_every_place_once(size: int, key: int) -> None:
+    assert sorted(permute(np.arange(size, dtype=np.uint64), size, key).tolist()) == list(range(size))
+
+
+def test_the_order_is_the_one_it_has_always_been() -> None:
+    """These are golden values: after a change here, every resumed run would read other windows."""
+    permuted = permute(np.arange(8, dtype=np.uint64), 100, mix(1, 2, 3))
+    assert permuted.tolist() == [1, 83, 38, 94, 49, 93, 12, 27]
+    assert mix(1, 2, 3) == 7702586659592502839
+
+
+def test_each_window_of_an_epoch_is_read_once_and_epochs_and_seeds_differ() -> None:
+    orders = [
+        sampler(seed=seed).window_starts(epoch * EPOCH, EPOCH) for seed in (1, 2) for epoch in range(50)
+    ]
+    for order in orders:
+        assert sorted(order) == list(range(order.min(), 1000 - 8, 8))
+    assert len({tuple(order) for order in orders}) == 100
+    assert {int(order.min()) for order in orders} == set(range(8))
+
+
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(st.integers(1, 13), st.booleans(), st.integers(0, 80), st.sampled_from([1, 5, PREFETCH_STEPS + 2]))
+def test_from_any_step_on_any_number_of_workers_reads_the_windows_of_one(
+    workers: int, takes_turns: bool, first: int, count: int
+) -> None:
+    """Together they read each micro-batch of each step once, also across epochs."""
+    read = np.full((count, BATCH // 2, 2), -1)
+    for rank in range(workers):
+        one = sampler(rank, workers, takes_turns)
+        one.seek(first * BATCH)
+        windows = iter(one)
+        for step, number in itertools.product(range(count), one.my_micro_batches()):
+            assert read[step, number, 0] == -1
+            read[step, number] = next(windows), next(windows)
+    assert read.ravel().tolist() == ORDER[first * BATCH : (first + count) * BATCH].tolist()
+
+
+@pytest.mark.parametrize("workers", range(1, 12))
+def test_a_workers_micro_batches_are_neighbours_or_one_of_each_round(workers: int) -> None:
+    """The tree of parallel/tree.py relies on the first, the sum of parallel/fsdp.py on the second."""
+    shares = sampler(0, workers).micro_batches_by_rank()
+    assert list(itertools.chain(*shares)) == list(range(6)) and len(shares) == workers
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    rounds = [range(rank, 6, workers) for rank in range(workers)]
+    assert sampler(0, workers, takes_turns=True).micro_batches_by_rank() == rounds
+
+
+def test_samples_of_any_data_set_are_each_read_once_in_an_epoch() -> None:
+    one = ElasticSampler(TensorDataset(torch.arange(10)), batch_size=4, micro_batch_size=1, seed=3)
+    read = list(itertools.islice(one, 20))
+    assert sorted(read[:10]) == sorted(read[10:]) == list(range(10)) and read[:10] != read[10:]
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(10, 5), (0, 4)])
+def test_a_step_needs_samples_and_whole_micro_batches(count: int, batch_size: int) -> None:
+    with pytest.raises(ValueError, match="do not make micro-batches of 2"):
+        ElasticSampler(TensorDataset(torch.zeros(count)), batch_size=batch_size, micro_batch_size=2, seed=1)
 
 
 def test_a_window_is_an_input_and_its_targets_one_to_the_right() -> None:
@@ -19,38 +98,24 @@ def test_a_window_is_an_input_and_its_targets_one_to_the_right() -> None:
     assert len(dataset) == 42
 
 
-@pytest.mark.parametrize("length", [9, 10, 16, 17, 18, 50])
-def test_validation_predicts_every_token_but_the_first_exactly_once(length: int) -> None:
-    dataset = CharDataset(np.arange(length, dtype=np.uint8), 8)
-    batches = [dataset.read(*batch) for batch in dataset.eval_batches(3)]
-    predicted = [token for windows in batches for token in windows[:, 1:].flatten().tolist()]
-    assert predicted == list(range(1, length))
-    assert all(1 <= len(windows) <= 3 and windows.size(1) <= 9 for windows in batches)
-
-
-@pytest.mark.parametrize("length", [9, 17, 18, 50, 333])
-@pytest.mark.parametrize("max_windows", [1, 2, 5, 7])
-def test_a_subset_of_windows_is_evenly_spaced_and_does_not_depend_on_the_batch_size(
-    length: int, max_windows: int
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(st.integers(9, 400), st.none() | st.integers(1, 60), st.integers(1, 5))
+def test_validation_predicts_each_token_but_the_first_once_or_takes_evenly_spaced_windows(
+    length: int, max_windows: int | None, batch_size: int
 ) -> None:
     dataset = CharDataset(np.arange(length, dtype=np.uint16), 8)
-    few, same = (
-        [
-            row[:-1]
-            for batch in dataset.eval_batches(size, max_windows)
-            for row in dataset.read(*batch).tolist()
-        ]
-        for size in (2, 3)
-    )
-    assert few == same
-    starts = [row[0] for row in few]
+    batches = [dataset.read(*batch) for batch in dataset.eval_batches(batch_size, max_windows)]
+    assert all(1 <= len(windows) <= batch_size for windows in batches)
+    rows = [row for windows in batches for row in windows.tolist()]
+    assert rows == [dataset.read(*batch)[0].tolist() for batch in dataset.eval_batches(1, max_windows)]
     whole, rest = divmod(length - 1, 8)
-    if max_windows >= whole + (rest > 0):
-        assert sum(map(len, few)) == length - 1
+    if max_windows is None or max_windows >= whole + (rest > 0):
+        assert [token for row in rows for token in row[1:]] == list(range(1, length))
         return
-    assert len(starts) == max_windows and all(len(row) == 8 and row[0] % 8 == 0 for row in few)
+    starts = [row[0] for row in rows]
+    assert len(starts) == max_windows and all(len(row) == 9 and row[0] % 8 == 0 for row in rows)
     distances = np.diff([*starts, starts[0] + 8 * whole]) // 8
-    assert distances.min() >= whole // max_windows and distances.max() <= whole // max_windows + 1
+    assert whole // max_windows <= distances.min() and distances.max() <= whole // max_windows + 1
 
 
 def test_batches_are_the_windows_in_the_order_asked_for() -> None:
@@ -59,9 +124,8 @@ def test_batches_are_the_windows_in_the_order_asked_for() -> None:
     starts = [start * 7 % 990 for start in range(3 * PREFETCH_BATCHES + 1)]
     batches = list(dataset.batches(starts, 3))
     assert [len(batch[0]) for batch in batches] == [3] * PREFETCH_BATCHES + [1]
-    expected_inputs, expected_targets = dataset.__getitems__(starts)
-    assert torch.equal(torch.cat([batch[0] for batch in batches]), expected_inputs)
-    assert torch.equal(torch.cat([batch[1] for batch in batches]), expected_targets)
+    for number, expected in enumerate(dataset.__getitems__(starts)):
+        assert torch.equal(torch.cat([batch[number] for batch in batches]), expected)
 
 
 def test_batches_before_one_that_cannot_be_used_come_first(tmp_path: Path) -> None:
@@ -69,12 +133,10 @@ def test_batches_before_one_that_cannot_be_used_come_first(tmp_path: Path) -> No
     tokens[205] = 50
     write_llmc(tmp_path / "train_0.bin", tokens)
     write_llmc(tmp_path / "val_0.bin", tokens)
-    shards = open_shards(tmp_path, 0.5).train
-    dataset = CharDataset(shards, 8, vocab_size=50)
-    batches = dataset.batches(range(0, 390, 8), 4)
-    found: list[tuple[torch.Tensor, ...]] = []
+    dataset, first = CharDataset(open_shards(tmp_path, 0.5).train, 8, vocab_size=50), list[int]()
     with pytest.raises(
         UserError, match=r"token 205 of .*train_0.bin is 50, and the vocabulary has 50 tokens"
     ):
-        found.extend(batches)
-    assert [batch[0][0, 0].item() for batch in found] == [start % 50 for start in range(0, 192, 32)]
+        for inputs, *_ in dataset.batches(range(0, 390, 8), 4):
+            first.append(int(inputs[0, 0]))
+    assert first == [start % 50 for start in range(0, 192, 32)]

@@ -1,19 +1,19 @@
 """The folders of runs and of their generations in a node's memory."""
 
 import errno
-import logging
 import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from support.snapshots import make_manifest, save, write
+from support.snapshots import make_manifest, write
 
-from mingpt.snapshot import MemoryFolder, Saver, Store, Tier
+from mingpt.snapshot import MemoryFolder, Store
 
 
 def make_folder(path: Path, run_id: str = "", run_dir: Path | None = None) -> MemoryFolder:
@@ -36,28 +36,13 @@ def memory(tmp_path: Path) -> MemoryFolder:
     return make_folder(tmp_path)
 
 
-def test_a_generation_sees_the_snapshots_of_earlier_ones_and_its_first_replaces_them(
-    memory: MemoryFolder,
-) -> None:
-    """A generation that ends before it has saved leaves what it found."""
-    assert memory.stores() == []
-    for step in (5, 10):
-        found = memory.stores()
-        own = make_generation(memory)
-        saver = Saver([Tier("memory", own, keep=1, is_durable=False, replaces=found)])
-        save(saver, make_manifest(step))
-        assert steps_in(memory) == [[step]]
-        save(saver, make_manifest(step + 1))
-        assert steps_in(memory) == [[step + 1]]
-    make_generation(memory)
-    assert steps_in(memory) == [[], [11]]
-
-
 def test_what_a_generation_does_not_start_from_does_not_come_back(memory: MemoryFolder) -> None:
+    assert memory.stores() == []
     for steps in ((25, 30), (25,), (35,)):
         store = make_generation(memory)
         for step in steps:
             write(store, make_manifest(step))
+    assert steps_in(memory) == [[25], [30, 25], [35]]
     memory.clear(25)
     assert steps_in(memory) == [[25], [25]]
     memory.clear()
@@ -65,13 +50,10 @@ def test_what_a_generation_does_not_start_from_does_not_come_back(memory: Memory
 
 
 def test_a_copy_of_the_run_folder_and_another_run_have_other_folders(tmp_path: Path) -> None:
-    folders = [
-        make_folder(tmp_path),
-        make_folder(tmp_path, 32 * "b"),
-        make_folder(tmp_path, "", tmp_path / "b"),
-    ]
-    write(make_generation(folders[0]), make_manifest(5))
-    assert [steps_in(folder) for folder in folders] == [[[5]], [], []]
+    write(make_generation(make_folder(tmp_path)), make_manifest(5))
+    assert steps_in(make_folder(tmp_path)) == [[5]]
+    assert steps_in(make_folder(tmp_path, 32 * "b")) == []
+    assert steps_in(make_folder(tmp_path, run_dir=tmp_path / "b")) == []
 
 
 def test_memory_must_have_room_for_two_states_and_older_snapshots_count_as_room(
@@ -79,12 +61,10 @@ def test_memory_must_have_room_for_two_states_and_older_snapshots_count_as_room(
 ) -> None:
     write(make_generation(memory), make_manifest(5))
     used = sum(path.stat().st_size for path in memory.root.rglob("step_*"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000 - used % 2))
-    most = (1000 - used % 2 + used) // 2
-    make_generation(memory, most)
-    with pytest.raises(OSError, match="No space left for two states") as error:
-        make_generation(memory, most + 1)
-    assert error.value.errno == errno.ENOSPC
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * used))
+    make_generation(memory, 3 * used)
+    with pytest.raises(OSError, match=r"^\[Errno 28\] No space left for two states"):
+        make_generation(memory, 3 * used + 1)
     assert steps_in(memory) == [[], [5]], "the generation that has no room has no folder"
 
 
@@ -93,65 +73,58 @@ def test_where_there_is_no_such_folder_that_is_an_error(tmp_path: Path) -> None:
         make_generation(make_folder(tmp_path / "absent"))
 
 
-def make_old(root: Path, hours: float) -> None:
-    then = time.time() - 3600 * hours
-    for path in (*root.rglob("*"), root):
-        os.utime(path, (then, then))
-
-
 def test_what_a_run_left_is_removed_after_a_day_and_what_a_user_put_there_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING)
-    folders, ages = {}, {"old": 24.1, "mixed": 24.1, "recent": 23.9, "own": 100}
-    for name in ages:
+    folders, notes = {}, [tmp_path / "mingpt-distributed" / "notes.txt"]
+    for name, hours in {"old": 24.1, "mixed": 24.1, "recent": 23.9, "own": 100}.items():
         folders[name] = make_folder(tmp_path, uuid.uuid4().hex)
-        write(make_generation(folders[name]), make_manifest(5))
-    roots, own = {name: folder.root for name, folder in folders.items()}, folders["own"]
-    notes = [
-        tmp_path / "mingpt-distributed" / "notes.txt",
-        roots["mixed"] / "notes.txt",
-        *(folder / "notes.txt" for folder in roots["own"].iterdir()),
-    ]
+        store = make_generation(folders[name])
+        write(store, make_manifest(5))
+        then = time.time() - 3600 * hours
+        os.utime(store.root, (then, then))
+    notes += [folders[name].root / "notes.txt" for name in ("mixed", "own")]
     for path in notes:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
-    for name, hours in ages.items():
-        make_old(roots[name], hours)
-    make_old(notes[0].parent, 100)
-    (tmp_path / f"mingpt-{uuid.uuid4().hex}-01234567").symlink_to(roots["old"])
-    own.remove_leftovers()
-    assert [name for name, root in roots.items() if root.exists()] == ["mixed", "recent", "own"]
-    assert os.listdir(roots["mixed"]) == ["notes.txt"]
-    assert len(caplog.records) == 2 and str(roots["old"]) in caplog.text
-    assert steps_in(own) == [[5]]
-    own.clear()
+    (tmp_path / f"mingpt-{uuid.uuid4().hex}-01234567").symlink_to(folders["old"].root)
+    folders["own"].remove_leftovers()
+    assert [name for name, folder in folders.items() if folder.root.exists()] == ["mixed", "recent", "own"]
+    assert os.listdir(folders["mixed"].root) == ["notes.txt"]
+    assert len(caplog.records) == 2 and str(folders["old"].root) in caplog.text
+    assert steps_in(folders["recent"]) == steps_in(folders["own"]) == [[5]]
+    folders["own"].clear()
     assert [path.read_text() for path in notes] == ["mine"] * 3
 
 
-@pytest.mark.parametrize("planted", ["a link", "writable by others", "another user's"])
+def put_a_link_there(root: Path) -> None:
+    root.symlink_to(root.rename(root.parent / "target"))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        put_a_link_there,
+        lambda root: root.chmod(0o777),
+        pytest.param(
+            lambda root: os.chown(root, 12345, 12345),
+            marks=pytest.mark.skipif(os.getuid() > 0, reason="only root can give a folder to another user"),
+        ),
+    ],
+    ids=["a link", "writable by others", "another user's"],
+)
 def test_a_folder_to_which_another_user_can_write_is_neither_used_nor_touched(
-    planted: str, memory: MemoryFolder, tmp_path: Path
+    plant: Callable[[Path], None], memory: MemoryFolder
 ) -> None:
     """The folder's name can be guessed by whoever can read run.json."""
     write(make_generation(memory), make_manifest(5))
-    root = memory.root
-    if planted == "a link":
-        (tmp_path / "target").mkdir()
-        root = root.rename(tmp_path / "target" / root.name)
-        memory.root.symlink_to(root)
-    elif planted == "writable by others":
-        root.chmod(0o777)
-    elif os.getuid():
-        pytest.skip("only root can give a folder to another user")
-    else:
-        os.chown(root, 12345, 12345)
-    content = {path: path.lstat().st_mtime_ns for path in root.rglob("*")}
+    plant(memory.root)
+    content = {path: path.lstat().st_mtime_ns for path in memory.root.resolve().rglob("*")}
     assert memory.stores() == []
     memory.clear()
     with pytest.raises(OSError, match="there is a link, or another user can write to it"):
         make_generation(memory)
-    assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == content
+    assert {path: path.lstat().st_mtime_ns for path in memory.root.resolve().rglob("*")} == content != {}
 
 
 def test_a_folder_that_cannot_be_listed_is_left_and_ends_no_job(
@@ -159,7 +132,6 @@ def test_a_folder_that_cannot_be_listed_is_left_and_ends_no_job(
 ) -> None:
     write(make_generation(memory), make_manifest(10))
     with monkeypatch.context() as broken:
-        broken.setattr("mingpt.base.files.time.sleep", lambda pause_s: None)
-        broken.setattr(Store, "list_once", Mock(side_effect=OSError(errno.EIO, "broken")))
+        broken.setattr(Store, "names", Mock(side_effect=OSError(errno.EIO, "broken")))
         memory.clear()
     assert steps_in(memory) == [[10]]

@@ -1,20 +1,37 @@
-"""Saves by a rank that has the whole state; test_transfer.py tests those of several ranks."""
+"""Saves by one rank that has the whole state, and by ranks that have their rows of it.
+
+The files of the latter equal those of the former.
+"""
 
 import errno
+import itertools
+import logging
+import math
 import os
-from collections.abc import Iterable
+import signal
+import uuid
+from collections.abc import Callable, Sequence
+from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.faults import FaultyDisk
+from support.forks import fork_ranks, results_of
 from support.snapshots import TENSORS, file_names, make_manifest, make_saver, make_store, newest, save, write
+from torch import Tensor
 
 from mingpt.base.errors import ClaimLost
+from mingpt.base.rows import RowMap
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.exit import is_lost_peer
 from mingpt.snapshot import Saver, Status, Store, Tier
-from mingpt.snapshot.layout import Layout, step_of
-from mingpt.snapshot.manifest import FileRecord
+from mingpt.snapshot import layout as layout_module
+from mingpt.snapshot import saver as saver_module
 
 DISK: dict[str, Any] = {"name": "disk", "every": 10}
 COPY: dict[str, Any] = {"name": "disk", "every": 10, "may_skip": True}  # on a node's own disk
@@ -27,7 +44,7 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.mark.parametrize(
-    ("settings", "step", "status", "is_due"),
+    ("tier", "step", "status", "is_due"),
     [
         (DISK, 10, Status(), True),
         (DISK, 11, Status(), False),
@@ -55,50 +72,51 @@ def store(tmp_path: Path) -> Store:
     ],
 )
 def test_a_save_is_due_as_the_settings_and_the_present_state_say(
-    settings: dict[str, Any], step: int, status: Status, is_due: bool
+    tier: dict[str, Any], step: int, status: Status, is_due: bool
 ) -> None:
     """The main disk never leaves a save out; a copy and memory do while they are busy.
 
     The last step is saved to each disk that lacks it, and never to memory.
     """
-    assert Tier(store=Store("memory://unused"), **settings).is_due(step, status) == is_due
+    assert Tier(store=Store("memory://unused"), **tier).is_due(step, status) == is_due
 
 
-def test_the_newest_and_the_best_are_kept(store: Store) -> None:
-    saver = make_saver(store, keep=2, keep_best=True)
-    for step, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, None)):
-        saver.save(make_manifest(step, loss), TENSORS)
-    saver.wait()
-    assert store.steps() == [5, 4, 2]
-    assert (saver.tiers[0].written, store.best) == (5, (1.0, 2))
-    later = Store(store.url)
-    save(make_saver(later, keep=1, keep_best=True), make_manifest(6, 3.0))
-    assert store.steps() == [6, 2] and later.best == (1.0, 2), "the best one of an earlier generation"
-    save(make_saver(later, keep=1), make_manifest(7))
-    assert store.steps() == [7]
+# (steps since the save before, validation loss, steps since the last replay)
+SAVES = st.tuples(st.integers(1, 3), st.sampled_from([None, 1.0, 2.0, 3.0]), st.none() | st.integers(0, 6))
 
 
-@pytest.mark.parametrize(
-    ("replayed_step", "kept"), [(None, [9]), (9, [9]), (6, [9, 6]), (5, [9, 3]), (2, [9])]
-)
-def test_the_newest_snapshot_up_to_the_last_replay_is_kept(
-    replayed_step: int | None, kept: list[int], store: Store
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(saves=st.lists(SAVES, min_size=1, max_size=6), keep=st.integers(1, 3), keep_best=st.booleans())
+def test_the_newest_the_best_and_the_newest_up_to_the_last_replay_are_kept(
+    saves: list[tuple[int, float | None, int | None]], keep: int, keep_best: bool
 ) -> None:
-    """If workers later turn out to compute differently, this is the newest snapshot to trust."""
-    for step in (3, 6, 9):
-        write(store, make_manifest(step))
-    store.prune(keep=1, keep_best=False, replayed_step=replayed_step)
-    assert store.steps() == kept
+    """If workers later turn out to compute differently, the last of these is the newest to trust.
+
+    Each save is made by another generation, which knows of earlier ones only what it finds in the folder.
+    """
+    url, losses, step = f"memory://{uuid.uuid4().hex}/snapshots", dict[int, float](), 0
+    for steps, loss, since_replay in saves:
+        step += steps
+        replayed_step = None if since_replay is None else max(0, step - since_replay)
+        saver = make_saver(Store(url), keep, keep_best)
+        save(saver, make_manifest(step, loss, replayed_step=replayed_step))
+        losses[step] = math.inf if loss is None else loss
+        expected = set(sorted(losses)[-keep:])
+        expected |= {max((old for old in losses if old <= (replayed_step or -1)), default=step)}
+        if keep_best and min(losses.values()) < math.inf:
+            expected |= {min(losses, key=lambda old: (losses[old], old))}
+        losses = {old: losses[old] for old in expected}
+        store = saver.tiers[0].store
+        assert store.steps() == sorted(expected, reverse=True)
+        assert store.best[0] == min(losses.values()) and losses.get(store.best[1], math.inf) == store.best[0]
 
 
 def test_the_first_snapshot_of_a_generation_replaces_those_of_earlier_ones(tmp_path: Path) -> None:
     """Until the snapshot is complete, the earlier ones stay. What a user has put beside them stays, too."""
-    earlier = [Store(str(tmp_path / name)) for name in ("a", "b")]
-    own = make_store(tmp_path)
+    own, earlier = make_store(tmp_path), [make_store(tmp_path / name) for name in ("a", "b")]
     for store in earlier:
-        Path(store.root).mkdir()
         write(store, make_manifest(4))
-    (tmp_path / "b" / "notes.txt").write_text("mine")
+    Path(earlier[1].path("notes.txt")).write_text("mine")
     saver = Saver([Tier("memory", own, keep=1, is_durable=False, replaces=[*earlier])])
     with pytest.MonkeyPatch.context() as patch:
         FaultyDisk(patch, "replace", "partial-step_00000005.json")
@@ -107,73 +125,40 @@ def test_the_first_snapshot_of_a_generation_replaces_those_of_earlier_ones(tmp_p
     assert [store.steps() for store in (*earlier, own)] == [[4], [4], []]
     save(saver, make_manifest(6))
     assert saver.tiers[0].error is None and own.steps() == [6]
-    assert not (tmp_path / "a").exists() and os.listdir(tmp_path / "b") == ["notes.txt"]
+    assert not Path(earlier[0].root).exists() and file_names(earlier[1]) == ["notes.txt"]
 
 
-def test_each_tier_is_written_whatever_happens_to_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("broken", ["memory", "disk"])
+def test_a_full_tier_keeps_its_snapshots_and_is_tried_again_and_the_other_is_written_all_the_same(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A failure in memory is not logged here, because all ranks agree on it first."""
-    stores = [Store(str(tmp_path / name)) for name in ("memory", "disk")]
-    for store in stores:
-        store.prepare()
-    memory, disk = Tier("memory", stores[0], is_durable=False), Tier("disk", stores[1])
-    saver, calls = Saver([memory, disk]), list[list[int]]()
-    faulty = FaultyDisk(monkeypatch, "replace", "/memory/partial-step_00000001.saf")
-    saver.save(make_manifest(1), TENSORS, before=lambda: calls.append(memory.store.steps()))
-    saver.wait()
-    assert isinstance(memory.error, OSError) and disk.error is None and caplog.messages == []
-    assert (memory.written, disk.written, memory.begun, disk.begun) == (0, 1, 1, 1)
-    assert calls == [[]], "`before` is called once"
-    faulty.name = "/disk/partial-step_00000002.saf"
-    saver.save(make_manifest(2), TENSORS, before=lambda: calls.append(memory.store.steps()))
-    saver.wait()
-    assert isinstance(disk.error, OSError) and memory.error is None and len(caplog.messages) == 1
-    assert calls[1:] == [[2]], "memory comes first"
-    saver.save(make_manifest(3), TENSORS, [memory], before=lambda: calls.append([]))
-    saver.wait()
-    assert [store.steps() for store in stores] == [[3, 2], [1]] and len(calls) == 2
-    assert (memory.begun, disk.begun) == (3, 2)
-
-
-def test_a_rank_that_writes_nothing_of_a_whole_state_takes_no_part(store: Store) -> None:
-    saver = Saver([Tier("disk", store, writers=[0, 2])], rank=1)
-    assert not saver.takes_part(saver.tiers[0])
+    memory, disk = tiers = [
+        Tier(name, make_store(tmp_path / name), is_durable=name == "disk") for name in ("memory", "disk")
+    ]
+    saver, full, seen = Saver(tiers), disk if broken == "disk" else memory, list[list[int]]()
     save(saver, make_manifest(1))
-    assert file_names(store) == [] and saver.staging is not None and not saver.staging.slots
-    save(Saver([Tier("disk", store, writers=[0, 2])], rank=2), make_manifest(1))
-    assert store.steps() == [1]
-
-
-class FullDisk:
-    """A disk with room for `room` snapshots; removing one makes room."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: Store, room: int) -> None:
-        self.real, self.store, self.room = store.write_file, store, room
-        monkeypatch.setattr(store, "write_file", self.write_file)
-
-    def write_file(self, layout: Layout, chunks: Iterable[memoryview]) -> FileRecord:
-        steps = {*self.store.steps("safetensors"), step_of(layout.name)}
-        if len(steps) > self.room:
-            raise OSError(errno.ENOSPC, "no room")
-        return self.real(layout, chunks)
-
-
-def test_on_a_full_disk_the_snapshots_before_stay_and_the_next_save_tries_again(
-    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    saver = make_saver(store)
-    for step in (1, 2):
-        save(saver, make_manifest(step, float(step)))
-    disk = FullDisk(monkeypatch, store, room=2)
+    before = file_names(full.store)
+    FaultyDisk(monkeypatch, "fsync", f"/{broken}/snapshots/partial-step_00000002.optimizer")
+    saver.save(make_manifest(2), TENSORS, before=lambda: seen.append(memory.store.steps()))
+    saver.wait()
+    for tier in tiers:
+        assert (tier.begun, tier.written) == (2, 1 if tier is full else 2)
+        assert isinstance(tier.error, OSError) == (tier is full)
+    assert file_names(full.store) == before, "the space of a failed save is free again"
+    assert seen == [memory.store.steps()], "memory comes first, and `before` is called once"
+    line = "snapshot of step 2 could not be written: No space left on device"
+    assert caplog.messages == ([line] if broken == "disk" else [])
     save(saver, make_manifest(3))
-    (tier,) = saver.tiers
-    assert isinstance(tier.error, OSError) and store.steps() == [2, 1]
-    assert (tier.begun, tier.written) == (3, 2)
-    assert caplog.messages[-1] == "snapshot of step 3 could not be written: no room"
-    disk.room = 3
-    save(saver, make_manifest(4))
-    assert store.steps() == [4, 2, 1] and tier.error is None
+    assert [(tier.written, tier.error, tier.store.steps()[0]) for tier in tiers] == [(3, None, 3)] * 2
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_writes_nothing_of_a_whole_state_takes_no_part(rank: int, store: Store) -> None:
+    saver = Saver([Tier("disk", store, writers=[0, 2])], rank=rank)
+    save(saver, make_manifest(1))
+    assert store.steps() == ([1] if rank == 2 else []) and saver.staging
+    assert saver.takes_part(saver.tiers[0]) == bool(saver.staging.slots) == (rank == 2)
 
 
 def test_a_snapshot_that_is_written_again_stays_valid_if_that_fails(
@@ -182,26 +167,12 @@ def test_a_snapshot_that_is_written_again_stays_valid_if_that_fails(
     """A step is saved again where an evaluation that was cut short is made before training goes on."""
     saver = make_saver(store)
     save(saver, make_manifest(5))
-    with monkeypatch.context() as full:
-        FullDisk(full, store, room=0)
-        save(saver, make_manifest(5, 1.0))
-    assert store.steps() == [5] and "val" not in store.read(5).manifest.metrics
+    full = FaultyDisk(monkeypatch, "fsync", "step_00000005.optimizer")
+    save(saver, make_manifest(5, 1.0))
+    assert full.hits and "val" not in store.read(5).manifest.metrics
+    full.broken = False
     save(saver, make_manifest(5, 1.0))
     assert store.read(5).manifest.metrics["val"]["val/loss"] == 1.0
-
-
-def test_a_job_that_is_superseded_removes_nothing(store: Store) -> None:
-    calls: list[None] = []
-
-    def lose_claim() -> None:
-        calls.append(None)
-        if len(calls) == 4:
-            raise ClaimLost("for a test")
-
-    store.check_claim = lose_claim
-    with pytest.raises(ClaimLost):
-        write(store, make_manifest(3))
-    assert file_names(store) == ["partial-step_00000003", "step_00000003.safetensors"]
 
 
 def test_a_failure_to_remove_old_snapshots_is_a_line_and_the_new_one_is_valid(
@@ -213,4 +184,214 @@ def test_a_failure_to_remove_old_snapshots_is_a_line_and_the_new_one_is_valid(
     save(saver, make_manifest(2))
     assert caplog.messages == ["old snapshots could not be removed: Input/output error"]
     assert saver.tiers[0].error is None and newest(store) == (2, {})
-    assert all(torch.equal(store.read(2).read(name), tensor) for name, tensor in TENSORS.items())
+
+
+Tensors = dict[str, Tensor]
+TOKENIZER = bytes(range(201))
+# What is sharded with DDP, with trainer.shard_optimizer, and with FSDP.
+SHARDED: list[tuple[str, ...]] = [(), ("optimizer.",), ("model.", "optimizer.")]
+FSDP = SHARDED[-1]
+
+
+def make_tensors(step: int) -> Tensors:
+    """Tensors of several types; one has fewer rows than there are ranks, and one is a scalar."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model.wte": torch.randn(11, 6, generator=generator),
+        "model.one_row": torch.randn(1, 50, generator=generator),
+        "model.bias": torch.randn(7, generator=generator),
+        "model.half": torch.randn(5, 3, generator=generator).bfloat16(),
+        "optimizer.wte.step": torch.tensor(float(step)),
+        "optimizer.wte.exp_avg": torch.randn(11, 6, generator=generator),
+        "optimizer.wte.exp_avg_sq": torch.randn(11, 6, generator=generator),
+    }
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """The content of all files in this folder, by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def make_rank_saver(
+    context: DistributedContext, folder: Path, writers: Sequence[int], sharded: tuple[str, ...]
+) -> Saver:
+    """A rank's Saver. Each rank has folders of its own, as if no two nodes shared one."""
+    for module in (saver_module, layout_module):
+        vars(module)["PIECE_BYTES"] = 100  # so that a tensor travels in several pieces
+    rank, shapes = context.rank, {name: tuple(tensor.shape) for name, tensor in make_tensors(1).items()}
+    tiers = [
+        Tier(name, Store(str(folder / f"{name}-{rank}"), retries_s=()), keep=keep, writers=writers)
+        for name, keep in (("memory", 1), ("disk", 3))
+    ]
+    tiers[0].is_durable = False
+    for tier in tiers if rank in writers else ():
+        Path(tier.store.root).mkdir(parents=True)
+    return Saver(tiers, TOKENIZER, RowMap(shapes, context.world_size, sharded), rank)
+
+
+def save_own_rows(saver: Saver, step: int, before: Callable[[], None] = lambda: None) -> None:
+    """Save `step` to all tiers, and wait. The tensors change while the copies are being written."""
+    rows = saver.rows
+    own = {}
+    for name, tensor in make_tensors(step).items():
+        held = rows.of(name, saver.rank)
+        own[name] = tensor[held.start : held.stop].clone() if rows.by_rank(name) else tensor.clone()
+    saver.save(make_manifest(step), own, before=before)
+    for tensor in own.values():
+        tensor.zero_()
+    saver.wait()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_the_files_on_each_disk_and_in_each_memory_are_those_of_one_rank_with_the_whole_state(
+    workers: int, tmp_path: Path
+) -> None:
+    writers = sorted({0, workers // 2})
+
+    def work(context: DistributedContext) -> list[tuple[Exception | None, int]]:
+        outcomes = []
+        for number, sharded in enumerate(SHARDED):
+            saver = make_rank_saver(context, tmp_path / str(number), writers, sharded)
+            if saver.is_sharded or context.rank in writers:  # as in `Saving.save`
+                for step in (3, 7):
+                    save_own_rows(saver, step)
+                outcomes += [(tier.error, tier.written) for tier in saver.tiers]
+        return outcomes
+
+    expected = {}
+    for step in (3, 7):
+        alone = make_store(tmp_path / f"alone-{step}")
+        write(alone, make_manifest(step), make_tensors(step), TOKENIZER)
+        expected[step] = files_in(Path(alone.root))
+    for outcomes in results_of(workers, work):
+        assert set(outcomes) == {(None, 7)}
+    for number in range(len(SHARDED)):
+        folders = {path.name for path in (tmp_path / str(number)).iterdir()}
+        assert folders == {f"{name}-{rank}" for name in ("memory", "disk") for rank in writers}
+        for rank in writers:
+            assert files_in(tmp_path / str(number) / f"memory-{rank}") == expected[7]
+            assert files_in(tmp_path / str(number) / f"disk-{rank}") == expected[3] | expected[7]
+
+
+class Fault(NamedTuple):
+    """What happens on a rank when it calls this method for the `number`-th time."""
+
+    rank: int
+    method: str  # of its store on disk, of its background group, or `before`
+    number: int
+    act: Callable[..., None]
+
+    def plant(self, places: Sequence[object]) -> None:
+        place = next(place for place in places if hasattr(place, self.method))
+        real, numbers = getattr(place, self.method), itertools.count(1)
+
+        def call(*arguments: Any) -> Any:
+            if next(numbers) == self.number:
+                self.act(*arguments)
+            return real(*arguments)
+
+        setattr(place, self.method, call)
+
+
+def fails(error: Exception) -> Callable[..., None]:
+    """A method that raises this error; if it writes a file, then in the middle of it."""
+
+    def act(*arguments: Any) -> None:
+        for chunks in arguments[1:]:
+            next(iter(chunks))
+        raise error
+
+    return act
+
+
+def dies(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class TwoArguments(Exception):
+    """An exception that cannot be made again from its message."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+
+
+Result = tuple[str, int, list[str]]  # the kind of the disk's error, its errno, and the lines of the log
+FINE, LOST = ("NoneType", 0, list[str]()), ("lost peer", 0, list[str]())
+FULL = fails(OSError(errno.ENOSPC, "No space left on device"))
+BROKEN = fails(OSError(errno.EIO, "broken"))
+ODD = fails(TwoArguments("the server", "503"))
+
+
+def failed(code: int, reason: str, is_writer: bool = True) -> Result:
+    return "OSError", code, is_writer * [f"snapshot of step 7 could not be written: {reason}"]
+
+
+NO_ROOM, NO_ROOM_THERE = (failed(errno.ENOSPC, "No space left on device", here) for here in (True, False))
+EIO, EIO_THERE = (failed(errno.EIO, "broken", here) for here in (True, False))
+ODD_REASON = "OSError: TwoArguments: the server: 503"
+
+
+@pytest.mark.parametrize(
+    ("fault", "results", "whole"),
+    [
+        # A writer that fails keeps no other writer from its snapshot, and rank 1 learns of the main writer.
+        (Fault(0, "write_file", 1, FULL), [NO_ROOM, NO_ROOM_THERE, FINE], [2]),
+        (Fault(0, "write_file", 2, FULL), [NO_ROOM, NO_ROOM_THERE, FINE], [2]),
+        (Fault(2, "write_file", 1, FULL), [FINE, FINE, NO_ROOM], [0]),
+        (Fault(2, "write_file", 2, FULL), [FINE, FINE, NO_ROOM], [0]),
+        (Fault(0, "write_file", 2, ODD), [failed(0, ODD_REASON), failed(0, "", False), FINE], [2]),
+        (Fault(2, "write_file", 2, ODD), [FINE, FINE, failed(0, ODD_REASON)], [0]),
+        # Nor does one that fails before or after its files.
+        (Fault(0, "begin", 1, BROKEN), [EIO, EIO_THERE, FINE], [2]),
+        (Fault(0, "commit", 1, BROKEN), [EIO, FINE, FINE], [2]),
+        (Fault(0, "before", 1, BROKEN), [EIO, EIO_THERE, EIO], []),
+        # A rank that is killed is a lost peer and no failed write: only the main thread reports it.
+        (Fault(0, "gather_on_all", 1, dies), [None, LOST, LOST], []),
+        (Fault(0, "gather_on_all", 2, dies), [None, LOST, LOST], []),
+        (Fault(0, "receive", 5, dies), [None, LOST, LOST], []),
+        (Fault(1, "send", 2, dies), [LOST, None, LOST], []),
+        (Fault(2, "receive", 1, dies), [LOST, LOST, None], []),
+    ],
+    ids=lambda value: (
+        f"{value.method} {value.number} of rank {value.rank}" if isinstance(value, Fault) else ""
+    ),
+)
+def test_after_a_fault_of_one_rank_each_writer_has_a_whole_snapshot_or_none(
+    fault: Fault, results: list[Result | None], whole: list[int], tmp_path: Path
+) -> None:
+    assert save_with_fault(fault, [0, 2], tmp_path) == results
+    for writer in (0, 2):
+        store = Store(str(tmp_path / f"disk-{writer}"))
+        if writer in whole:
+            assert all(
+                torch.equal(store.read(7).read(name), value) for name, value in make_tensors(7).items()
+            )
+        elif None not in results:
+            assert file_names(store) == [], "the space of a failed save is free again"
+        assert store.steps() == ([7] if writer in whole else [])
+
+
+def test_the_files_of_a_writer_that_has_lost_its_claim_stay_and_nothing_is_logged(tmp_path: Path) -> None:
+    """Another job may own the files. The main thread reports the loss."""
+    fault = Fault(0, "check_claim", 4, fails(ClaimLost("superseded")))
+    assert save_with_fault(fault, [0], tmp_path) == [("ClaimLost", 0, [])] * 3
+    left = file_names(Store(str(tmp_path / "disk-0")))
+    assert left == ["partial-step_00000007", "step_00000007.safetensors"]
+
+
+def save_with_fault(fault: Fault, writers: Sequence[int], folder: Path) -> Sequence[Any]:
+    """Save step 7 with FSDP, to disk only, on three ranks; return each rank's Result, or None if it died."""
+
+    def work(context: DistributedContext) -> Result:
+        handler, caller = BufferingHandler(100), SimpleNamespace(before=lambda: None)
+        logging.getLogger("mingpt").addHandler(handler)
+        saver = make_rank_saver(context, folder, writers, FSDP)
+        del saver.tiers[0]
+        if context.rank == fault.rank:
+            fault.plant([saver.tiers[0].store, saver.group, caller])
+        save_own_rows(saver, 7, caller.before)
+        error = saver.tiers[0].error
+        kind = "lost peer" if error and is_lost_peer(error) else type(error).__name__
+        return kind, getattr(error, "errno", None) or 0, [line.getMessage() for line in handler.buffer]
+
+    return fork_ranks(3, work, timeout_s=30)

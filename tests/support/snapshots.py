@@ -60,16 +60,15 @@ def newest(store: Store) -> tuple[int, dict[int, str]]:
 
 
 def search(
-    stores: Sequence[Store], context: DistributedContext, check: Check, is_restart: bool = True
+    stores: Sequence[Store], context: DistributedContext, check: Check
 ) -> tuple[Found, StoredState | None]:
-    """Search as a start does, on each rank: the first of `stores` is on disk, the others are in memory."""
+    """Search as a restart does, on each rank: the first of `stores` is on disk, the others are in memory."""
     reader = Reader(stores if context.launch.local_rank == 0 else [], check, context.rank)
     searches = list[Found]()
 
     def next_choice() -> Offer | None:
         offers = [offer for by_rank in context.gather_on_all(reader.offers) for offer in by_rank]
-        on_disk = [offer.step for offer in offers if offer.is_on_disk]
-        choice = choose(offers, None if is_restart else max([0, *on_disk]))
+        choice = choose(offers, None)
         searches.append(Found(choice, stores[0].url, offers))
         return choice
 

