@@ -1,60 +1,7 @@
 import pytest
 import torch
-from support.exchanges import pieces, run_workers
-from torch import Tensor
 
-from mingpt.base.rows import RowMap
-from mingpt.config import OptimizerConfig
-from mingpt.distributed.transport import Transport
-from mingpt.optim.muon import Muon, newton_schulz
-
-SHAPES = {
-    f"h.{number}": shape
-    for number, shape in enumerate(
-        ((8, 24), (24, 8), (8, 8), (8, 24), (8, 24), (16, 8), (8, 24), (3, 17), (17, 3), (1, 5), (29, 13))
-    )
-}
-STEPS = 3
-
-
-def make_matrices() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def trained(rows: RowMap, transport: Transport) -> list[dict[str, Tensor]]:
-    """The weights and momentum after some steps, this worker's rows or all rows."""
-    matrices = make_matrices()
-    weights = pieces(matrices, rows, transport.rank)
-    muon = Muon(weights, OptimizerConfig(), rows, transport)
-    for step in range(STEPS):
-        gradients = {name: (matrix + step).square() for name, matrix in matrices.items()}
-        given = pieces(gradients, rows, transport.rank)
-        muon.step(0.01, given)
-        for name, gradient in pieces(gradients, rows, transport.rank).items():
-            assert torch.equal(given[name], gradient)
-    return [weights, {name: state["momentum_buffer"] for name, state in muon.state.items()}]
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 13])
-def test_several_workers_compute_the_bits_of_one(workers: int) -> None:
-    """Some workers have no batch to compute."""
-    alone = trained(RowMap(SHAPES), Transport(0, 1))
-    for together in run_workers(RowMap(SHAPES, workers), trained):
-        for expected, found in zip(alone, together, strict=True):
-            assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
-    assert not any(torch.equal(alone[0][name], matrix) for name, matrix in make_matrices().items())
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 13])
-def test_rows_of_several_workers_have_the_bits_of_whole_matrices(workers: int) -> None:
-    """Some matrices have fewer rows than there are workers."""
-    alone = trained(RowMap(SHAPES), Transport(0, 1))
-    parts = run_workers(RowMap(SHAPES, workers, ("",)), trained)
-    for number, expected in enumerate(alone):
-        for name in SHAPES:
-            together = torch.cat([part[number][name] for part in parts])
-            assert torch.equal(together, expected[name]), name
+from mingpt.optim.muon import newton_schulz
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
