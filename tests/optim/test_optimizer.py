@@ -6,14 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exchanges import pieces, run_workers
-from support.training import ARCHITECTURES, NAMES, Arch, Name, compute_gradients, make_model, train
+from support.ranks import results_of_threads
+from support.training import ARCHITECTURES, NAMES, Arch, Name, compute_gradients, make_model, pieces, train
 from torch import Tensor
 
 from mingpt.base.rows import RowMap
 from mingpt.config import OptimizerConfig
 from mingpt.distributed.transport import Transport
 from mingpt.optim import Optimizer, state_shapes
+from mingpt.optim.muon import newton_schulz
 from mingpt.optim.optimizer import SCHEDULES, learning_rate
 
 
@@ -75,6 +76,25 @@ def test_the_state_is_named_after_the_parameters_and_known_without_the_optimizer
     assert states == ({"momentum_buffer"} if name == "muon" else {"step", "exp_avg", "exp_avg_sq"})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1.0, 1e-9])  # such numbers are zero in float16
+def test_newton_schulz_brings_all_singular_values_near_one(dtype: torch.dtype, size: float) -> None:
+    """The iteration's coefficients are chosen to give about 0.7 to 1.2."""
+    torch.manual_seed(1)
+    computed = newton_schulz(size * torch.randn(5, 128, 300), dtype)
+    assert computed.dtype == dtype
+    values = torch.linalg.svdvals(computed.float())
+    assert 0.6 < values.min() < values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (128, 384), (128, 512)])
+def test_a_matrix_has_the_same_bits_in_every_batch(shape: tuple[int, int]) -> None:
+    matrices = torch.randn(5, *shape, generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([newton_schulz(matrix) for matrix in matrices.split(1)])
+    for size in (2, 3, 5):
+        assert torch.equal(torch.cat([newton_schulz(part) for part in matrices.split(size)]), alone)
+
+
 MATRICES = ((8, 24), (24, 8), (8, 8), (8, 24), (8, 24), (16, 8), (8, 24), (3, 17), (17, 3), (1, 5), (29, 13))
 SHAPES: dict[str, tuple[int, ...]] = {f"h.{number}": shape for number, shape in enumerate(MATRICES)}
 SHAPES |= {
@@ -120,7 +140,8 @@ def test_several_workers_compute_the_bits_of_one(workers: int, sharded: tuple[st
 
     Without padding, a fused kernel rounds the last elements of a tensor differently.
     """
-    parts = run_workers(RowMap(SHAPES, workers, sharded), trained)
+    rows = RowMap(SHAPES, workers, sharded)
+    parts = results_of_threads(workers, lambda context: trained(rows, context.transport))
     for name, expected in trained_alone().items():
         found = [part[name] for part in parts]
         for together in [torch.cat(found)] if sharded and expected.ndim else found:

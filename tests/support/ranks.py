@@ -97,6 +97,15 @@ def run_ranks(
     return results
 
 
+def results_of_threads(world_size: int, work: Callable[[DistributedContext], T]) -> list[T]:
+    """Run `work` on `world_size` threads; return, by rank, what it returned. Raises an error of a rank."""
+    results: list[Any] = run_ranks(world_size, work)
+    errors = [result for result in results if isinstance(result, Exception)]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return results
+
+
 def lone_rank() -> DistributedContext:
     """A context for a job with a single rank."""
     return ThreadContext(0, 1, threading.Barrier(1), [None], rdzv_round=None)

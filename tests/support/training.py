@@ -1,5 +1,6 @@
 """A small model, its optimizer and a few steps of training, for tests."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -48,3 +49,9 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
         compute_gradients(model, step)
         optimizer.step(0.01, gradients_of(model))
         model.zero_grad()
+
+
+def pieces(tensors: Mapping[str, Tensor], rows: RowMap, rank: int) -> dict[str, Tensor]:
+    """Copies, by name, of the rows that a rank holds: all rows of a tensor that `rows` does not split."""
+    own = {name: rows.of(name, rank) for name in tensors}
+    return {name: tensor[own[name].start : own[name].stop].clone() for name, tensor in tensors.items()}

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import SMALL
-from support.ranks import run_ranks
+from support.ranks import results_of_threads
 from support.runs import make_run
 from support.single_process import SingleProcess
 from support.snapshots import make_manifest
@@ -108,8 +108,7 @@ def gather(tmp_path: Path, names: str, **settings: str) -> tuple[list[Site], lis
         own.remove_probes()
         return own, found[context.rank]
 
-    results: list[Any] = run_ranks(len(names), work)
-    sites, found = zip(*results, strict=True)
+    sites, found = zip(*results_of_threads(len(names), work), strict=True)
     assert not list(tmp_path.glob("*/**/probe-*"))
     return list(sites), list(found)
 

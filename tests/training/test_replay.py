@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import SMALL, Finish, Start, changed_program, command, error_of, final_hash
 from support.jobs import read_history
-from support.ranks import run_ranks
+from support.ranks import results_of_threads
 
 from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext
@@ -97,14 +97,14 @@ class Computer(Replay):
 def test_who_differs_from_itself_or_from_most_is_named(
     workers: int, wrong: dict[int, Any], named: list[int] | None, micro_batch: int
 ) -> None:
-    found = run_ranks(workers, lambda context: Computer(context, wrong, {}).compare_gradients())
+    found = results_of_threads(workers, lambda context: Computer(context, wrong, {}).compare_gradients())
     where = f"computed a different gradient of micro-batch {micro_batch}"
     assert found == [(named, where) if named else None] * workers
 
 
 @pytest.mark.parametrize(("workers", "named"), [(3, [1]), (2, [0, 1])])
 def test_a_copy_that_has_drifted_is_told_from_a_gradient(workers: int, named: list[int]) -> None:
-    found = run_ranks(workers, lambda context: Computer(context, {}, {1: 2.0}).compare_copies())
+    found = results_of_threads(workers, lambda context: Computer(context, {}, {1: 2.0}).compare_copies())
     assert found == [(named, "holds a different copy of model.a")] * workers
 
 
@@ -144,7 +144,7 @@ def test_workers_that_need_not_compute_alike_are_not_compared(
         rank = context.rank
         return Computer(context, {}, {}, kinds[rank], kernels[rank]).is_due()
 
-    assert run_ranks(3, work) == [expected] * 3
+    assert results_of_threads(3, work) == [expected] * 3
     assert ("what they compute is not compared" in caplog.text) != expected
 
 

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 from conftest import SMALL
 from support.golden import Golden
-from support.ranks import run_ranks
+from support.ranks import results_of_threads
 from support.single_process import SingleProcess
 from support.snapshots import TENSORS, make_manifest, make_store, write
 
@@ -190,7 +190,7 @@ def test_without_a_shared_folder_every_node_writes_the_state_or_two_do_if_it_is_
         saving = make_saving(tmp_path / str(context.rank), {}, context, is_sharded=is_sharded)
         return list(saving.disk.writers), list(saving.memory.writers)
 
-    assert run_ranks(3, work) == [(expected, expected)] * 3
+    assert results_of_threads(3, work) == [(expected, expected)] * 3
 
 
 NOWHERE: tuple[list[int], list[int]] = ([], [])
@@ -216,8 +216,7 @@ def after_allocate(
         in_memory = {step for store in memory.stores() for step in store.steps()}
         return sorted(in_memory), saving.disk.store.steps()
 
-    results: list[Any] = run_ranks(3, work)
-    return results
+    return results_of_threads(3, work)
 
 
 def in_memory_of(*ranks: int) -> list[Offer]:

@@ -1,22 +1,29 @@
-"""The plan of a start, without a process: each reason why a run does not start, and what it starts from."""
+"""The plan of a start, without a process: each reason why a run does not start, and what it starts from.
 
-from collections.abc import Sequence
+At the end is what holds for the plan of every start: `hypothesis` makes the facts of some nodes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from conftest import SMALL
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.golden import Golden
 from support.snapshots import make_manifest
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
 from mingpt.config import to_dict
 from mingpt.config.cli import build
-from mingpt.snapshot.manifest import Manifest
+from mingpt.snapshot.manifest import Manifest, is_distrusted
 from mingpt.snapshot.search import Offer
 from mingpt.training.plan import (
     REFUSALS,
     Again,
     Fault,
+    Place,
     Records,
     Refusal,
     Start,
@@ -88,6 +95,7 @@ CASES = [
     refused("data", facts(), faulty("data", 1)),
     refused("data", faulty("data"), facts(1, **STARTED), nodes=[0]),
     refused("data", faulty("data"), faulty("data", 1, **STARTED), facts(2), nodes=[0, 1]),
+    refused("data", faulty("data"), faulty("data", 1, **STARTED)),
     refused("devices", facts(), facts(1, device="cuda")),
     refused("devices", facts(device="cuda"), facts(1, **STARTED, offers=[offer(1)]), nodes=[0]),
     refused("settings", facts(), facts(1, {"seed": 2, "snapshot.path": "/x"})),
@@ -172,38 +180,39 @@ def test_only_a_restart_takes_a_snapshot_in_memory_that_is_newer_than_a_deleted_
         assert choice is not None and choice.step == step
 
 
+ENTRY = {"step": 25, "after": 20, "before_generation": 3, "workers": ["worker 1 on b (cpu)"]}
+DIFFERED: dict[str, Any] = {"records": run(distrusted=[ENTRY], generations=2)}
+RESTARTED: dict[str, Any] = {"records": run(job_start=15), "was_restarted": True}
+
+
 @pytest.mark.parametrize(
-    ("fields", "is_used"),
-    [({}, True), ({"settings": {"seed": 5}}, False), ({"data": {"path": "x", "sha256": 64 * "1"}}, False),
-     ({"step": 15, "settings": {"seed": 5}}, True), ({"settings": {"trainer.log_every": 9}}, True)],
-)  # fmt: skip
-def test_a_restart_leaves_out_a_newer_snapshot_that_is_not_of_this_job(
-    fields: dict[str, Any], is_used: bool
+    ("known", "fields", "error"),
+    [
+        (RESTARTED, {}, None),
+        (RESTARTED, {"settings": {"trainer.log_every": 9}}, None),
+        (RESTARTED, {"settings": {"seed": 5}}, UnreadableSnapshot),
+        (RESTARTED, {"data": {"path": "x", "sha256": 64 * "1"}}, UnreadableSnapshot),
+        (RESTARTED, {"settings": {"seed": 5}, "step": 15}, None),  # from which the job began
+        (DIFFERED, {"generation": 2}, CorruptSnapshot),
+        (DIFFERED, {"generation": 3}, None),
+    ],
+)
+def test_a_newer_snapshot_of_another_node_is_left_out_if_it_may_be_wrong_or_is_not_of_this_job(
+    known: dict[str, Any], fields: dict[str, Any], error: type[Exception] | None
 ) -> None:
-    """A node that joins may have brought one. That of step 15, from which the job began, may differ."""
+    """A node that joins may have brought one. One that was away knows of no difference between workers."""
     newest = offer(1, **{"step": 90} | fields)
-    found = plan_start([facts(records=run(job_start=15), was_restarted=True), facts(1, offers=[newest])])
-    if is_used:
-        assert isinstance(found, Start) and found.found.choice == newest
-    else:
+    found = plan_start([facts(**known), facts(1, records=run(), offers=[newest])])
+    if error:
         assert isinstance(found, Again)
-        assert [*map(type, found.faults.values())] == [UnreadableSnapshot]
+        assert {place: type(fault) for place, fault in found.faults.items()} == {(1, 0, newest.step): error}
+    else:
+        assert isinstance(found, Start) and found.found.choice == newest
+        assert found.generation == 1 + fields.get("generation", 1)
 
 
-def test_what_an_earlier_generation_saved_after_workers_differed_is_corrupt() -> None:
-    """The node with the newest snapshots was away, and its run.json knows of no difference."""
-    entry = {"step": 25, "after": 20, "before_generation": 3, "workers": ["worker 1 on b (cpu)"]}
-    known = facts(records=run(distrusted=[entry], generations=2))
-    for generation in (2, 3):
-        returned = facts(1, records=run(), offers=[offer(1, step=40, generation=generation)])
-        found = plan_start([known, returned])
-        if generation == 2:
-            assert isinstance(found, Again)
-            (error,) = found.faults.values()
-            assert [*found.faults] == [(1, 0, 40)] and isinstance(error, CorruptSnapshot)
-        else:
-            assert isinstance(found, Start) and found.generation == 4
-    found = started(known, facts(1, offers=[offer(1)], records=run(distrusted=[entry], generations=2)))
+def test_the_first_generation_after_a_difference_says_which_workers_differed() -> None:
+    found = started(facts(**DIFFERED), facts(1, offers=[offer(1)], **DIFFERED))
     line = "worker 1 on b (cpu) computed wrongly: nothing that was saved after step 20 is used"
     assert (found.generation, found.notes[1:]) == (3, [line])
 
@@ -275,3 +284,122 @@ def test_a_snapshot_that_cannot_be_read_is_named_once_and_not_set_aside() -> Non
 def test_nodes_with_different_code_are_told_apart_in_one_line() -> None:
     (line,) = started(facts(program="a"), facts(1, program="b"), facts(2, program="a")).notes
     assert "may compute different bits: {'host0': 'a', 'host1': 'b', 'host2': 'a'}" in line
+
+
+RUNS, FINGERPRINTS = (RUN, OTHER), (DATA, 64 * "1")
+CONFIGS = [build(SMALL | changes) for changes in ({}, {"seed": 2}, NEVER, MUST, CHANGED, EVALUATES)]
+RATIOS = st.sampled_from([False, False, False, True])  # mostly false
+
+
+@st.composite
+def offers_of(draw: st.DrawFn, rank: int) -> list[Offer]:
+    """What a rank's Stores offer: newer snapshots with faults, then one without a fault."""
+    found = []
+    for store in range(draw(st.integers(0, 2))):
+        steps = sorted(draw(st.sets(st.integers(0, 60), max_size=3)), reverse=True)
+        is_on_disk = store == 0
+        for number, step in enumerate(steps):
+            fault = "damaged" if number < len(steps) - 1 or draw(RATIOS) else ""
+            manifest = make_manifest(
+                step,
+                run=draw(st.sampled_from([*RUNS, None])),
+                generation=draw(st.integers(1, 4)),
+                config=to_dict(draw(st.sampled_from(CONFIGS[:2]))),
+                data={"path": "x", "sha256": draw(st.sampled_from(FINGERPRINTS))},
+                after=draw(st.integers(0, step)),
+            )
+            is_corrupt, where = bool(fault) and draw(st.booleans()), f"store {store}"
+            found.append(Offer(step, is_on_disk, where, rank, store, manifest, fault, is_corrupt))
+    return found
+
+
+@st.composite
+def facts_of(draw: st.DrawFn) -> list[StartFacts]:
+    """The facts of one to four ranks, on one to four nodes."""
+    nodes = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+    config, has_begun = draw(st.sampled_from(CONFIGS)), draw(st.booleans())
+    found = []
+    for rank, node in enumerate(sorted(nodes)):
+        own = draw(st.sampled_from(CONFIGS)) if draw(RATIOS) else config
+        records = Records()
+        if draw(st.booleans()):
+            records = Records(
+                of_this_job=has_begun and not draw(RATIOS),
+                last_step=draw(st.integers(0, 60)),
+                run=draw(st.sampled_from(RUNS)) if draw(RATIOS) else RUNS[0],
+                job_start=draw(st.none() | st.integers(0, 40)),
+                durable_step=draw(st.integers(0, 60)),
+                distrusted=[ENTRY] if draw(RATIOS) else [],
+                generations=draw(st.integers(1, 5)),
+                is_reported=draw(st.booleans()),
+                settings=draw(st.sampled_from(["", settings_digest(config)])),
+            )
+        faults = [Fault("data", {"reason": "no text"}, draw(st.booleans()))] if draw(RATIOS) else []
+        found.append(
+            StartFacts(
+                own,
+                node=node,
+                host=f"host{node}",
+                device="cuda" if draw(RATIOS) and draw(RATIOS) else "cpu",
+                faults=faults,
+                was_restarted=has_begun and draw(st.booleans()),
+                round=draw(st.integers(1, 2)),
+                keeper=draw(st.integers(0, rank)),
+                snapshot_keeper=draw(st.integers(0, rank)),
+                records=records,
+                data=FINGERPRINTS[draw(RATIOS) and draw(RATIOS)],
+                offers=draw(offers_of(rank)),
+                token=32 * "c",
+            )
+        )
+    return found
+
+
+def without(facts: Sequence[StartFacts], faults: Mapping[Place, Exception]) -> list[StartFacts]:
+    """The facts once each rank has left out these offers."""
+    found = []
+    for one in facts:
+        offers = []
+        for offer in one.offers:
+            error = faults.get((offer.reader, offer.store, offer.step))
+            is_corrupt = isinstance(error, CorruptSnapshot)
+            offers.append(offer._replace(fault=str(error), is_corrupt=is_corrupt) if error else offer)
+        found.append(replace(one, offers=offers))
+    return found
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(facts_of())
+def test_every_start_has_one_answer_that_keeps_the_rules(facts: list[StartFacts]) -> None:
+    nodes = {one.node for one in facts}
+    plan: Any = plan_start(facts)
+    rounds = 0
+    while isinstance(plan, Again):
+        assert plan.faults, "otherwise the ranks would ask for ever"
+        places = {(one.reader, one.store, one.step) for rank in facts for one in rank.offers if not one.fault}
+        assert plan.faults.keys() <= places
+        facts = without(facts, plan.faults)
+        plan, rounds = plan_start(facts), rounds + 1
+        assert rounds <= 10
+    assert plan == plan_start(list(facts))
+    if isinstance(plan, Refusal):
+        assert plan.kind in REFUSALS and plan.sentence
+        is_later = any(one.was_restarted or one.round > 1 or one.records.of_this_job for one in facts)
+        assert plan.nodes is None or (is_later and plan.nodes and plan.nodes < nodes)
+        return
+    assert isinstance(plan, Start)
+    assert not any(one.faults for one in facts), "a rank with a fault takes part in nothing"
+    offers, choice = [offer for one in facts for offer in one.offers], plan.found.choice
+    usable = [one for one in offers if not one.fault and one.is_on_disk]
+    if choice:
+        assert choice in offers and not choice.fault and choice.manifest
+        assert all(choice.step >= one.step for one in usable), "a newer snapshot on disk is lost"
+        assert choice.manifest.data.sha256 == facts[0].data
+        assert plan.generation > choice.manifest.generation
+        distrusted = [(20, 3)] if any(one.records.distrusted for one in facts) else []
+        assert not is_distrusted(choice.manifest, distrusted)
+    elif facts[0].config.snapshot.resume != "never" and not facts[0].config.trainer.eval_only:
+        assert not any(one.records.durable_step for one in facts), "a run begins anew by itself"
+    assert plan.generation > max(one.records.generations for one in facts)
+    of_snapshot = choice.manifest.run if choice and choice.manifest else None
+    assert plan.run_id in {one.records.run for one in facts} | {of_snapshot, 32 * "c"}
