@@ -41,12 +41,17 @@ def make_saving(
     logger: Any = None,
     is_sharded: bool = False,
     keeps_snapshots: bool = True,
+    rank: int = 0,
 ) -> Saving:
     """The Saving of a run at step STEP. Each of several ranks has a node and a disk of its own.
 
+    Without a context there is this rank alone.
+
     `offers` are those of the search, which has found the snapshot of STEP if there are any.
     """
-    context = context or SingleProcess()
+    if context is None:
+        context = SingleProcess()
+        context.rank = rank
     config = build(SMALL | {"run_dir": str(tmp_path)} | settings)
     found = StoredState(make_manifest(STEP), None, [], {}, 0, None) if offers else None
     start: Any = SimpleNamespace(
@@ -79,13 +84,6 @@ def make_saving(
         config=config, context=context, state=state, start=start, environment=environment
     )
     return Saving(run, logger)
-
-
-def on_second_node(tmp_path: Path, settings: dict[str, Any]) -> Saving:
-    """The Saving of rank 1 of two nodes that share no folder."""
-    context = SingleProcess()
-    context.rank = 1
-    return make_saving(tmp_path, settings, context)
 
 
 def save_at(saving: Saving, *steps: int, waits: bool = True, is_end: bool = False) -> None:
@@ -144,7 +142,7 @@ def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
     local_every: int | None, expected: list[int], tmp_path: Path
 ) -> None:
     """The node's first worker, which is not rank 0, saves them; the last one is always kept."""
-    saving = on_second_node(tmp_path, {"snapshot.local_every": local_every})
+    saving = make_saving(tmp_path, {"snapshot.local_every": local_every}, rank=1)
     save_at(saving, 5, 10, 15)
     save_at(saving, 18, is_end=True)
     assert sorted(saving.disk.store.steps()) == expected
@@ -156,7 +154,7 @@ def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
 
 def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node leaves out its own copies meanwhile, but not the last one."""
-    saving = on_second_node(tmp_path, {})
+    saving = make_saving(tmp_path, {}, rank=1)
     write, may_go_on = saving.disk.store.commit, threading.Event()
 
     def slow_write(manifest: Manifest) -> None:
