@@ -53,7 +53,7 @@ def test_activations_are_computed_again_with_the_same_bits(
     model.set_recompute(True)
     calls: list[object] = []
     for block in model.h:
-        block.mlp.register_forward_hook(lambda *_: calls.append(_))
+        block.get_submodule("mlp").register_forward_hook(lambda *_: calls.append(_))
     recomputed = loss_and_gradients(model, tokens, dtype)
     assert len(calls) == 2 * len(model.h)
     assert all(torch.equal(one, other) for one, other in zip(kept, recomputed, strict=True))

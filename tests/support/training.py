@@ -32,11 +32,6 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     return Optimizer(weights, config, RowMap(shapes), Transport(0, 1))
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients, by name, of all parameters that have a gradient."""
-    return {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
-
-
 def compute_gradients(model: nn.Module, step: int) -> None:
     """Run a backward pass on a batch that depends only on `step`."""
     torch.manual_seed(step)
@@ -47,7 +42,8 @@ def compute_gradients(model: nn.Module, step: int) -> None:
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         compute_gradients(model, step)
-        optimizer.step(0.01, gradients_of(model))
+        given = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+        optimizer.step(0.01, given)
         model.zero_grad()
 
 
