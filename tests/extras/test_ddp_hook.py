@@ -1,4 +1,4 @@
-"""Errors of ExactHook; tests/parallel/test_ddp.py compares its sums."""
+"""Errors of ExactHook; tests/parallel/test_strategies.py compares its sums."""
 
 from collections.abc import Iterator
 

@@ -1,3 +1,5 @@
+"""Which runs are compiled, trainer.compile=auto, and what is done without a compiler that works."""
+
 import contextlib
 import shutil
 from pathlib import Path
@@ -5,30 +7,63 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from support.golden import Golden
+from support.models import loss_and_gradients, make_model, make_tokens
 
-from mingpt.config import ModelConfig
+from mingpt.base.errors import UserError
+from mingpt.config.cli import build
 from mingpt.model import GPT, can_compile_block, compile_blocks
-from mingpt.model.gpt import LossModule
+from mingpt.model.compile import COMPILE_FLOPS, choose_compile
 
-BATCH, LENGTH = 2, 8
+SHAKESPEARE: dict[str, Any] = {
+    "model.arch": "gpt2", "model.n_layer": 6, "model.n_head": 6, "model.n_embd": 384, "data.block_size": 256,
+    "trainer.batch_size": 64, "trainer.micro_batch_size": 8,
+}  # fmt: skip
+FLOPS_PER_TOKEN = 7e7  # about those of SHAKESPEARE
+SHORT, LONG = {"trainer.max_steps": 1}, {"trainer.max_steps": 10**8}
+RECOMPUTES, UNCOMPILED = {"trainer.recompute": "block"}, {"trainer.compile": False}
+ON_EIGHT = {"trainer.workers": 8, "trainer.parallel": "fsdp", "trainer.micro_batch_size": 4}
 
 
-def make_model(dropout: float = 0.0) -> GPT:
-    torch.manual_seed(0)
-    config = ModelConfig(arch="modern", n_layer=2, n_head=1, n_embd=8, dropout=dropout)
-    return GPT(config, vocab_size=5, block_size=LENGTH)
+def choice_of(settings: dict[str, Any], kind: str = "cpu", recorded: bool | None = None) -> bool:
+    return choose_compile(build(SHAKESPEARE | settings), FLOPS_PER_TOKEN, kind, recorded)[0]
+
+
+@pytest.mark.parametrize("others", [{}, ON_EIGHT], ids=["one worker", "eight"])
+@pytest.mark.parametrize("kind", COMPILE_FLOPS)
+def test_auto_compiles_from_a_length_on_whoever_computes(kind: str, others: dict[str, Any]) -> None:
+    fewest = -int(-COMPILE_FLOPS[kind] // (256 * 64 * FLOPS_PER_TOKEN))
+    found = [choice_of(others | {"trainer.max_steps": steps}, kind) for steps in (0, fewest - 1, fewest)]
+    assert found == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "recorded", "expected"),
+    [
+        (LONG, "mps", None, False),
+        (LONG | RECOMPUTES, "cpu", None, False),
+        (LONG | UNCOMPILED, "cpu", None, False),
+        (SHORT | {"trainer.compile": True}, "mps", None, True),
+        (SHORT, "cpu", True, True),  # a resumed run goes on as its snapshot was computed
+        (LONG, "cpu", False, False),
+        (UNCOMPILED | RECOMPUTES, "cpu", True, False),
+    ],
+)
+def test_settings_devices_and_snapshots_for_which_the_length_does_not_count(
+    settings: dict[str, Any], kind: str, recorded: bool | None, expected: bool
+) -> None:
+    assert choice_of(settings, kind, recorded) is expected
+
+
+def test_a_compiled_run_that_is_to_recompute_is_refused_in_one_sentence(golden: Golden) -> None:
+    with pytest.raises(UserError) as error:
+        choice_of(RECOMPUTES, recorded=True)
+    golden(str(error.value))
 
 
 def compiles(model: GPT) -> bool:
-    return can_compile_block(model, torch.zeros(BATCH, LENGTH, 8), contextlib.nullcontext, torch.float32)
-
-
-def gradients_of(model: GPT, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    model.zero_grad(set_to_none=True)
-    loss: Tensor = LossModule(model)(tokens, targets)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    x = torch.zeros(2, model.block_size, model.config.n_embd)
+    return can_compile_block(model, x, contextlib.nullcontext, torch.float32)
 
 
 def test_without_a_working_compiler_the_model_itself_is_used(
@@ -38,27 +73,20 @@ def test_without_a_working_compiler_the_model_itself_is_used(
         raise OSError("no compiler here\nand more that nobody reads")
 
     monkeypatch.setattr(torch, "compile", broken)
-    assert not compiles(make_model())
+    assert not compiles(make_model("modern"))
     assert caplog.messages == ["torch.compile failed (OSError: no compiler here); going on without it"]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize(("factor", "is_refused"), [(1.0, False), (3.0, True), (torch.nan, True)])
+@pytest.mark.parametrize(("factor", "is_used"), [(1.0, True), (3.0, False), (torch.nan, False)])
 def test_a_compiler_that_computes_something_else_is_not_used(
-    factor: float,
-    is_refused: bool,
-    dropout: float,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    factor: float, is_used: bool, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With torch 2.13 and g++ 12, AVX-512 code for bfloat16 has wrong gradients if heads have 64 features."""
-
-    def compile_wrongly(compute: Any, **_: Any) -> Any:
-        return lambda *arguments: factor * compute(*arguments)
-
-    monkeypatch.setattr(torch, "compile", compile_wrongly)
-    assert compiles(make_model(dropout)) is not is_refused
-    assert ("a compiled block computes other gradients" in caplog.text) is is_refused
+    monkeypatch.setattr(
+        torch, "compile", lambda compute, **_: lambda *arguments: factor * compute(*arguments)
+    )
+    assert compiles(make_model("modern", dropout=dropout)) is is_used
 
 
 @pytest.mark.weekly
@@ -68,14 +96,13 @@ def test_training_compiles_nothing_again_and_evaluation_compiles_nothing(
 ) -> None:
     """Otherwise the first batch would be compiled without heartbeats between the ranks."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    model = make_model()
+    model, batches = make_model("modern").train(), make_tokens(6).split(2)
     assert compiles(model)
-    batches = torch.randint(0, 5, (3, 2, BATCH, LENGTH))
-    expected = [gradients_of(model, *batch) for batch in batches]
+    expected = [loss_and_gradients(model, tokens) for tokens in batches]
     compile_blocks(model)
     with torch.compiler.set_stance("fail_on_recompile"):
-        for batch, gradients in zip(batches, expected, strict=True):
-            torch.testing.assert_close(gradients_of(model, *batch), gradients)
+        for tokens, gradients in zip(batches, expected, strict=True):
+            torch.testing.assert_close(loss_and_gradients(model, tokens), gradients)
         with torch.no_grad():
-            model(torch.zeros(1, 3, dtype=torch.long))
-        model.eval()(torch.zeros(3, LENGTH, dtype=torch.long))
+            model(make_tokens(1, 3))
+        model.eval()(make_tokens(3))

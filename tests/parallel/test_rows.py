@@ -1,21 +1,23 @@
-import pytest
+from itertools import accumulate
+
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mingpt.base.rows import RowMap, split_rows
+from mingpt.base.rows import RowMap
 
 
-@pytest.mark.parametrize("workers", range(1, 9))
-def test_the_rows_of_the_ranks_are_those_of_torch_chunk(workers: int) -> None:
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.integers(1, 40), st.lists(st.integers(1, 5), max_size=2), st.integers(1, 9))
+def test_the_rows_of_the_ranks_are_those_of_torch_chunk(count: int, columns: list[int], workers: int) -> None:
     """FSDP2 shards a parameter like this; the last ranks may have no rows."""
-    for count in range(1, 40):
-        rows = split_rows(count, workers)
-        assert [row for part in rows for row in part] == list(range(count))
-        theirs = [len(chunk) for chunk in torch.arange(count).chunk(workers)]
-        assert [len(part) for part in rows] == theirs + [0] * (workers - len(theirs))
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"), [((5,), [2, 2, 1]), ((5, 3), [6, 6, 3]), ((2, 3, 4), [12, 12, 0])]
-)
-def test_elements_are_rows_times_what_is_in_one(shape: tuple[int, ...], expected: list[int]) -> None:
-    assert RowMap({"w": shape}, 3, ("w",)).numel("w") == expected
+    rows = RowMap({"split": (count, *columns), "scalar": (), "whole": (count,)}, workers, ("s",))
+    chunks = [*torch.arange(count).chunk(workers), *[torch.empty(0)] * workers][:workers]
+    assert [[*part] for part in rows.by_rank("split") or []] == [chunk.tolist() for chunk in chunks]
+    one_row = torch.ones(columns).numel()
+    assert rows.numel("split") == [len(chunk) * one_row for chunk in chunks]
+    firsts = [rows.first("split", rank) for rank in range(workers)]
+    assert firsts == [0, *accumulate(rows.numel("split"))][:-1]
+    for name, everything in (("whole", count), ("scalar", 1)):
+        assert rows.by_rank(name) is None
+        assert {rows.of(name, rank) for rank in range(workers)} == {range(everything)}

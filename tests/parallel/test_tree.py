@@ -1,49 +1,48 @@
-import random
+"""The tree of sums, whatever the number of leaves and whoever adds them."""
 
-import pytest
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
-from mingpt.data.windows import micro_batch_shares
-from mingpt.parallel.tree import PartialSums, cover, push
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-
-def sum_of_tree(values: list[float]) -> float:
-    """The sum by definition: a left half with a power of two of the leaves, plus the rest."""
-    if len(values) == 1:
-        return values[0]
-    half = 1 << (len(values) - 1).bit_length() - 1
-    return sum_of_tree(values[:half]) + sum_of_tree(values[half:])
+from mingpt.parallel.tree import PartialSums, add_nodes, cover, push
 
 
-def push_all(nodes: list[tuple[int, int, float]], leaves: int) -> PartialSums[float]:
-    stack: PartialSums[float] = []
-    for level, index, value in nodes:
-        push(stack, level, index, value, leaves, lambda left, right: left + right)
-    return stack
+def naive_sum(leaves: Sequence[int]) -> Any:
+    """The sum by definition, as pairs: a left half with a power of two of the leaves, plus the rest."""
+    if len(leaves) == 1:
+        return leaves[0]
+    half = 1 << (len(leaves) - 1).bit_length() - 1
+    return naive_sum(leaves[:half]), naive_sum(leaves[half:])
 
 
-@pytest.mark.parametrize("leaves", [*range(1, 18), 40, 63])
-def test_the_sum_is_that_of_the_tree_whoever_computes_it(leaves: int) -> None:
-    """There are up to two more workers than leaves; the sum depends on the order of additions."""
-    generator = random.Random(leaves)
-    values = [generator.uniform(-1, 1) * 10 ** generator.randrange(12) for _ in range(leaves)]
-    for workers in range(1, leaves + 3):
-        parts: list[tuple[int, int, float]] = []
-        for part in micro_batch_shares(leaves, workers):
-            parts += push_all([(0, leaf, values[leaf]) for leaf in part], leaves)
-        ((_, _, total),) = push_all(parts, leaves)
-        assert total == sum_of_tree(values)
+def add(left: Any, right: Any) -> Any:
+    return left, right
 
 
-@pytest.mark.parametrize(("leaves", "workers"), [(8, 1), (8, 2), (8, 3), (12, 5), (7, 7), (40, 6)])
-def test_a_cover_holds_a_workers_leaves_in_few_nodes(leaves: int, workers: int) -> None:
-    for part in micro_batch_shares(leaves, workers):
-        nodes = cover(part, leaves)
-        held: list[int] = []
-        for level, index in nodes:
-            held += range(index << level, min((index + 1) << level, leaves))
-        assert held == list(part)
-        assert len(nodes) <= 2 * leaves.bit_length()
+def leaves_of(level: int, index: int, leaves: int) -> range:
+    return range(index << level, min((index + 1) << level, leaves))
 
 
-def test_whole_subtrees_are_covered_by_one_node_each() -> None:
-    assert [cover(part, 8) for part in micro_batch_shares(8, 4)] == [[(1, 0)], [(1, 1)], [(1, 2)], [(1, 3)]]
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.integers(1, 80), st.lists(st.integers(0, 80), max_size=9))
+def test_the_sum_is_that_of_the_tree_and_each_part_of_the_leaves_is_held_in_the_fewest_nodes(
+    leaves: int, cuts: list[int]
+) -> None:
+    """The leaves are cut into consecutive parts, some of them empty."""
+    nodes: PartialSums[Any] = []
+    for first, end in pairwise([0, *sorted(min(cut, leaves) for cut in cuts), leaves]):
+        part: PartialSums[Any] = []
+        for leaf in range(first, end):
+            push(part, 0, leaf, leaf, leaves, add)
+        places = [(level, index) for level, index, _ in part]
+        assert cover(range(first, end), leaves) == places
+        assert [leaf for place in places for leaf in leaves_of(*place, leaves)] == [*range(first, end)]
+        for level, index in places:
+            twice = leaves_of(level + 1, index // 2, leaves)
+            assert 1 << level >= leaves or twice.start < first or twice.stop > end, "one node would do"
+        nodes += part
+    total = add_nodes([node[:2] for node in nodes], [value for _, _, value in nodes], leaves, add)
+    assert total == naive_sum(range(leaves))

@@ -12,6 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,6 +51,11 @@ class Case:
     bucket_bytes: int = 4096  # so that a small model has several buckets
     ranks: Sequence[int] = RANKS
     model: str | None = None  # a key of odd_models.MODELS, in the place of `arch`
+
+    @property
+    def splits(self) -> bool:
+        """Whether each rank updates its rows only."""
+        return self.shard_optimizer or self.parallel == "fsdp"
 
 
 @dataclass
@@ -218,20 +224,30 @@ Tensors = dict[str, Tensor]
 Results = dict[int, list[dict[str, Outcome]]]  # {number of ranks: [{case: outcome}, by rank]}
 
 
-def run_program(output: Path, group: str) -> Results:
+@functools.cache
+def run_program(group: str) -> Results:
     """Run this program for a group; return its results. Raises AssertionError if it fails or warns."""
     tests = Path(__file__).parent.parent
-    command = [sys.executable, "-m", "support.parallel_program", str(output), group]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
-    results: Results = pickle.loads(output.read_bytes())
+    with tempfile.NamedTemporaryFile() as output:
+        command = [sys.executable, "-m", "support.parallel_program", output.name, group]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
+        results: Results = pickle.load(output)
     return results
+
+
+def outcomes_of(group: str, case: str) -> list[list[Outcome]]:
+    """The outcomes of a case, by rank, for each number of ranks on which it runs."""
+    return [[of_rank[case] for of_rank in ranks] for ranks in run_program(group).values() if case in ranks[0]]
 
 
 def whole(pieces: Sequence[Tensors]) -> Tensors:
     """Join the pieces of each tensor along dimension 0; `pieces` are in the order of the ranks."""
-    return {name: torch.cat([part[name] for part in pieces]) for name in pieces[0]}
+    return {
+        name: torch.cat([part[name] for part in pieces]) if first.ndim else first
+        for name, first in pieces[0].items()
+    }
 
 
 def assert_equal(mine: Tensors, expected: Tensors) -> None:
@@ -247,19 +263,22 @@ def assert_close(mine: Tensors, expected: Tensors) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def assert_pieces(outcomes: Sequence[Outcome], expected: Outcome) -> None:
-    """Assert that the ranks' pieces, put together, equal the results of a run on one rank (`expected`).
+def assert_same(case: Case, outcomes: Sequence[Outcome], expected: Outcome) -> None:
+    """Assert that the ranks have the results of a run on one rank (`expected`).
 
-    Each rank must have only its own rows. All ranks must have the norm and the evaluation loss of `expected`.
+    If the case splits updates, each rank must have only its own rows, which are put together.
     """
-    for rank, outcome in enumerate(outcomes):
-        for name, piece in outcome.pieces.items():
-            rows = split_rows(len(expected.pieces[name]), len(outcomes))[rank]
-            assert len(piece) == len(outcome.gradients[name]) == len(rows), name
     for part in ("gradients", "clipped", "pieces"):
-        assert_equal(whole([getattr(outcome, part) for outcome in outcomes]), getattr(expected, part))
-    assert {outcome.norm for outcome in outcomes} == {expected.norm}
-    assert {outcome.eval_loss for outcome in outcomes} == {expected.eval_loss}
+        found: list[Tensors] = [getattr(outcome, part) for outcome in outcomes]
+        for mine in [whole(found)] if case.splits else found:
+            assert_equal(mine, getattr(expected, part))
+    for rank, outcome in enumerate(outcomes):
+        assert (outcome.norm, outcome.eval_loss) == (expected.norm, expected.eval_loss)
+        for name, all_rows in expected.pieces.items():
+            if case.splits and all_rows.ndim:
+                count = len(split_rows(len(all_rows), len(outcomes))[rank])
+                assert len(outcome.pieces[name]) == len(outcome.gradients[name]) == count, name
+        assert_equal(outcome.held, outcome.pieces if case.parallel == "fsdp" else expected.held)
 
 
 def main(output: Path, group: str) -> None:

@@ -3,6 +3,7 @@
 import platform
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -39,30 +40,15 @@ class ThreadTransport(Transport):
 
 
 class ThreadContext(DistributedContext):
-    """The context of one rank. With `one_node`, all ranks are on one node; else each rank has its own node.
+    """The context of one rank, on a node of its own.
 
     All ranks share `barrier` and `board`, a list with one place per rank for the values they exchange.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        barrier: threading.Barrier,
-        board: list[Any],
-        rdzv_round: int | None,
-        one_node: bool = False,
-    ) -> None:
-        node_rank, local_rank = (0, rank) if one_node else (rank, 0)
-        self.launch = Launch(
-            rank=rank,
-            world_size=world_size,
-            node_rank=node_rank,
-            local_rank=local_rank,
-            rdzv_round=rdzv_round,
-        )
+    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, board: list[Any]) -> None:
+        self.launch = Launch(rank=rank, world_size=world_size, node_rank=rank, local_rank=0)
         Group.__init__(self, rank, world_size)
-        self.places = [Place(0, r, HOST) if one_node else Place(r, 0, HOST) for r in range(world_size)]
+        self.places = [Place(other, 0, HOST) for other in range(world_size)]
         self.barrier, self.board = barrier, board
         self.transport = ThreadTransport(self)
 
@@ -76,22 +62,19 @@ class ThreadContext(DistributedContext):
     fail_beside_work = Group.fail_beside_work  # which does not exit
 
 
-def run_ranks(
-    world_size: int, work: Callable[[DistributedContext], T], round: int | None = None, one_node: bool = False
-) -> list[T | Exception]:
+def run_ranks(world_size: int, work: Callable[[DistributedContext], T]) -> list[T | Exception]:
     """Run `work` on `world_size` threads; return, by rank, what it returned or raised."""
     barrier, board = threading.Barrier(world_size, timeout=30), [None] * world_size
-    results: list[Any] = [None] * world_size
+    with ThreadPoolExecutor(world_size) as threads:
+        contexts = [ThreadContext(rank, world_size, barrier, board) for rank in range(world_size)]
+        futures: list[Any] = [threads.submit(work, context) for context in contexts]
+    return [future.exception() or future.result() for future in futures]
 
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(ThreadContext(rank, world_size, barrier, board, round, one_node))
-        except Exception as error:
-            results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def results_of_threads(world_size: int, work: Callable[[DistributedContext], T]) -> list[T]:
+    """Run `work` on `world_size` threads; return, by rank, what it returned. Raises an error of a rank."""
+    results: list[Any] = run_ranks(world_size, work)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
     return results

@@ -1,5 +1,6 @@
 """A small model, its optimizer and a few steps of training, for tests."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -31,11 +32,6 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     return Optimizer(weights, config, RowMap(shapes), Transport(0, 1))
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients, by name, of all parameters that have a gradient."""
-    return {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
-
-
 def compute_gradients(model: nn.Module, step: int) -> None:
     """Run a backward pass on a batch that depends only on `step`."""
     torch.manual_seed(step)
@@ -46,5 +42,12 @@ def compute_gradients(model: nn.Module, step: int) -> None:
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         compute_gradients(model, step)
-        optimizer.step(0.01, gradients_of(model))
+        given = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+        optimizer.step(0.01, given)
         model.zero_grad()
+
+
+def pieces(tensors: Mapping[str, Tensor], rows: RowMap, rank: int) -> dict[str, Tensor]:
+    """Copies, by name, of the rows that a rank holds: all rows of a tensor that `rows` does not split."""
+    own = {name: rows.of(name, rank) for name in tensors}
+    return {name: tensor[own[name].start : own[name].stop].clone() for name, tensor in tensors.items()}

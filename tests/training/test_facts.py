@@ -2,21 +2,20 @@
 
 import errno
 import os
-import shutil
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from conftest import SMALL
-from support.ranks import run_ranks
+from support.ranks import results_of_threads
 from support.runs import make_run
 from support.single_process import SingleProcess
 from support.snapshots import make_manifest
 
-from mingpt.base.errors import CorruptSnapshot, SupersededError
+from mingpt.base.errors import CorruptSnapshot
 from mingpt.config import to_dict
 from mingpt.config.cli import build
 from mingpt.data import TextData
@@ -33,37 +32,29 @@ def site(run_dir: Path, context: DistributedContext | None = None, **settings: A
     return Site(build(SMALL | {"run_dir": str(run_dir), **settings}), context or SingleProcess())
 
 
-def fail(monkeypatch: pytest.MonkeyPatch, method: str, code: int) -> None:
-    def raise_error(*_: object, **__: object) -> None:
-        raise OSError(code, "broken")
-
-    monkeypatch.setattr(Path, method, raise_error)
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_refuses_no_job_whose_folder_is_there(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fail(monkeypatch, "open", code)
-    assert site(tmp_path).make_run_dir() == []
-
-
 @pytest.mark.parametrize(
-    ("method", "code", "may_pass"),
+    ("method", "code", "is_there", "faults"),
     [
-        ("mkdir", errno.ENOSPC, True),
-        ("mkdir", errno.EACCES, False),
-        ("open", errno.EROFS, False),
-        ("open", errno.EIO, True),
+        ("open", errno.ENOSPC, True, []),  # each file that cannot be written is reported later
+        ("open", errno.EDQUOT, True, []),
+        ("open", errno.EROFS, True, [False]),
+        ("open", errno.EIO, True, [True]),
+        ("mkdir", errno.ENOSPC, False, [True]),
+        ("mkdir", errno.EACCES, False, [False]),
     ],
 )
-def test_a_folder_that_cannot_be_made_or_written_is_a_fault(
-    method: str, code: int, may_pass: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_folder_that_cannot_be_made_or_written_is_a_fault_that_may_pass_or_not(
+    method: str,
+    code: int,
+    is_there: bool,
+    faults: list[bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fail(monkeypatch, method, code)
-    run_dir = tmp_path / "run"
+    run_dir = tmp_path if is_there else tmp_path / "run"
+    monkeypatch.setattr(Path, method, Mock(side_effect=OSError(code, "broken")))
     values = {"run_dir": run_dir, "reason": "broken"}
-    assert site(run_dir).make_run_dir() == [Fault("not writable", values, may_pass)]
+    assert site(run_dir).make_run_dir() == [Fault("not writable", values, may_pass) for may_pass in faults]
 
 
 @pytest.mark.parametrize("setting", ["run_dir", "snapshot.path", "data.path"])
@@ -95,12 +86,9 @@ def test_a_users_file_that_a_run_would_replace_is_a_fault(name: str, tmp_path: P
 
 
 def test_what_is_in_the_way_of_a_run_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
-    for name, kind in (("file", "not a"), ("link", "a link to nowhere, which is not a")):
-        for path in (tmp_path / name, tmp_path / name / "run"):
-            (fault,) = site(path).make_run_dir()
-            assert fault.values["reason"] == f"{tmp_path}/{name} is {kind} folder"
+    (fault,) = site(tmp_path / "link" / "run").make_run_dir()
+    assert fault.values["reason"] == f"{tmp_path}/link is a link to nowhere, which is not a folder"
 
 
 def gather(tmp_path: Path, names: str, **settings: str) -> tuple[list[Site], list[StartFacts]]:
@@ -119,55 +107,41 @@ def gather(tmp_path: Path, names: str, **settings: str) -> tuple[list[Site], lis
         own.remove_probes()
         return own, found[context.rank]
 
-    results = run_ranks(len(names), work)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    sites, found = zip(*results, strict=True)  # type: ignore[arg-type]
+    sites, found = zip(*results_of_threads(len(names), work), strict=True)
     assert not list(tmp_path.glob("*/**/probe-*"))
     return list(sites), list(found)
 
 
-def roles(sites: Sequence[Site]) -> list[tuple[bool, bool]]:
-    """Which ranks write the run's records, and which write snapshots."""
-    return [(one.is_kept, one.keeps_snapshots) for one in sites]
-
-
-def test_the_lowest_rank_that_sees_a_folder_keeps_it(tmp_path: Path) -> None:
-    sites, found = gather(tmp_path, "aaa")
-    assert roles(sites) == [(True, True), (False, False), (False, False)]
-    assert [one.keeper for one in found] == [0, 0, 0]
-    sites, found = gather(tmp_path, "bcc")
-    assert roles(sites) == [(True, True), (True, True), (False, False)]
-    assert [(one.keeper, one.snapshot_keeper) for one in found] == [(0, 0), (1, 1), (1, 1)]
-
-
-def test_snapshots_may_be_shared_where_run_folders_are_not(tmp_path: Path) -> None:
-    (tmp_path / "all").mkdir()
-    sites, found = gather(tmp_path, "abc", **{"snapshot.path": "../all"})
-    assert roles(sites) == [(True, True), (True, False), (True, False)]
-    assert [one.snapshot_keeper for one in found] == [0, 0, 0]
-
-
-def test_the_rank_that_keeps_the_run_folder_claims_it_until_the_folder_is_removed(tmp_path: Path) -> None:
-    sites, _ = gather(tmp_path, "aa")
-    held, other = (one.claim for one in sites)
-    shutil.rmtree(tmp_path / "a")
-    other.check()
-    with pytest.raises(SupersededError, match="its claim was removed"):
-        held.check()
+@pytest.mark.parametrize(
+    ("nodes", "settings", "keepers", "snapshot_keepers"),
+    [
+        ("aaa", {}, [0, 0, 0], [0, 0, 0]),
+        ("abb", {}, [0, 1, 1], [0, 1, 1]),
+        ("abc", {"snapshot.path": "../all"}, [0, 1, 2], [0, 0, 0]),
+    ],
+    ids=["a shared folder", "two folders", "shared snapshots"],
+)
+def test_the_lowest_rank_that_sees_a_folder_keeps_it(
+    nodes: str, settings: dict[str, str], keepers: list[int], snapshot_keepers: list[int], tmp_path: Path
+) -> None:
+    """A rank that keeps the run folder claims it, and writes the run's records there."""
+    sites, found = gather(tmp_path, nodes, **settings)
+    assert [one.keeper for one in found] == keepers
+    assert [one.snapshot_keeper for one in found] == snapshot_keepers
+    keeps = [keeper == rank for rank, keeper in enumerate(keepers)]
+    assert [one.is_kept for one in sites] == [bool(one.claim.number) for one in sites] == keeps
+    keeps = [keeper == rank for rank, keeper in enumerate(snapshot_keepers)]
+    assert [one.keeps_snapshots for one in sites] == keeps
 
 
 def test_a_job_that_has_begun_is_known_by_run_json_if_the_store_is_lost(tmp_path: Path) -> None:
     """All generations have one agent, this process. The first two fail before they pass the checks."""
-    for has_begun in (False, False, True):
+    for _ in range(2):
         (own,), (found,) = gather(tmp_path, "a")
-        if has_begun:
-            RunHistory(own.path, 32 * "0", {}).start_generation(make_run(own.path, job=own.claim.holder.job))
-            _, (found,) = gather(tmp_path, "a")
-        assert found.records.of_this_job == has_begun
-        assert not found.was_restarted
-        own.claim.number = 0  # no thread renews it any more
+        assert not found.records.of_this_job
+    RunHistory(own.path, 32 * "0", {}).start_generation(make_run(own.path, job=own.claim.holder.job))
+    _, (found,) = gather(tmp_path, "a")
+    assert found.records.of_this_job and not found.was_restarted
 
 
 @pytest.mark.parametrize(
@@ -199,10 +173,7 @@ def test_a_node_that_cannot_take_the_records_keeps_its_own(
     (tmp_path / "run.json").write_text("its own")
     taken = own.read_history()
     assert taken == {"metrics.jsonl": b"", "run.json": b"its own"}, "a run that died at once has no records"
-
-    def refuse(path: Path, content: bytes, sync: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(facts, "write_atomic", refuse)
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(facts, "write_atomic", full)
     own.write_history({"metrics.jsonl": b"more", "run.json": b"another's"})
     assert (tmp_path / "run.json").read_text() == "its own" and "its records have a gap" in caplog.text

@@ -10,13 +10,11 @@ import pytest
 import torch
 from conftest import SMALL, Finish, Start, changed_program, command, error_of, final_hash
 from support.jobs import read_history
-from support.ranks import run_ranks
-from support.snapshots import make_manifest
+from support.ranks import results_of_threads
 
 from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import digest, strategy
-from mingpt.snapshot.manifest import is_distrusted
 from mingpt.tools.jobs import torchrun
 from mingpt.training.replay import Replay
 
@@ -99,16 +97,14 @@ class Computer(Replay):
 def test_who_differs_from_itself_or_from_most_is_named(
     workers: int, wrong: dict[int, Any], named: list[int] | None, micro_batch: int
 ) -> None:
-    found = run_ranks(workers, lambda context: Computer(context, wrong, {}).compare_gradients())
+    found = results_of_threads(workers, lambda context: Computer(context, wrong, {}).compare_gradients())
     where = f"computed a different gradient of micro-batch {micro_batch}"
     assert found == [(named, where) if named else None] * workers
 
 
-@pytest.mark.parametrize(
-    ("workers", "named"), [(3, [1]), (2, [0, 1])], ids=["the one of three", "both of two"]
-)
+@pytest.mark.parametrize(("workers", "named"), [(3, [1]), (2, [0, 1])])
 def test_a_copy_that_has_drifted_is_told_from_a_gradient(workers: int, named: list[int]) -> None:
-    found = run_ranks(workers, lambda context: Computer(context, {}, {1: 2.0}).compare_copies())
+    found = results_of_threads(workers, lambda context: Computer(context, {}, {1: 2.0}).compare_copies())
     assert found == [(named, "holds a different copy of model.a")] * workers
 
 
@@ -119,18 +115,18 @@ def test_the_digest_changes_with_any_bit_of_any_element(
     monkeypatch.setattr(strategy, "DIGEST_PIECE", 5)  # the last piece is shorter than those before
     monkeypatch.setattr(strategy, "digest_factors", strategy.digest_factors.__wrapped__)
     content = torch.arange(24 * dtype.itemsize).to(torch.uint8)
-    found = [digest(content.view(dtype).view(2, 12))]
+    found = {int(digest(content.view(dtype).view(2, 12)))}
     for byte, bit in itertools.product(range(len(content)), range(8)):
         changed = content.clone()
         changed[byte] ^= 1 << bit
-        found.append(digest(changed.view(dtype).view(2, 12)))
-    assert len({int(one) for one in found}) == 1 + 8 * len(content)
+        found.add(int(digest(changed.view(dtype).view(2, 12))))
+    assert len(found) == 1 + 8 * len(content)
 
 
 def test_the_digest_tells_elements_that_have_changed_places_or_signs() -> None:
     values = torch.randn(3 * strategy.DIGEST_PIECE)
-    others = (values, values.roll(strategy.DIGEST_PIECE), -values, values.flip(0))
-    assert len({int(digest(one)) for one in others}) == 4 and digest(values) == digest(values.clone())
+    others = (values, values.clone(), values.roll(strategy.DIGEST_PIECE), -values, values.flip(0))
+    assert len({int(digest(one)) for one in others}) == 4
 
 
 @pytest.mark.parametrize(
@@ -148,28 +144,8 @@ def test_workers_that_need_not_compute_alike_are_not_compared(
         rank = context.rank
         return Computer(context, {}, {}, kinds[rank], kernels[rank]).is_due()
 
-    assert run_ranks(3, work) == [expected] * 3
+    assert results_of_threads(3, work) == [expected] * 3
     assert ("what they compute is not compared" in caplog.text) != expected
-
-
-@pytest.mark.parametrize(
-    ("step", "generation", "expected"),
-    [
-        (20, 1, False),
-        (21, 1, True),
-        (99, 4, True),
-        (99, 5, False),
-        (20, 0, False),
-        (21, 0, True),  # of an earlier version, which recorded no generation
-    ],
-)
-def test_what_a_generation_before_a_difference_saved_past_the_last_step_that_agreed_is_distrusted(
-    step: int, generation: int, expected: bool
-) -> None:
-    """Workers have differed twice: in generation 2 after step 40, in generation 4 after step 20."""
-    manifest = make_manifest(step, generation=generation)
-    assert is_distrusted(manifest, [(40, 3), (20, 5)]) == expected
-    assert not is_distrusted(manifest, [])
 
 
 @pytest.mark.slow

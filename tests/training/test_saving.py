@@ -1,18 +1,20 @@
 """When and where a run's state is saved, on one rank or on nodes that share no folder."""
 
 import errno
+import platform
 import re
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from conftest import SMALL
-from support.ranks import run_ranks
+from support.golden import Golden
+from support.ranks import results_of_threads
 from support.single_process import SingleProcess
 from support.snapshots import TENSORS, make_manifest, make_store, write
 
@@ -31,16 +33,6 @@ TOKEN = "0123456789abcdef" * 2
 STEP = 10  # of the states that are saved
 
 
-@pytest.fixture
-def logger() -> Any:
-    return Mock(last={"train": {"step": 1, "train/loss": 1.0}})
-
-
-@pytest.fixture
-def saving(tmp_path: Path, logger: Any) -> Saving:
-    return make_saving(tmp_path, {}, logger=logger)
-
-
 def make_saving(
     tmp_path: Path,
     settings: dict[str, Any],
@@ -48,12 +40,18 @@ def make_saving(
     offers: Sequence[Offer] = (),
     logger: Any = None,
     is_sharded: bool = False,
+    keeps_snapshots: bool = True,
+    rank: int = 0,
 ) -> Saving:
     """The Saving of a run at step STEP. Each of several ranks has a node and a disk of its own.
 
+    Without a context there is this rank alone.
+
     `offers` are those of the search, which has found the snapshot of STEP if there are any.
     """
-    context = context or SingleProcess()
+    if context is None:
+        context = SingleProcess()
+        context.rank = rank
     config = build(SMALL | {"run_dir": str(tmp_path)} | settings)
     found = StoredState(make_manifest(STEP), None, [], {}, 0, None) if offers else None
     start: Any = SimpleNamespace(
@@ -69,7 +67,7 @@ def make_saving(
             found=Found(offers[0] if offers else None, "", offers),
             snapshot_writers=range(max(context.world_size, context.rank + 1)),
         ),
-        keeps_snapshots=True,
+        keeps_snapshots=keeps_snapshots,
         corpus=make_corpus(TEXT, config.data),
     )
     state: Any = SimpleNamespace(
@@ -88,53 +86,27 @@ def make_saving(
     return Saving(run, logger)
 
 
-def on_second_node(tmp_path: Path, settings: dict[str, Any]) -> Saving:
-    """The Saving of rank 1 of two nodes that share no folder."""
-    context = SingleProcess()
-    context.rank = 1
-    return make_saving(tmp_path, settings, context)
-
-
-def fail_from(saving: Saving, step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make snapshots from this step on fail to be written."""
-    write = saving.disk.store.commit
-
-    def faulty_write(manifest: Manifest) -> None:
-        if manifest.step >= step:
-            raise error
-        write(manifest)
-
-    monkeypatch.setattr(saving.disk.store, "commit", faulty_write)
-
-
-@pytest.mark.parametrize(
-    ("code", "first", "expected"),
-    [
-        (
-            errno.EIO,
-            20,
-            "the run stands at step 10 there: make room or repair it, and start the same command again, "
-            "which goes on from there",
-        ),
-        (
-            errno.ENOSPC,
-            0,
-            "there is none before it: make room or repair it, and start the same command again",
-        ),
-    ],
-)
-def test_a_last_snapshot_that_cannot_be_written_ends_the_job_in_a_sentence(
-    code: int, first: int, expected: str, saving: Saving, logger: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fail_from(saving, first, OSError(code, "broken"), monkeypatch)
-    for step in (10, 20):
+def save_at(saving: Saving, *steps: int, waits: bool = True, is_end: bool = False) -> None:
+    """Save the states of these steps; with `waits`, wait until each is written."""
+    for step in steps:
         saving.state.step = step
-        saving.save()
+        saving.save(is_end=is_end)
+        if waits:
+            saving.saver.wait()
+
+
+@pytest.mark.parametrize(("code", "before"), [(errno.EIO, [10]), (errno.ENOSPC, [])])
+def test_a_last_snapshot_that_cannot_be_written_ends_the_job_in_a_sentence(
+    code: int, before: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
+    logger: Any = Mock(last={"train": {"step": 1, "train/loss": 1.0}})
+    saving = make_saving(tmp_path, {}, logger=logger)
+    save_at(saving, *before)
+    monkeypatch.setattr(saving.disk.store, "commit", Mock(side_effect=OSError(code, "broken")))
+    save_at(saving, 20)
     with pytest.raises(NonRetryableError) as error:
         saving.finish()
-    assert str(error.value) == (
-        f"the snapshot of step 20 cannot be written to {saving.disk.store.url} (broken) and {expected}"
-    )
+    golden(str(error.value))
     logger.failed.assert_called_once_with(20, str(error.value))
 
 
@@ -143,15 +115,10 @@ def test_one_rank_per_folder_sets_snapshots_aside_even_if_all_ranks_write_there(
     is_keeper: bool, left: list[int], tmp_path: Path
 ) -> None:
     """Each node sets aside those in its own memory."""
-    saving = make_saving(tmp_path, {"snapshot.memory_every": 1000})
+    saving = make_saving(tmp_path, {"snapshot.memory_every": 1000}, keeps_snapshots=is_keeper)
     saving.allocate()
-    for step in (10, 20):
-        saving.state.step = step
-        saving.save()
-    saving.wait()
+    save_at(saving, 10, 20)
     write(saving.memory.store, make_manifest(20))
-    start: Any = saving.start
-    start.keeps_snapshots = is_keeper
     assert saving.set_aside_after(10) == left[-1]
     assert sorted(saving.disk.store.steps()) == left
     assert saving.memory.store.steps() == []
@@ -159,12 +126,11 @@ def test_one_rank_per_folder_sets_snapshots_aside_even_if_all_ranks_write_there(
 
 
 def test_waiting_long_for_the_write_before_is_said_once(
-    saving: Saving, logger: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("mingpt.training.saving.LONG_WAIT_S", -1.0)
-    for step in (10, 15, 20, 25):
-        saving.state.step = step
-        saving.save()
+    saving = make_saving(tmp_path, {})
+    save_at(saving, 10, 15, 20, 25, waits=False)
     saving.finish()
     (line,) = caplog.messages
     expected = r"training waited \d+\.\d s until the snapshot of step 10 was written: raise snapshot\."
@@ -176,11 +142,9 @@ def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
     local_every: int | None, expected: list[int], tmp_path: Path
 ) -> None:
     """The node's first worker, which is not rank 0, saves them; the last one is always kept."""
-    saving = on_second_node(tmp_path, {"snapshot.local_every": local_every})
-    for step in (5, 10, 15, 18):
-        saving.state.step = step
-        saving.save(is_end=step == 18)
-        saving.saver.wait()
+    saving = make_saving(tmp_path, {"snapshot.local_every": local_every}, rank=1)
+    save_at(saving, 5, 10, 15)
+    save_at(saving, 18, is_end=True)
     assert sorted(saving.disk.store.steps()) == expected
     assert saving.counts[0] == 0, "what counts for the job is on rank 0's disk"
     assert not saving.is_missing()
@@ -190,7 +154,7 @@ def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
 
 def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node leaves out its own copies meanwhile, but not the last one."""
-    saving = on_second_node(tmp_path, {})
+    saving = make_saving(tmp_path, {}, rank=1)
     write, may_go_on = saving.disk.store.commit, threading.Event()
 
     def slow_write(manifest: Manifest) -> None:
@@ -199,12 +163,10 @@ def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(saving.disk.store, "commit", slow_write)
     for step in (5, 10, 15):
-        saving.state.step = saving.durable_step = step
-        saving.save()
+        saving.durable_step = step
+        save_at(saving, step, waits=False)
     may_go_on.set()
-    saving.state.step = 18
-    saving.save(is_end=True)
-    saving.saver.wait()
+    save_at(saving, 18, is_end=True)
     assert sorted(saving.disk.store.steps()) == [5, 18]
 
 
@@ -226,38 +188,33 @@ def test_without_a_shared_folder_every_node_writes_the_state_or_two_do_if_it_is_
         saving = make_saving(tmp_path / str(context.rank), {}, context, is_sharded=is_sharded)
         return list(saving.disk.writers), list(saving.memory.writers)
 
-    assert run_ranks(3, work) == [(expected, expected)] * 3
+    assert results_of_threads(3, work) == [(expected, expected)] * 3
 
 
-class Steps(NamedTuple):
-    """The steps of the snapshots that a node has."""
-
-    in_memory: list[int]
-    on_disk: list[int]
+NOWHERE: tuple[list[int], list[int]] = ([], [])
 
 
 def after_allocate(
-    tmp_path: Path, settings: dict[str, Any], offers: Sequence[Offer], held: Callable[[Saving], None]
-) -> list[Steps]:
-    """What three nodes that share no folder have after `Saving.allocate`, by rank.
+    tmp_path: Path, memory_every: int, offers: Sequence[Offer], holders: Sequence[int] = ()
+) -> list[tuple[list[int], list[int]]]:
+    """The steps in memory and on disk that three nodes have after `Saving.allocate`; they share no folder.
 
-    `held` is called on each rank before, and may write what that rank's node has.
+    The memory of the ranks `holders` has the snapshot of STEP before, from an earlier generation.
     """
 
-    def work(context: DistributedContext) -> Steps:
+    def work(context: DistributedContext) -> tuple[list[int], list[int]]:
         folder = tmp_path / str(context.rank)
         folder.mkdir()
-        saving = make_saving(folder, settings, context, offers)
-        held(saving)
+        saving = make_saving(folder, {"snapshot.memory_every": memory_every}, context, offers)
+        memory = saving.start.memory
+        if context.rank in holders:
+            memory.root.mkdir(mode=0o700)
+            write(Store(str(memory.root / TOKEN)), make_manifest(STEP))
         saving.allocate()
-        in_memory = {step for store in saving.start.memory.stores() for step in store.steps()}
-        return Steps(sorted(in_memory), saving.disk.store.steps())
+        in_memory = {step for store in memory.stores() for step in store.steps()}
+        return sorted(in_memory), saving.disk.store.steps()
 
-    results = run_ranks(3, work)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results  # type: ignore[return-value]
+    return results_of_threads(3, work)
 
 
 def in_memory_of(*ranks: int) -> list[Offer]:
@@ -265,42 +222,27 @@ def in_memory_of(*ranks: int) -> list[Offer]:
     return [Offer(STEP, False, "", rank, 1) for rank in ranks]
 
 
-@pytest.mark.parametrize("memory_every", [5, 0])
-def test_a_writer_without_the_snapshot_of_the_start_gets_it_before_the_first_step(
-    memory_every: int, tmp_path: Path
+ONE_LACKS = [Offer(STEP, True, "", 0, 0), *in_memory_of(2), Offer(STEP, True, "", 1, 0, None, "bad")]
+
+
+@pytest.mark.parametrize(
+    ("memory_every", "offers", "got"),
+    [
+        (5, ONE_LACKS, ([STEP], [])),
+        (0, ONE_LACKS, ([], [STEP])),
+        (5, in_memory_of(0, 1, 2), NOWHERE),
+        (5, [], NOWHERE),
+    ],
+    ids=["to memory", "to disk", "all have it", "a fresh run"],
+)
+def test_only_a_writer_without_the_snapshot_of_the_start_gets_it_before_the_first_step(
+    memory_every: int, offers: list[Offer], got: tuple[list[int], list[int]], tmp_path: Path
 ) -> None:
-    """It goes to the memory or, without snapshots in memory, to the disk. Nobody else writes."""
-    settings = {"snapshot.memory_every": memory_every}
-    offers = [
-        Offer(STEP, True, "", 0, 0),
-        Offer(STEP, False, "", 2, 1),
-        Offer(STEP, True, "", 1, 0, None, "bad"),
-    ]
-    got = Steps([STEP], []) if memory_every else Steps([], [STEP])
-    assert after_allocate(tmp_path, settings, offers, lambda saving: None) == [
-        Steps([], []),
-        got,
-        Steps([], []),
-    ]
-
-
-@pytest.mark.parametrize("offers", [[], in_memory_of(0, 1, 2)], ids=["a fresh run", "all have it"])
-def test_nothing_is_written_before_the_first_step_if_no_writer_lacks_a_snapshot(
-    offers: list[Offer], tmp_path: Path
-) -> None:
-    settings = {"snapshot.memory_every": 5}
-    assert after_allocate(tmp_path, settings, offers, lambda saving: None) == [Steps([], [])] * 3
-
-
-def hold_in_memory(saving: Saving) -> None:
-    """Write the snapshot of STEP to the memory of each node but that of rank 1, for an earlier generation."""
-    if saving.context.rank != 1:
-        saving.start.memory.root.mkdir(mode=0o700)
-        write(Store(str(saving.start.memory.root / TOKEN[::-1])), make_manifest(STEP))
+    assert after_allocate(tmp_path, memory_every, offers) == [NOWHERE, got, NOWHERE]
 
 
 def test_a_node_with_too_little_memory_ends_snapshots_in_memory_for_all_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, golden: Golden
 ) -> None:
     """The memory of two nodes keeps the snapshot until a newer one is on disk; the third node gets it."""
     disk_usage = shutil.disk_usage
@@ -310,25 +252,18 @@ def test_a_node_with_too_little_memory_ends_snapshots_in_memory_for_all_in_one_l
         return SimpleNamespace(free=100) if is_small else disk_usage(path)
 
     monkeypatch.setattr("mingpt.snapshot.memory.shutil.disk_usage", usage)
-    settings = {"snapshot.memory_every": 5}
-    found = after_allocate(tmp_path, settings, in_memory_of(0, 2), hold_in_memory)
-    assert found == [Steps([STEP], []), Steps([], [STEP]), Steps([STEP], [])]
+    found = after_allocate(tmp_path, 5, in_memory_of(0, 2), holders=[0, 2])
+    assert found == [([STEP], []), ([], [STEP]), ([STEP], [])]
     (line,) = caplog.messages
-    assert line.startswith(f"no snapshots in memory: {tmp_path}/1 cannot be used (No space left for two")
-    assert "set snapshot.memory_path to a larger folder, or snapshot.memory_every=0" in line
+    golden(line.replace(platform.node(), "HOST"))
 
 
 def test_no_rank_saves_to_memory_after_a_save_there_has_failed_on_another(tmp_path: Path) -> None:
     saving = make_saving(tmp_path, {"snapshot.memory_every": 5, "snapshot.every": 1000})
     saving.allocate()
-    saving.save()
-    saving.wait()
-    assert saving.memory.store.steps() == [STEP]
+    save_at(saving, STEP)
     saving.note_counts(0, 0, 1)
-    saving.state.step = STEP + 5
-    saving.save()
-    saving.wait()
+    save_at(saving, STEP + 5)
     assert saving.memory.store.steps() == [STEP] and saving.disk.store.steps() == []
-    saving.save(is_end=True)
-    saving.wait()
+    save_at(saving, STEP + 5, is_end=True)
     assert saving.start.memory.stores() == [] and saving.disk.store.steps() == [STEP + 5]
