@@ -8,8 +8,6 @@ the package is too large to install for this.
 import copy
 import re
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -17,8 +15,8 @@ import pytest
 import yaml
 from conftest import ROOT
 from kubeflow_trainer_api import models
+from support.manifests import KUBERNETES, MANIFESTS, resources, with_key
 
-LAUNCH = ROOT / "launch"
 CUSTOM = {"JobSet": models.JobsetV1alpha2JobSet, "TrainJob": models.TrainerV1alpha1TrainJob}
 API_VERSIONS = {"JobSet": "jobset.x-k8s.io/v1alpha2", "TrainJob": "trainer.kubeflow.org/v1alpha1"}
 OLDEST, NEWEST = "1.31", kubernetes_validate.latest_version()
@@ -37,80 +35,44 @@ SKYPILOT_RESOURCES = {"accelerators": str, "use_spot": bool, "infra": str, "cpus
 }
 
 
-def lost(given: Any, kept: Any, path: str = "") -> list[str]:
-    """The keys of `given` that are not in `kept`."""
-    if isinstance(given, dict) and isinstance(kept, dict):
-        found = [f"{path}/{key}" for key in given if key not in kept]
-        pairs = [(f"{path}/{key}", value, kept[key]) for key, value in given.items() if key in kept]
-    elif isinstance(given, list) and isinstance(kept, list):
-        found, pairs = [], [(f"{path}/{n}", *pair) for n, pair in enumerate(zip(given, kept, strict=True))]
-    else:
-        return []
-    return found + [name for where, one, other in pairs for name in lost(one, other, where)]
-
-
-def check_custom(resource: dict[str, Any]) -> None:
-    """Check as Kubernetes' API server does with `--validate=strict`. The models alone allow unknown keys."""
-    model = CUSTOM[resource["kind"]]
-    assert resource["apiVersion"] == API_VERSIONS[resource["kind"]]
-    read = model.from_dict(copy.deepcopy(resource))
-    assert read is not None
-    assert lost(resource, read.to_dict()) == []
-
-
-def check_skypilot(task: dict[str, Any]) -> None:
-    for allowed, section in ((SKYPILOT, task), (SKYPILOT_RESOURCES, task.get("resources", {}))):
-        for key, value in section.items():
-            assert isinstance(value, allowed[key]), key  # type: ignore[arg-type]
+def places(value: Any, place: str = "") -> set[str]:
+    """The places of all values in `value`."""
+    found, inner = {place}, dict(enumerate(value)) if isinstance(value, list) else value
+    for key in inner if isinstance(inner, dict) else ():
+        found |= places(inner[key], f"{place}/{key}")
+    return found
 
 
 def check(resource: dict[str, Any]) -> None:
-    """Check a resource. Raises the error of the checker of its kind."""
-    if "run" in resource:
-        check_skypilot(resource)
-    elif resource["kind"] in CUSTOM:
-        check_custom(resource)
+    """Check a resource as its own checker does: Kubernetes' API server, with `--validate=strict`."""
+    kind = resource.get("kind", "task")
+    if kind == "task":
+        for key, value in [*resource.items(), *resource["resources"].items()]:
+            assert isinstance(value, (SKYPILOT | SKYPILOT_RESOURCES)[key]), key
+    elif kind in CUSTOM:
+        assert resource["apiVersion"] == API_VERSIONS[kind]
+        read = CUSTOM[kind].from_dict(copy.deepcopy(resource))
+        assert read is not None and places(resource) <= places(read.to_dict())  # it allows unknown keys
     else:
         for version in (OLDEST, NEWEST):
             kubernetes_validate.validate(resource, version, strict=True)
 
 
-def resources() -> list[tuple[str, dict[str, Any]]]:
-    paths = [*sorted((LAUNCH / "kubernetes").glob("*.yaml")), LAUNCH / "skypilot.yaml"]
-    return [
-        (f"{path.stem}-{resource.get('kind', 'task')}", resource)
-        for path in paths
-        for resource in yaml.safe_load_all(path.read_text())
-    ]
+RESOURCES = {f"{name} {one.get('kind', 'task')}": one for name in MANIFESTS for one in resources(name)}
 
 
-RESOURCES = resources()
-
-
-@pytest.mark.parametrize(("name", "resource"), RESOURCES, ids=[name for name, _ in RESOURCES])
-def test_a_manifest_passes_its_schema_and_a_misspelt_key_does_not(
-    name: str, resource: dict[str, Any]
-) -> None:
-    check(resource)
-    section = "metadata" if "metadata" in resource else "resources"
+@pytest.mark.parametrize("name", RESOURCES)
+def test_a_manifest_passes_its_schema_and_a_misspelt_key_does_not(name: str) -> None:
+    check(RESOURCES[name])
+    section = "metadata" if "metadata" in RESOURCES[name] else "resources"
+    misspelt = RESOURCES[name][section] | {"namex": "one"}
     with pytest.raises((AssertionError, KeyError, kubernetes_validate.ValidationError)):
-        check(resource | {section: resource[section] | {"namex": "one"}})
+        check(RESOURCES[name] | {section: misspelt})
 
 
-def pod_specs(value: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(value, dict):
-        if "containers" in value:
-            yield value
-        for inner in value.values():
-            yield from pod_specs(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from pod_specs(inner)
-
-
-@pytest.mark.parametrize("path", sorted((LAUNCH / "kubernetes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_pods_run_without_root_and_have_room_for_snapshots_in_memory(path: Path) -> None:
-    pods = [pod for resource in yaml.safe_load_all(path.read_text()) for pod in pod_specs(resource)]
+@pytest.mark.parametrize("name", KUBERNETES)
+def test_pods_run_without_root_and_have_room_for_snapshots_in_memory(name: str) -> None:
+    pods = list(with_key(resources(name), "containers"))
     assert pods
     for pod in pods:
         assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
@@ -125,13 +87,12 @@ def test_the_network_policy_of_the_page_on_security_selects_the_pods_of_the_job(
     (block,) = re.findall(r"^ *```yaml\n(.*?)^ *```$", page, re.MULTILINE | re.DOTALL)
     policy = yaml.safe_load(textwrap.dedent(block))
     check(policy)
-    manifest = yaml.safe_load_all((LAUNCH / "kubernetes/indexed_job.yaml").read_text())
-    kinds = {resource["kind"]: resource for resource in manifest}
+    kinds = {resource["kind"]: resource for resource in resources("kubernetes/indexed_job.yaml")}
     labels = {"job-name": kinds["Job"]["metadata"]["name"]}
     assert kinds["Service"]["spec"]["selector"] == labels
+    selector = {"matchLabels": labels}
     (rule,) = policy["spec"]["ingress"]
-    assert policy["spec"]["podSelector"] == {"matchLabels": labels}
-    assert rule["from"] == [{"podSelector": {"matchLabels": labels}}]
+    assert (policy["spec"]["podSelector"], rule["from"]) == (selector, [{"podSelector": selector}])
     for name in ("jobset", "trainjob"):
-        *_, job = yaml.safe_load_all((LAUNCH / f"kubernetes/{name}.yaml").read_text())
+        job = resources(f"kubernetes/{name}.yaml")[-1]
         assert f"`jobset.sigs.k8s.io/jobset-name: {job['metadata']['name']}`" in page
