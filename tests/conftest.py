@@ -69,7 +69,6 @@ LONG_FILES = (
     "test_splitting.py",
     "test_boxes.py",
     "test_mistakes.py",
-    "test_verify.py",
     "test_sharded_jobs.py",
     "test_stopping.py",
     "test_restarts.py",

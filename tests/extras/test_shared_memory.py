@@ -1,6 +1,5 @@
 """Real ranks of this machine that share memory, and the errors they raise if a peer is gone or frozen."""
 
-import glob
 import itertools
 import os
 import resource
@@ -21,7 +20,7 @@ from mingpt.distributed import DistributedContext
 from mingpt.distributed.exit import is_lost_peer
 from mingpt.distributed.transport import Transport
 from mingpt.extras import shared_memory
-from mingpt.extras.shared_memory import Peers, Segments, SharedMemoryTransport, listen, meet
+from mingpt.extras.shared_memory import SharedMemoryTransport, listen, meet
 
 TIMEOUT_S = 10.0
 
@@ -42,7 +41,7 @@ def exchange(context: DistributedContext) -> list[bool]:
     """Whether parts and sums arrive as they are, by gloo and by the segments, in rounds of other sizes."""
     as_expected = []
     for carrier in (Transport(context.rank, context.world_size), connected(context)):
-        for longest, at_once in itertools.product((3, 1, 10, 100_000), (False, True)):
+        for longest, at_once in itertools.product((3, 1, 100_000), (False, True)):
             sizes = [0, *range(longest, longest + context.world_size - 1)]
             own = torch.full((sizes[context.rank],), context.rank, dtype=torch.bfloat16)
             parts = carrier.all_gather_parts(list(own.split(5)), sizes, at_once)
@@ -54,26 +53,25 @@ def exchange(context: DistributedContext) -> list[bool]:
     return as_expected
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_parts_of_several_sizes_and_sums_reach_all_ranks(ranks: int) -> None:
     """One of the parts has no elements."""
-    assert results_of(ranks, exchange) == [16 * (ranks + 1) * [True]] * ranks
+    assert results_of(ranks, exchange) == [12 * (ranks + 1) * [True]] * ranks
 
 
 def end_after_rank_0_has_gone(context: DistributedContext) -> bool:
     """Rank 0 has read all that it needs, and leaves before the other ranks have read their numbers."""
-    carrier = connected(context)
-    carrier.segments.begin(8)
-    carrier.peers.barrier()
+    peers = connected(context).peers
+    peers.barrier()
     if context.rank == 0:
-        carrier.peers.end()
-        carrier.peers.sockets[1].close()
+        peers.end()
+        peers.sockets[1].close()
     context.all_gather_object(None)
     if context.rank == 1:
-        carrier.peers.end()
-        carrier.segments.begin(8)  # rank 0 had already ended
+        peers.end()
+        peers.wait_for_end()  # rank 0 had already ended
         with pytest.raises(Exception, match="Connection closed by worker 0"):
-            carrier.peers.barrier()
+            peers.barrier()
     return True
 
 
@@ -153,16 +151,3 @@ def meet_after_a_stranger(context: DistributedContext) -> bytes:
 
 def test_a_process_that_is_no_peer_is_turned_away() -> None:
     assert results_of(2, meet_after_a_stranger) == [b"\1", b"\1"]
-
-
-def open_segments() -> list[str]:
-    """This process's descriptors of files in memory; threads of other tests open and close other files."""
-    return sorted(path for path in glob.glob("/proc/self/fd/*") if "memfd:" in os.path.realpath(path))
-
-
-def test_a_segment_that_cannot_be_made_leaves_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "ftruncate", lambda *_: 1 / 0)
-    before = open_segments()
-    with pytest.raises(ZeroDivisionError):
-        Segments(Peers(0, {}, 1.0), [0]).begin(1)
-    assert open_segments() == before

@@ -1,31 +1,153 @@
-"""Every command in launch/ parses, its flags and settings are known, and it runs if it can run here.
+"""The commands and manifests in launch/: flags, settings and keys are known, and they run if they can.
 
 The scripts of the manifests run as they are, one process per node. Commands of a cluster that a single
 machine lacks are replaced by stubs: `getent` knows every node's name, and the nodes are 127.0.0.1, 127.0.0.2,
 ...
+
+Kubernetes' own kinds are checked against the schemas in kubernetes-validate; JobSet and TrainJob against the
+models of kubeflow-trainer-api, which are made from their CRDs; SkyPilot against the keys of its task files,
+listed here, since the package is too large to install for this.
 """
 
+import copy
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import kubernetes_validate
 import pytest
+import yaml
 from conftest import ROOT, Start, command, final_hash
+from kubeflow_trainer_api import models
 from support.jobs import free_port
-from support.manifests import LAUNCH, MANIFESTS, script_of
 
 from anynode.command import torchrun_options
 from mingpt.config.cli import parse
 
+LAUNCH = ROOT / "launch"
+KUBERNETES = [f"kubernetes/{path.name}" for path in sorted((LAUNCH / "kubernetes").glob("*.yaml"))]
+MANIFESTS = [*KUBERNETES, "skypilot.yaml"]
+ONCE_A_WEEK = ["kubernetes/indexed_job.yaml", "kubernetes/trainjob.yaml"]
+VALUES = {"--nnodes": "1:2", "--nproc": "2", "--rdzv": "127.0.0.1:29400", "--local_addr": "127.0.0.1"}
+CUSTOM = {"JobSet": models.JobsetV1alpha2JobSet, "TrainJob": models.TrainerV1alpha1TrainJob}
+API_VERSIONS = {"JobSet": "jobset.x-k8s.io/v1alpha2", "TrainJob": "trainer.kubeflow.org/v1alpha1"}
+OLDEST, NEWEST = "1.31", kubernetes_validate.latest_version()
+# {key: type}, from https://docs.skypilot.co/en/latest/reference/yaml-spec.html
+SKYPILOT = {"name": str, "num_nodes": int, "workdir": str, "resources": dict, "envs": dict} | {
+    "setup": str,
+    "run": str,
+    "file_mounts": dict,
+    "secrets": dict,
+    "volumes": dict,
+}
+SKYPILOT_RESOURCES = {"accelerators": str, "use_spot": bool, "infra": str, "cpus": str, "memory": str} | {
+    "disk_size": int,
+    "image_id": str,
+    "job_recovery": (str, dict),
+}
+
+
+def resources(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((LAUNCH / name).read_text()))
+
+
+def with_key(value: Any, key: str) -> Iterator[dict[str, Any]]:
+    """Yield each mapping that has `key`, in `value` or below it."""
+    if isinstance(value, dict) and key in value:
+        yield value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    for each in inner:
+        yield from with_key(each, key)
+
+
+def script_of(name: str) -> tuple[str, dict[str, str]]:
+    """(the shell script of a manifest, the environment that the manifest itself sets)."""
+    for task in with_key(resources(name), "run"):
+        return task["run"], {key: value or "" for key, value in task["envs"].items()}
+    container, *_ = with_key(resources(name), "args")
+    assert container["command"] == ["bash", "-euc"]
+    (script,) = container["args"]
+    return script, {entry["name"]: entry.get("value", "") for entry in container["env"]}
+
+
 SHELL = [path for path in sorted(LAUNCH.rglob("*")) if path.suffix in (".sh", ".sbatch")]
 SCRIPTS = {str(path.relative_to(LAUNCH)): path.read_text() for path in SHELL}
 SCRIPTS |= {name: script_of(name)[0] for name in MANIFESTS}
-ONCE_A_WEEK = ["kubernetes/indexed_job.yaml", "kubernetes/trainjob.yaml"]
-VALUES = {"--nnodes": "1:2", "--nproc": "2", "--rdzv": "127.0.0.1:29400", "--local_addr": "127.0.0.1"}
+
+
+# Manifests
+
+
+def places(value: Any, place: str = "") -> set[str]:
+    """The places of all values in `value`."""
+    found, inner = {place}, dict(enumerate(value)) if isinstance(value, list) else value
+    for key in inner if isinstance(inner, dict) else ():
+        found |= places(inner[key], f"{place}/{key}")
+    return found
+
+
+def check(resource: dict[str, Any]) -> None:
+    """Check a resource as its own checker does: Kubernetes' API server, with `--validate=strict`."""
+    kind = resource.get("kind", "task")
+    if kind == "task":
+        for key, value in [*resource.items(), *resource["resources"].items()]:
+            assert isinstance(value, (SKYPILOT | SKYPILOT_RESOURCES)[key]), key
+    elif kind in CUSTOM:
+        assert resource["apiVersion"] == API_VERSIONS[kind]
+        read = CUSTOM[kind].from_dict(copy.deepcopy(resource))
+        assert read is not None and places(resource) <= places(read.to_dict())  # it allows unknown keys
+    else:
+        for version in (OLDEST, NEWEST):
+            kubernetes_validate.validate(resource, version, strict=True)
+
+
+RESOURCES = {f"{name} {one.get('kind', 'task')}": one for name in MANIFESTS for one in resources(name)}
+
+
+@pytest.mark.parametrize("name", RESOURCES)
+def test_a_manifest_passes_its_schema_and_a_misspelt_key_does_not(name: str) -> None:
+    check(RESOURCES[name])
+    section = "metadata" if "metadata" in RESOURCES[name] else "resources"
+    misspelt = RESOURCES[name][section] | {"namex": "one"}
+    with pytest.raises((AssertionError, KeyError, kubernetes_validate.ValidationError)):
+        check(RESOURCES[name] | {section: misspelt})
+
+
+@pytest.mark.parametrize("name", KUBERNETES)
+def test_pods_run_without_root_and_have_room_for_snapshots_in_memory(name: str) -> None:
+    pods = list(with_key(resources(name), "containers"))
+    assert pods
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
+        (container,) = pod["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_network_policy_of_the_page_on_security_selects_the_pods_of_the_job() -> None:
+    page = (ROOT / "docs/security.md").read_text()
+    (block,) = re.findall(r"^ *```yaml\n(.*?)^ *```$", page, re.MULTILINE | re.DOTALL)
+    policy = yaml.safe_load(textwrap.dedent(block))
+    check(policy)
+    service, _, job = resources("kubernetes/indexed_job.yaml")
+    labels = {"job-name": job["metadata"]["name"]}
+    selector = {"matchLabels": labels}
+    (rule,) = policy["spec"]["ingress"]
+    assert (policy["spec"]["podSelector"], rule["from"]) == (selector, [{"podSelector": selector}])
+    assert service["spec"]["selector"] == labels
+    for name in ("jobset", "trainjob"):
+        job = resources(f"kubernetes/{name}.yaml")[-1]
+        assert f"`jobset.sigs.k8s.io/jobset-name: {job['metadata']['name']}`" in page
+
+
+# Commands
 
 
 def commands(script: str) -> list[str]:

@@ -90,16 +90,30 @@ def test_the_end_of_a_killed_generation_is_told_by_the_next(
     assert content["steps_lost"] == step - 10 and content["seconds_lost"] >= 2 * 0.5
 
 
-def test_a_job_begins_with_its_first_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another job may begin as a restart: the store tells of a generation that left no record."""
-    now, found = 1000.0, list[float]()
+def test_what_a_job_began_with_is_on_record_until_another_job_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job may begin as a restart: the store tells of a generation that left no record.
+
+    In a restart the newest snapshot on disk, here that of step 20, may be gone with its disk.
+    """
+    now, found = 1000.0, []
     monkeypatch.setattr("mingpt.report.history.time", Mock(time=lambda: now, monotonic=lambda: now))
-    for job, is_restart in (("one", False), ("one", True), ("two", True), ("two", False)):
-        start = make_run(tmp_path, job=job, is_restart=is_restart, process_began=now - 3)
-        open_history(tmp_path).start_generation(start)
-        found.append(read(tmp_path)["job_began"])
+    for job, step, is_restart in (
+        ("one", 10, False),
+        ("one", 15, True),
+        ("two", 15, True),
+        ("two", 5, False),
+    ):
+        history = open_history(tmp_path)
+        start = make_run(tmp_path, step=step, job=job, is_restart=is_restart, process_began=now - 3)
+        history.start_generation(start)
+        content = read(tmp_path)
+        found.append((content["job_began"], content["durable_step"], read_job_start(content)))
+        history.note_durable(20)
+        history.record({}, {})  # otherwise the file is written a moment later
         now += 100
-    assert found == [997, 997, 1197, 1197]
+    assert found == [(997, 0, 10), (997, 20, 10), (1197, 20, 10), (1197, 0, 5)]
 
 
 def test_no_step_waits_for_a_slow_disk_and_the_latest_content_is_written(
@@ -191,20 +205,6 @@ def test_a_job_that_ends_before_its_last_generation_has_begun_is_noted(tmp_path:
     history.end("finished", 3, "finished")
     mark_ended(tmp_path, "stopped")
     assert read(tmp_path)["status"] == "finished"
-
-
-def test_the_start_of_the_job_and_the_newest_snapshot_on_disk_are_on_record_until_another_job_begins(
-    tmp_path: Path,
-) -> None:
-    """The disk with the snapshot may be gone, and a restart is in memory."""
-    history, found = open_history(tmp_path), []
-    begin(history, 10)
-    history.note_durable(20)
-    history.record({}, {})
-    for step, is_restart in ((15, True), (5, False)):
-        begin(open_history(tmp_path), step, is_restart)
-        found.append((read(tmp_path)["durable_step"], read_job_start(read(tmp_path))))
-    assert found == [(20, 10), (0, 5)]
 
 
 def test_a_thread_may_record_while_another_thread_records(

@@ -63,10 +63,10 @@ def test_a_picture_that_cannot_be_drawn_is_one_line_and_the_next_one_is(
 ) -> None:
     plot = LossPlot(make_run(tmp_path))
     the_figure.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib.figure", None)  # importing it raises ImportError
-        plot.draw()
-        plot.draw()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # importing it raises ImportError
+    plot.draw()
+    plot.draw()
+    monkeypatch.undo()
     plot.close()
     failed, worked = caplog.messages
     assert "loss.png cannot be written (ModuleNotFoundError: " in failed

@@ -159,4 +159,5 @@ def test_every_metric_has_its_value_and_utilization_is_the_part_of_the_peak_of_a
         "tokens_per_s": 8 * 32 / 0.5,
         "mfu": pytest.approx(1e6 * (8 * 32 / 0.5) / (2 * PEAK_FLOPS[part])),
     }
-    assert training_values(replace(STATS, device_name=name)) == expected
+    values = training_values(replace(STATS, device_name=name))
+    assert {name: values[name] for name in expected} == expected

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -208,14 +209,11 @@ def test_gpt2_comes_from_the_hubs_cache_without_a_network_unless_there_is_such_a
     for name in ("gpt2", "openai-community/gpt2-xl"):
         assert refusal(import_model, name, str(tmp_path / "out")).startswith(f"{name} cannot be used: ")
     check_import("gpt2", tmp_path / "out", save("gpt2", tmp_path / "gpt2"))
-    for where in ("gpt2-xl", str(tmp_path / "gpt2")):
-        assert "import it first: python -m mingpt import SOURCE OUT" in refusal(open_snapshot, where)
 
 
 def test_a_full_disk_leaves_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
     save("gpt2", tmp_path)
     FaultyDisk(monkeypatch, "replace", ".optimizer.safetensors")
-    said = refusal(import_model, str(tmp_path), str(out))
-    assert said == f"{out} cannot be written: No space left on device"
-    assert list((out / "snapshots").iterdir()) == []
+    said = refusal(import_model, str(tmp_path), str(tmp_path / "out"))
+    assert said == f"{tmp_path}/out cannot be written: No space left on device"
+    assert os.listdir(tmp_path / "out" / "snapshots") == []

@@ -19,7 +19,7 @@ import pytest
 import zstandard
 from conftest import ROOT
 from pyarrow import parquet
-from support.commands import refusal, refused, run_here
+from support.commands import refusal, refused
 from support.faults import FaultyDisk
 from support.golden import Golden
 from support.prepared import END, digests, mixed, prepared, read_meta, run_apart, tokens_of
@@ -130,6 +130,7 @@ def test_a_vocabulary_past_65536_takes_four_bytes_a_token(tmp_path: Path) -> Non
 # The BPE
 
 
+@pytest.mark.slow
 def test_own_bpe_is_the_same_with_one_thread_and_trains_on_no_validation(bpe: Path, tmp_path: Path) -> None:
     """All files are the same, from training to shards. The last tenth is for validation."""
     assert read_meta(bpe.parent)["tokenizer"]["vocab_size"] == 400
@@ -235,13 +236,16 @@ def test_a_mistake_is_one_sentence(words: list[object], tmp_path: Path, golden: 
     golden(said.partition(" Connect call failed")[0])  # the rest is from another package
 
 
-def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Characters need neither of them."""
-    for package in ("tokenizers", "pyarrow"):
-        monkeypatch.setitem(sys.modules, package, None)
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    assert "pip install tokenizers" in refused(main, PLAY, "--out", tmp_path / "bpe", "--tokenizer", "bpe")
-    assert "import of pyarrow" in refused(main, tmp_path / "a.parquet", "--out", tmp_path / "parquet")
+@pytest.mark.parametrize(
+    ("package", "name", "said"),
+    [("tokenizers", "a.txt", "pip install tokenizers"), ("pyarrow", "a.parquet", "import of pyarrow")],
+)
+def test_a_missing_package_is_named_and_characters_need_none(
+    package: str, name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / name).write_bytes(b"PAR1")
+    assert said in refused(main, tmp_path / name, "--out", tmp_path / "bpe", "--tokenizer", "bpe")
     prepared(PLAY, "--out", tmp_path / "out")
 
 
