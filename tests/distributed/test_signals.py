@@ -85,6 +85,7 @@ stacks.note_progress()
 time.sleep(0.5)
 """
 AGENT = {"agent": "os.getppid()"}
+PAUSED = "listener.defer()\nlistener.pause_at = time.monotonic()"
 
 
 @pytest.mark.parametrize(
@@ -115,26 +116,22 @@ def test_alone_a_stop_file_ends_a_process_that_has_not_begun(tmp_path: Path) -> 
     assert not (tmp_path / "STOP").exists()
 
 
-@pytest.mark.parametrize(("kind", "code"), [("SIGUSR1", ""), ("SIGHUP", "listener.defer()")])
-def test_a_request_waits_for_an_agreement_and_a_second_one_does_not(
-    kind: str, code: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "code", "earlier"),
+    [("SIGUSR1", "", ""), ("SIGHUP", "listener.defer()", ""), ("SIGTERM", PAUSED, "trainer.pause_after\n")],
+)
+def test_a_request_waits_for_an_agreement_and_a_second_signal_does_not(
+    kind: str, code: str, earlier: str, tmp_path: Path
 ) -> None:
+    """After the time of a pause, a signal counts as the first."""
     process = listen(tmp_path, code + "\nlistener.exit.timeout_s = 60")
+    assert process.stdout is not None and (not earlier or process.stdout.readline() == earlier)
     process.send_signal(getattr(signal, kind))
-    assert process.stdout is not None and process.stdout.readline() == f"{kind}\n"
+    assert process.stdout.readline() == f"{kind}\n"
     time.sleep(1.2)  # any sooner, both signals would count as one
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert ended(process)[0] == 130
-
-
-def test_after_the_time_of_a_pause_a_signal_counts_as_the_first(tmp_path: Path) -> None:
-    then = "listener.pause_at = time.monotonic()"
-    process = listen(tmp_path, "listener.defer()\nlistener.exit.timeout_s = 60", then=then)
-    assert process.stdout is not None and process.stdout.readline() == "trainer.pause_after\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout.readline() == "SIGTERM\n" and process.poll() is None
-    process.kill()
 
 
 def test_only_the_listening_thread_takes_signals(tmp_path: Path) -> None:
@@ -176,7 +173,7 @@ LEAVES = "listener.exit.launch = launch\nlistener.exit.exit_process(RuntimeError
     ],
 )
 def test_a_lost_peer_or_agent_ends_the_process_though_its_main_thread_waits(
-    how: dict[str, str], said: str, tmp_path: Path
+    how: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     code, shown = ended(listen(tmp_path, **how))
     assert code == 1 and said in shown and len(shown.splitlines()) == 1, shown

@@ -123,7 +123,7 @@ def falls_back(context: DistributedContext, spoil: Callable[[], object]) -> bool
         # A sandbox that allows making sockets but not connecting them.
         partial(setattr, shared_memory, "meet", Mock(return_value=None)),
         # The module can neither be imported, nor can its types be unpickled.
-        partial(sys.modules.__setitem__, "mingpt.extras.shared_memory", None),
+        partial(vars(sys)["modules"].update, {"mingpt.extras.shared_memory": None}),
         partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1 << 33, -1)),  # ulimit -f
         partial(resource.setrlimit, resource.RLIMIT_AS, (1 << 33, -1)),  # ulimit -v
     ],

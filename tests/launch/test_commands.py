@@ -1,4 +1,4 @@
-"""The commands and manifests in launch/: flags, settings and keys are known, and they run if they can.
+"""The commands and manifests in launch/: flags, settings and keys are known, and they run where they can.
 
 The scripts of the manifests run as they are, one process per node. Commands of a cluster that a single
 machine lacks are replaced by stubs: `getent` knows every node's name, and the nodes are 127.0.0.1, 127.0.0.2,
@@ -39,18 +39,20 @@ CUSTOM = {"JobSet": models.JobsetV1alpha2JobSet, "TrainJob": models.TrainerV1alp
 API_VERSIONS = {"JobSet": "jobset.x-k8s.io/v1alpha2", "TrainJob": "trainer.kubeflow.org/v1alpha1"}
 OLDEST, NEWEST = "1.31", kubernetes_validate.latest_version()
 # {key: type}, from https://docs.skypilot.co/en/latest/reference/yaml-spec.html
-SKYPILOT = {"name": str, "num_nodes": int, "workdir": str, "resources": dict, "envs": dict} | {
-    "setup": str,
-    "run": str,
-    "file_mounts": dict,
-    "secrets": dict,
-    "volumes": dict,
-}
-SKYPILOT_RESOURCES = {"accelerators": str, "use_spot": bool, "infra": str, "cpus": str, "memory": str} | {
-    "disk_size": int,
-    "image_id": str,
-    "job_recovery": (str, dict),
-}
+SKYPILOT: dict[str, Any] = {
+    "name": str,
+    "num_nodes": int,
+    "workdir": str,
+    "resources": dict,
+    "envs": dict,
+} | {"setup": str, "run": str, "file_mounts": dict, "secrets": dict, "volumes": dict}
+RESOURCES_OF_TASK: dict[str, Any] = {
+    "accelerators": str,
+    "use_spot": bool,
+    "infra": str,
+    "cpus": str,
+    "memory": str,
+} | {"disk_size": int, "image_id": str, "job_recovery": (str, dict)}
 
 
 def resources(name: str) -> list[dict[str, Any]]:
@@ -96,8 +98,8 @@ def check(resource: dict[str, Any]) -> None:
     """Check a resource as its own checker does: Kubernetes' API server, with `--validate=strict`."""
     kind = resource.get("kind", "task")
     if kind == "task":
-        for key, value in [*resource.items(), *resource["resources"].items()]:
-            assert isinstance(value, (SKYPILOT | SKYPILOT_RESOURCES)[key]), key
+        assert all(isinstance(value, SKYPILOT[key]) for key, value in resource.items())
+        assert all(isinstance(value, RESOURCES_OF_TASK[key]) for key, value in resource["resources"].items())
     elif kind in CUSTOM:
         assert resource["apiVersion"] == API_VERSIONS[kind]
         read = CUSTOM[kind].from_dict(copy.deepcopy(resource))

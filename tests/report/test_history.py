@@ -95,7 +95,8 @@ def test_what_a_job_began_with_is_on_record_until_another_job_begins(
 ) -> None:
     """Another job may begin as a restart: the store tells of a generation that left no record.
 
-    In a restart the newest snapshot on disk, here that of step 20, may be gone with its disk.
+    In a restart the newest snapshot on disk, here that of step 20, may be gone with its disk. The time until
+    a restart is lost, here 100 s.
     """
     now, found = 1000.0, []
     monkeypatch.setattr("mingpt.report.history.time", Mock(time=lambda: now, monotonic=lambda: now))
@@ -109,11 +110,12 @@ def test_what_a_job_began_with_is_on_record_until_another_job_begins(
         start = make_run(tmp_path, step=step, job=job, is_restart=is_restart, process_began=now - 3)
         history.start_generation(start)
         content = read(tmp_path)
-        found.append((content["job_began"], content["durable_step"], read_job_start(content)))
+        facts = content["job_began"], content["durable_step"], content["seconds_lost"]
+        found.append((*facts, read_job_start(content)))
         history.note_durable(20)
         history.record({}, {})  # otherwise the file is written a moment later
         now += 100
-    assert found == [(997, 0, 10), (997, 20, 10), (1197, 20, 10), (1197, 0, 5)]
+    assert found == [(997, 0, 0, 10), (997, 20, 100, 10), (1197, 20, 200, 10), (1197, 0, 200, 5)]
 
 
 def test_no_step_waits_for_a_slow_disk_and_the_latest_content_is_written(
