@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -115,6 +116,10 @@ def falls_back(context: DistributedContext, spoil: Callable[[], object]) -> bool
     return type(share_memory(context, 4.0)) is Transport
 
 
+def meet_too_late(*words: Any) -> None:
+    meet(*words)
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -122,12 +127,21 @@ def falls_back(context: DistributedContext, spoil: Callable[[], object]) -> bool
         partial(setattr, shared_memory, "node", Mock(return_value="another")),
         # A sandbox that allows making sockets but not connecting them.
         partial(setattr, shared_memory, "meet", Mock(return_value=None)),
+        partial(setattr, shared_memory, "meet", meet_too_late),
         # The module can neither be imported, nor can its types be unpickled.
         partial(vars(sys)["modules"].update, {"mingpt.extras.shared_memory": None}),
         partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1 << 33, -1)),  # ulimit -f
         partial(resource.setrlimit, resource.RLIMIT_AS, (1 << 33, -1)),  # ulimit -v
     ],
-    ids=["no memfd", "another node", "no connection", "no module", "ulimit -f", "ulimit -v"],
+    ids=[
+        "no memfd",
+        "another node",
+        "no connection",
+        "a late connection",
+        "no module",
+        "ulimit -f",
+        "ulimit -v",
+    ],
 )
 def test_where_one_rank_cannot_no_rank_does(spoil: Callable[[], object]) -> None:
     assert results_of(3, partial(falls_back, spoil=spoil)) == [True] * 3
