@@ -76,7 +76,6 @@ LONG_FILES = (
     "test_splitting.py",
     "test_boxes.py",
     "test_mistakes.py",
-    "test_verify.py",
     "test_any_number_of_workers.py",
     "test_stopping.py",
     "test_restarts.py",

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands import refusal
 from support.single_process import SingleProcess
 
-from mingpt.base.errors import NodeRefused, UserError
+from mingpt.base.errors import NodeRefused
 from mingpt.distributed import Launch, device
 from mingpt.distributed.device import (
     check_gloo,
@@ -25,35 +26,41 @@ from mingpt.training.run import compare_environment
 CPU = torch.device("cpu")
 
 
-def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert find_device("auto", Launch()) == find_device("cpu", Launch()) == CPU
-    with pytest.raises(UserError, match=r"trainer\.device=cuda asks for GPU 0 and this machine has 0"):
-        find_device("cuda", Launch())
-    with pytest.raises(UserError, match="is for one process on a machine with Apple's GPU"):
-        find_device("mps", Launch())
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "has_mps", "workers", "found"),
+    [
+        ("auto", 0, False, 1, "cpu"),
+        ("cpu", 0, False, 1, "cpu"),
+        ("cuda", 0, False, 1, "trainer.device=cuda asks for GPU 0 and this machine has 0"),
+        ("mps", 0, False, 1, "trainer.device=mps is for one process on a machine with Apple's GPU"),
+        ("mps", 0, True, 1, "mps"),  # it is asked for by name, for a single process
+        ("auto", 0, True, 1, "cpu"),
+        ("mps", 0, True, 2, "trainer.device=mps is for one process on a machine with Apple's GPU"),
+        ("auto", 2, False, 3, "cpu"),
+    ],
+)
+def test_a_device_is_taken_if_it_is_there_for_all_workers_and_refused_in_one_sentence(
+    wanted: str, gpus: int, has_mps: bool, workers: int, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
+    launch = Launch(world_size=workers, local_world_size=workers, master_addr="localhost")
+    is_refused = found.startswith("trainer")
+    told = refusal(find_device, wanted, launch) if is_refused else str(find_device(wanted, launch))
+    assert told.startswith(found)
 
 
-def test_apples_gpu_is_asked_for_by_name_and_for_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    two = Launch(world_size=2, local_world_size=2, master_addr="localhost")
-    assert find_device("mps", Launch()).type == "mps"
-    assert find_device("auto", Launch()) == CPU
-    with pytest.raises(UserError, match="is for one process on a machine with Apple's GPU"):
-        find_device("mps", two)
-
-
-def test_auto_takes_the_cpu_and_says_so_if_there_are_fewer_gpus_than_workers(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("wanted", "workers", "is_told"), [("auto", 3, True), ("auto", 2, False), ("cpu", 3, False)]
+)
+def test_gpus_that_auto_leaves_idle_are_told(
+    wanted: str, workers: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    three, two = (Launch(world_size=4, local_world_size=n, master_addr="localhost") for n in (3, 2))
-    assert find_device("auto", three) == CPU
-    assert "has GPUs for 2 of its 3 workers: start 2 there" in str(idle_gpus("auto", three))
-    assert idle_gpus("auto", two) is None and idle_gpus("cpu", three) is None
+    said = idle_gpus(wanted, Launch(world_size=4, local_world_size=workers, master_addr="localhost"))
+    assert ("has GPUs for 2 of its 3 workers: start 2 there" in str(said)) == bool(said) == is_told
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,7 @@ def test_an_edited_file_makes_another_program(tmp_path: Path, monkeypatch: pytes
     for name in ("train.py", "mingpt/base/files.py"):
         (tmp_path / name).write_text(name)
         found.add(find_program())
-    assert len(found) == 3 and all(program.endswith(f"and torch {torch.__version__}") for program in found)
+    assert len(found) == 3 and all(one.endswith(f"and torch {torch.__version__}") for one in found)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +121,14 @@ def test_a_variable_that_chooses_kernels_is_named_in_a_line_of_a_resume(
     assert (f"kernels: none -> {name}=?xx" in caplog.text) == is_named
 
 
-def test_ranks_whose_devices_have_different_dtypes_take_one_that_all_have() -> None:
-    assert common_dtype(["bfloat16", "bfloat16"], "cuda") == "bfloat16"
-    assert common_dtype(["bfloat16", "float16"], "cuda") == "float16"
-    assert common_dtype(["bfloat16", "float32"], "cpu") == "float32"
+@pytest.mark.parametrize(
+    ("other", "device", "dtype"),
+    [("bfloat16", "cuda", "bfloat16"), ("float16", "cuda", "float16"), ("float32", "cpu", "float32")],
+)
+def test_ranks_whose_devices_have_different_dtypes_take_one_that_all_have(
+    other: str, device: str, dtype: str
+) -> None:
+    assert common_dtype(["bfloat16", other], device) == dtype
 
 
 @pytest.mark.parametrize("interface", ["nosuch0", "^lo,docker", "lo,nosuch0"])  # ^ is NCCL's notation

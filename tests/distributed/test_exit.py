@@ -8,19 +8,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch.distributed import DistBackendError, DistNetworkError
 
 from mingpt.base.errors import (
     ExpectedError,
+    LaterGeneration,
     NodeRefused,
     NodesLeave,
     NonRetryableError,
     PeersMissing,
     StopRequested,
+    SupersededError,
     UserError,
 )
 from mingpt.distributed.exit import ExitPlan, PeerLost, ProcessExit, SignalReceived, how_to_exit, is_lost_peer
 from mingpt.distributed.launch import Launch
+from mingpt.distributed.signals import REASONS, SIGNALS
 
 Facts = dict[str, Any]
 
@@ -61,26 +66,28 @@ def test_a_peer_that_does_not_come_is_a_lost_peer() -> None:
     assert is_lost_peer(raised.value)
 
 
+STACKS = {
+    "notes.txt": "",  # a user's
+    "worker-0-earlier1.txt": "stacks",
+    "worker-1-earlier1.txt": "",
+    "worker-0-present1.txt": "stacks",
+    "worker-1-present1.txt": "",
+}
+
+
 def test_empty_stack_files_are_removed_but_not_those_of_the_present_generation(tmp_path: Path) -> None:
     """Its workers have their files open, and others may have opened theirs first."""
     folder = tmp_path / "stacks"
     folder.mkdir()
-    for rank in range(3):
-        (folder / f"worker-{rank}-present1.txt").write_text("" if rank % 2 else "stacks")
-        (folder / f"worker-{rank}-earlier1.txt").write_text("stacks" if rank == 0 else "")
-    (folder / "notes.txt").touch()  # a user's
+    for name, content in STACKS.items():
+        (folder / name).write_text(content)
     rendezvous: Any = SimpleNamespace(generation="present1-and-more", is_restart=bool)
     process_exit = ProcessExit(Launch(rank=3, world_size=4))
     process_exit.join(rendezvous, timeout_s=60.0)
     process_exit.start_run(tmp_path, lambda: 0, lambda why: None)
-    left = sorted(path.name for path in folder.iterdir())
-    assert left == [
-        "notes.txt",
-        "worker-0-earlier1.txt",
-        *(f"worker-{rank}-present1.txt" for rank in range(4)),
-    ]
     assert process_exit.stacks is not None
-    process_exit.stacks.close()
+    process_exit.stacks.close()  # which removes this worker's own, empty file
+    assert {path.name for path in folder.iterdir()} == STACKS.keys() - {"worker-1-earlier1.txt"}
 
 
 WRONG, FULL, VANISHED = (
@@ -190,3 +197,54 @@ def test_how_a_worker_exits(error: Exception | None, launch: Facts, known: Facts
     """The worker is rank 0 of two under torchrun with a restart left, unless `launch` says otherwise."""
     usual: Facts = {"world_size": 2, "local_world_size": 2, "agent_pid": 9, "max_restarts": 1}
     assert how_to_exit(error, Launch(**usual | launch), 7, **known) == plan
+
+
+KINDS: list[type[BaseException]] = [
+    *(UserError, NodeRefused, ExpectedError, NonRetryableError, SupersededError, LaterGeneration, PeerLost),
+    *(OSError, ImportError, RuntimeError, KeyError, MemoryError, DistNetworkError, KeyboardInterrupt),
+]
+TEXTS = st.sampled_from(["", "a text", "two\nlines", LATE])
+ERRORS: st.SearchStrategy[BaseException | None] = st.one_of(
+    st.none(),
+    st.builds(StopRequested, st.sampled_from(REASONS)),
+    st.builds(SignalReceived, st.sampled_from(SIGNALS), st.booleans()),
+    st.sampled_from([PeersMissing, NodesLeave]).map(lambda kind: kind("worker 0 is missing", [0])),
+    st.builds(lambda kind, text: kind(text), st.sampled_from(KINDS), TEXTS),
+)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[Launch]:
+    """The workers of one or two nodes, alone or under a launcher with or without an agent."""
+    nodes, local = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2)]))
+    usual: Facts = {"world_size": nodes * local, "local_world_size": local, "max_restarts": 1}
+    usual |= {"agent_pid": draw(st.sampled_from([None, 9])), "restart_count": draw(st.integers(0, 1))}
+    usual["has_own_agent"] = usual["agent_pid"] is not None and nodes == 1 and draw(st.booleans())
+    return [Launch(rank=rank, local_rank=rank % local, **usual) for rank in range(nodes * local)]
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(ERRORS, jobs(), st.sampled_from(["", LATE]), st.booleans(), st.booleans())
+def test_every_error_has_one_exit_code_on_all_ranks_and_is_told_by_somebody(
+    error: BaseException | None, job: list[Launch], late: str, has_met: bool, is_restart: bool
+) -> None:
+    if isinstance(error, PeersMissing):
+        job = job[1:]
+        assume(job)  # otherwise nobody is left
+    plans = [how_to_exit(error, launch, 7, late, has_met, False, is_restart) for launch in job]
+    (code,) = {plan.code for plan in plans}
+    assert (code == 2) == isinstance(error, UserError) and (code in (0, 1, 2) or 128 < code < 160)
+    texts = [plan.text for plan in plans if plan.text]
+    assert all(text.endswith("\n") for text in texts)
+    if isinstance(error, (UserError, ExpectedError)):
+        assert "Traceback" not in "".join(texts)
+    if type(error) is UserError and has_met:
+        assert texts == [f"error: {error}\n"]
+    # A lost peer is told by the agent, or by the next generation, if that knows of it.
+    is_told_later = has_met and all(plan.reason for plan in plans) and error and is_lost_peer(error)
+    assert code not in (1, 2) or texts or is_told_later
+    for launch, plan in zip(job, plans, strict=True):
+        if launch.agent_pid is None:
+            assert not plan.ends_agent and plan.waits_s < math.inf, "nobody would end the wait"
+        if plan.failure:
+            assert isinstance(error, UserError) or not launch.has_restarts_left()

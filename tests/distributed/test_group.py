@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from support.forks import fork_ranks
 from support.ranks import run_ranks
+from torch.distributed import TCPStore
 
 from mingpt.base.errors import StopRequested, UserError
-from mingpt.distributed import DistributedContext, group
+from mingpt.distributed import DistributedContext, Launch, group
+from mingpt.distributed.rendezvous import Rendezvous
 
 
 def fail(error: Exception) -> None:
@@ -70,3 +72,15 @@ def test_objects_of_any_size_reach_all_ranks() -> None:
 
     expected = [bytes([rank]) * sizes[rank - shift] for shift in range(4) for rank in range(4)]
     assert fork_ranks(4, work) == [expected] * 4
+
+
+def test_a_store_tells_only_of_the_generation_right_before() -> None:
+    """The store lives in an agent that may have been away while another agent led the job."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    known = []
+    for number in (1, 2, 4, 5):
+        launch = Launch(
+            master_addr="127.0.0.1", master_port=store.port, agent_hosts_store=True, rdzv_round=number
+        )
+        known.append(Rendezvous(launch, timeout_s=10).previous_generation is not None)
+    assert known == [False, True, False, True]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -40,84 +41,34 @@ for _ in range(2000):
 sys.exit(77)
 """
 PEER = "listener.siblings = {1: os.pidfd_open(subprocess.Popen(['sleep', '0.2']).pid)}"
-KILLED = "(True, None)"
-FAILED = "(True, {'why': 'failed (OSError: planted)'})"
 WATCH = "listener.watch_stop_file(Path(sys.argv[1]))"
 
 
 def listen(
+    folder: Path,
     code: str = "",
-    *arguments: str,
     workers: int = 2,
     end: str = "(False, None)",
     agent: str = "None",
     then: str = "",
 ) -> subprocess.Popen[str]:
-    """Start the process; returns when the process listens."""
+    """Start the process, whose argument is the path STOP in `folder`; returns when the process listens."""
     if PEER in code:
         need(os, "pidfd_open")
     program = PROGRAM.format(code=code, workers=workers, end=end, agent=agent, then=then)
-    words = [sys.executable, "-c", program, *arguments]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+    words = [sys.executable, "-c", program, str(folder / "STOP")]
+    process = subprocess.Popen(words, stdout=-1, stderr=-1, text=True, cwd=ROOT)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
 
-def code_of(process: subprocess.Popen[str], timeout_s: float = 10) -> int:
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for the end; return the exit code and what the process has written to stderr."""
     try:
-        return process.wait(timeout_s)
+        said = process.communicate(timeout=10)[1]
     finally:
         process.kill()
-
-
-def test_alone_a_stop_file_ends_a_process_that_has_not_begun(tmp_path: Path) -> None:
-    (tmp_path / "STOP").touch()
-    process = listen(WATCH, str(tmp_path / "STOP"), workers=1)
-    assert code_of(process) == 0 and not (tmp_path / "STOP").exists()
-    assert process.stderr is not None and process.stderr.read() == before_first_step("STOP")
-
-
-@pytest.mark.parametrize(
-    ("kind", "workers", "agent", "code"),
-    [
-        ("SIGUSR1", 1, "None", 0),
-        ("SIGUSR1", 1, "os.getppid()", 0),
-        ("SIGTERM", 1, "None", 0),
-        ("SIGHUP", 1, "None", 0),
-        ("SIGTERM", 2, "os.getppid()", 143),
-        ("SIGQUIT", 2, "os.getppid()", 131),
-    ],
-)
-def test_before_the_run_a_signal_ends_the_process_at_once(
-    kind: str, workers: int, agent: str, code: int
-) -> None:
-    process = listen(workers=workers, agent=agent)
-    process.send_signal(getattr(signal, kind))
-    assert code_of(process) == code
-    assert process.stderr is not None
-    # Under an agent, workers do not know whether the job was told to stop or only this generation.
-    assert process.stderr.read() == ("" if code else before_first_step(kind))
-
-
-@pytest.mark.parametrize(("kind", "code"), [("SIGUSR1", ""), ("SIGHUP", "listener.defer()")])
-def test_a_request_waits_for_an_agreement_and_a_second_one_does_not(kind: str, code: str) -> None:
-    process = listen(code + "\nlistener.exit.timeout_s = 60")
-    process.send_signal(getattr(signal, kind))
-    assert process.stdout is not None and process.stdout.readline() == f"{kind}\n"
-    time.sleep(1.2)  # any sooner, both signals would count as one
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert code_of(process) == 130
-
-
-def test_after_the_time_of_a_pause_a_signal_counts_as_the_first() -> None:
-    then = "listener.pause_at = time.monotonic()"
-    process = listen("listener.defer()\nlistener.exit.timeout_s = 60", then=then)
-    assert process.stdout is not None and process.stdout.readline() == "trainer.pause_after\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout.readline() == "SIGTERM\n" and process.poll() is None
-    process.kill()
+    return process.returncode, said
 
 
 HANG = "os.path.exists = lambda path: time.sleep(60)\n" + WATCH
@@ -133,86 +84,115 @@ os.set_blocking(stacks.file.fileno(), True)
 stacks.note_progress()
 time.sleep(0.5)
 """
-
-
-@pytest.mark.parametrize("code", [HANG, STUCK_STACKS])
-def test_a_signal_ends_the_process_while_the_disk_hangs(code: str, tmp_path: Path) -> None:
-    process = listen(code, str(tmp_path / "stacks" / "file"), agent="os.getppid()")
-    process.send_signal(signal.SIGTERM)
-    assert code_of(process) == 143
-
-
-def test_only_the_listening_thread_takes_signals() -> None:
-    """A main thread that waits for a disk in the kernel would take a signal without handling it."""
-    process = listen(then="print(signals.signal.pthread_sigmask(0, ()), flush=True)")
-    assert process.stdout is not None and "SIGTERM" in process.stdout.readline()
-    process.send_signal(signal.SIGTERM)
-    assert code_of(process) in (0, 143)
-
-
-def test_without_progress_sigterm_ends_the_process_after_timeout_s() -> None:
-    process = listen("listener.defer()")
-    began = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    assert code_of(process) == 143 and time.monotonic() - began > 0.5
+AGENT = {"agent": "os.getppid()"}
+PAUSED = "listener.defer()\nlistener.pause_at = time.monotonic()"
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "error", "said"),
+    ("kind", "how", "code"),
     [
-        (0.6, "SUCCESS", "timed out waiting for a peer after 0.5 s"),
-        (0.0, "COMM_ERROR", "NCCL: remote process exited or there was a network error"),
-        (0.4, "SUCCESS", None),
+        ("SIGUSR1", {"workers": 1}, 0),
+        ("SIGUSR1", {"workers": 1, **AGENT}, 0),
+        ("SIGTERM", {"workers": 1}, 0),
+        ("SIGHUP", {"workers": 1}, 0),
+        ("SIGTERM", AGENT, 143),
+        ("SIGQUIT", AGENT, 131),
+        ("SIGTERM", {"code": HANG, **AGENT}, 143),
+        ("SIGTERM", {"code": STUCK_STACKS, **AGENT}, 143),
     ],
 )
-def test_a_stuck_or_failed_collective_on_gpus_ends_the_process_though_its_main_thread_waits(
-    waited_s: float, error: str, said: str | None
+def test_before_the_run_a_signal_ends_the_process_at_once_also_while_the_disk_hangs(
+    kind: str, how: dict[str, Any], code: int, tmp_path: Path
 ) -> None:
-    watch = f"from types import SimpleNamespace as S\nbackend = S(get_error=lambda: S(name='{error}'))"
-    process = listen(f"{watch}\nlistener.exit.nccl = S(waited_s=lambda: {waited_s}, backend=backend)")
-    if said is None:
-        time.sleep(1.0)
-        assert process.poll() is None
-        process.kill()
-        process.wait()
-    else:
-        assert code_of(process) == 1
-        assert process.stderr is not None and said in process.stderr.read()
+    process = listen(tmp_path, **how)
+    process.send_signal(getattr(signal, kind))
+    # Under an agent, workers do not know whether the job was told to stop or only this generation.
+    assert ended(process) == (code, "" if code else before_first_step(kind))
 
 
-@pytest.mark.parametrize("end", [KILLED, FAILED, "(False, None)"])
-def test_a_peer_that_is_gone_without_an_orderly_reason_ends_the_process(end: str) -> None:
-    """The last case: the store does not answer for longer than an orderly end could take."""
-    process = listen(PEER, end=end)
-    assert code_of(process) == 1
-    assert process.stderr is not None and "lost a peer" in process.stderr.read()
+def test_alone_a_stop_file_ends_a_process_that_has_not_begun(tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+    assert ended(listen(tmp_path, WATCH, workers=1)) == (0, before_first_step("STOP"))
+    assert not (tmp_path / "STOP").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "earlier"),
+    [("SIGUSR1", "", ""), ("SIGHUP", "listener.defer()", ""), ("SIGTERM", PAUSED, "trainer.pause_after\n")],
+)
+def test_a_request_waits_for_an_agreement_and_a_second_signal_does_not(
+    kind: str, code: str, earlier: str, tmp_path: Path
+) -> None:
+    """After the time of a pause, a signal counts as the first."""
+    process = listen(tmp_path, code + "\nlistener.exit.timeout_s = 60")
+    assert process.stdout is not None and (not earlier or process.stdout.readline() == earlier)
+    process.send_signal(getattr(signal, kind))
+    assert process.stdout.readline() == f"{kind}\n"
+    time.sleep(1.2)  # any sooner, both signals would count as one
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert ended(process)[0] == 130
+
+
+def test_only_the_listening_thread_takes_signals(tmp_path: Path) -> None:
+    """A main thread that waits for a disk in the kernel would take a signal without handling it."""
+    process = listen(tmp_path, then="print(signals.signal.pthread_sigmask(0, ()), flush=True)")
+    assert process.stdout is not None and "SIGTERM" in process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] in (0, 143)
+
+
+def test_without_progress_sigterm_ends_the_process_after_timeout_s(tmp_path: Path) -> None:
+    process, began = listen(tmp_path, "listener.defer()"), time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 143 and time.monotonic() - began > 0.5
+
+
+NCCL = """
+from types import SimpleNamespace as S
+listener.exit.nccl = S(waited_s=lambda: {}, backend=S(get_error=lambda: S(name='{}')))
+"""
+ORPHAN = "launch = Launch(world_size=2, agent_pid=os.getppid() + 1, master_addr='localhost')"
+NOTICES = "listener.exit.launch = listener.launch = launch"
+LEAVES = "listener.exit.launch = launch\nlistener.exit.exit_process(RuntimeError('Connection closed'))"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"code": NCCL.format(0.6, "SUCCESS")}, "timed out waiting for a peer after 0.5 s"),
+        ({"code": NCCL.format(0, "COMM_ERROR")}, "NCCL: remote process exited or there was a network error"),
+        ({"code": PEER, "end": "(True, None)"}, "lost a peer"),  # it was killed
+        ({"code": PEER, "end": "(True, {'why': 'failed (OSError: planted)'})"}, "lost a peer"),
+        ({"code": PEER}, "lost a peer"),  # the store does not answer for too long
+        (
+            {"code": ORPHAN, "then": "listener.exit.launch = listener.launch = launch"},
+            "was lost after step 0",
+        ),
+        ({"code": ORPHAN, "then": LEAVES}, "was lost after step 0"),
+    ],
+)
+def test_a_lost_peer_or_agent_ends_the_process_though_its_main_thread_waits(
+    how: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    code, shown = ended(listen(tmp_path, **how))
+    assert code == 1 and said in shown and len(shown.splitlines()) == 1, shown
 
 
 @pytest.mark.parametrize(
     ("code", "end"),
     [
-        ("", "(True, {'why': 'finished'})"),
-        ("", "(True, {'why': 'told to stop by SIGTERM'})"),
-        ("listener.exit.exiting.acquire()", KILLED),  # another thread is exiting
+        (NCCL.format(0.4, "SUCCESS"), "(False, None)"),
+        (PEER, "(True, {'why': 'finished'})"),
+        (PEER, "(True, {'why': 'told to stop by SIGTERM'})"),
+        (f"{PEER}\nlistener.exit.exiting.acquire()", "(True, None)"),  # another thread is exiting
     ],
 )
-def test_a_peer_that_left_in_order_does_not_nor_one_during_an_exit(code: str, end: str) -> None:
-    process = listen(f"{PEER}\n{code}", end=end)
+def test_a_short_wait_or_a_peer_that_left_in_order_does_not_nor_one_during_an_exit(
+    code: str, end: str, tmp_path: Path
+) -> None:
+    process = listen(tmp_path, code, end=end)
     time.sleep(1.5)
     assert process.poll() is None
     process.kill()
-    process.wait()
-
-
-@pytest.mark.parametrize(
-    "notices_it",
-    [
-        "listener.exit.launch = listener.launch = launch",
-        "listener.exit.launch = launch\nlistener.exit.exit_process(RuntimeError('Connection closed'))",
-    ],
-)
-def test_the_end_of_the_agent_ends_the_process(notices_it: str) -> None:
-    orphaned = "Launch(world_size=2, agent_pid=os.getppid() + 1, master_addr='localhost')"
-    process = listen(f"launch = {orphaned}", then=notices_it)
-    assert code_of(process) == 1
-    assert process.stderr is not None and len(process.stderr.readlines()) == 1
+    process.communicate()

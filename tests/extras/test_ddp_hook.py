@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mingpt import parallel
-from mingpt.base import extras
 from mingpt.extras.ddp_hook import ExactHook
 
 
@@ -47,8 +46,7 @@ def test_a_hook_that_could_only_hang_is_refused(ddp: DistributedDataParallel) ->
 
 
 def test_a_name_whose_extra_is_absent_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parallel.ExactHook is ExactHook and not hasattr(parallel, "NoSuchHook")
-    monkeypatch.setitem(parallel.EXTRAS, "ExactHook", "mingpt.extras.no_such_extra:ExactHook")
-    monkeypatch.setattr(extras, "missing", [])
+    monkeypatch.setitem(parallel.EXTRAS, "NoHook", "mingpt.extras.no_such_extra:NoHook")
     with pytest.raises(ModuleNotFoundError, match="no_such_extra"):
-        exec("from mingpt.parallel import ExactHook")
+        parallel.__getattr__("NoHook")
+    assert parallel.ExactHook is ExactHook and not hasattr(parallel, "NoSuchHook")

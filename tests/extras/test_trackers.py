@@ -3,7 +3,6 @@
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -15,17 +14,7 @@ from support.runs import make_run
 from mingpt.config import to_dict
 from mingpt.extras import trackers
 from mingpt.extras.trackers import InThread, TensorBoard, Tracker
-from mingpt.report.metrics import RunStart, Sink
-
-
-def seconds_with(run: RunStart, make_sink: Callable[[RunStart], Sink]) -> float:
-    """The seconds that a run of two records takes, which a sink follows."""
-    began = time.monotonic()
-    follower = InThread(run, "the test's", make_sink)
-    follower.log(1, {"train/loss": 2.0})
-    follower.log(2, {"train/loss": 1.0})
-    follower.close()
-    return time.monotonic() - began
+from mingpt.report.metrics import Sink
 
 
 @pytest.mark.parametrize("where", ["make_sink", "log", "close"])
@@ -45,15 +34,17 @@ def test_a_tracker_that_fails_or_blocks_for_ever_is_one_line_and_gets_no_more_va
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_S", 0.5)
-    ended = threading.Event()
-    failing = Mock(side_effect=fault or (lambda *_: ended.wait()))
-    sink = Mock(spec=Sink) if where == "make_sink" else Mock(spec=Sink, **{where: failing})
-    assert seconds_with(make_run(tmp_path), failing if where == "make_sink" else lambda _: sink) < 3
+    ended, make_sink, began = threading.Event(), Mock(return_value=Mock(spec=Sink)), time.monotonic()
+    failing = make_sink if where == "make_sink" else getattr(make_sink.return_value, where)
+    failing.side_effect = fault or (lambda *_: ended.wait())
+    follower = InThread(make_run(tmp_path), "the test's", make_sink)
+    follower.log(1, {"train/loss": 2.0})
+    follower.log(2, {"train/loss": 1.0})
+    follower.close()
+    assert time.monotonic() - began < 3
     assert (caplog.messages, failing.call_count) == ([f"the test's {line}"], 1)
     ended.set()
-    for thread in threading.enumerate():
-        if thread.name == "the test's":
-            thread.join()  # else its line might come in the next test
+    follower.thread.join()  # else its line might come in the next test
 
 
 def test_after_restarts_tensorboard_shows_each_step_as_the_last_generation_saw_it(tmp_path: Path) -> None:
@@ -78,9 +69,7 @@ def test_wandb_shows_all_generations_as_one_run_and_no_step_twice(
     wandb = Mock(spec=["init", "log", "finish"])
     wandb.init.return_value.step = 12
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for name in ("WANDB_PROJECT", "WANDB_DIR", "WANDB_CONSOLE"):
-        monkeypatch.setenv(name, "")  # is removed again after the test
-        monkeypatch.delenv(name)
+    monkeypatch.setattr("os.environ", {})  # without a user's settings of wandb
     tracked: dict[str, Any] = {"report.tracker": "wandb"}
     run = make_run(tmp_path / "my project" / "run", tracked, run_id="0123456789abcdef")
     follower = InThread(run, "wandb", Tracker)

@@ -5,60 +5,38 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import ROOT, wait_until
+from conftest import ROOT
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.launcher.api import elastic_launch
 
-from mingpt.config import Config
+from mingpt.config.cli import build
 from mingpt.distributed import GenerationEnd, Launch, Worker
 from mingpt.distributed.exit import JOB_ENDED, STORAGE_S, before_first_step
 from mingpt.distributed.signals import StopSignal
 from mingpt.launch import agent
 from mingpt.launch.agent import StopRequest, job_exit, launch_config, register_rendezvous
 
-# A worker that records the signal that it gets.
-WORKER = """
-import signal, sys, time
-from pathlib import Path
-mark = Path(sys.argv[1])
-signal.signal(signal.SIGHUP, lambda number, _: sys.exit(mark.write_text(signal.Signals(number).name)))
-mark.touch()
-time.sleep(60)
-"""
-
 
 def new_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-@pytest.mark.parametrize("comes_first", [True, False])
-def test_the_agent_obeys_a_signal_before_it_starts_workers_and_while_they_run(
-    comes_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_signal_before_the_workers_start_is_obeyed_and_a_second_one_at_once(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The handler itself raises nothing, since torch might swallow it."""
-    monkeypatch.setattr("mingpt.launch.agent.BACKEND", f"test-{comes_first}")
-    stop, mark = StopRequest(), tmp_path / "mark"
+    """The handler itself raises nothing at the first one, since torch might swallow it."""
+    monkeypatch.setattr("mingpt.launch.agent.BACKEND", "test-signals")
+    stop, timer = StopRequest(), Mock()
     register_rendezvous(new_store(), stop)
-
-    def send_signal() -> None:
-        wait_until(lambda: comes_first or mark.exists())
-        stop.note(signal.SIGHUP, None)
-
-    sender = threading.Thread(target=send_signal)
-    sender.start()
-    start = elastic_launch(launch_config(1, 3), sys.executable)
+    stop.note(signal.SIGHUP, None)
     with pytest.raises(SignalException) as error:
-        start("-c", WORKER, str(mark))
-    sender.join()
+        elastic_launch(launch_config(1, 3), sys.executable)("-c", "raise SystemExit(1)")
     assert error.value.sigval == signal.SIGHUP
-    assert comes_first or mark.read_text() == "SIGHUP"
-    timer = Mock()
     monkeypatch.setattr(threading, "Timer", timer)
     with pytest.raises(SignalException):  # a second signal reaches workers that are stuck
         stop.note(signal.SIGHUP, None)
@@ -127,44 +105,37 @@ run_agent(2, 0, ["-c", "pass"], Worker().stop_signal)
 """
 
 
-def tell(program: str, *signals: signal.Signals) -> tuple[int, str]:
-    """Send the signals to a program when it has printed a line; return its exit code and stderr."""
+@pytest.mark.parametrize(
+    ("program", "signals", "code", "said"),
+    [
+        (DEAF, [TERM], 0, [EARLY]),
+        (ASLEEP, [signal.SIGUSR2, TERM], 0, ["most recent call first", EARLY]),  # the first asks for stacks
+        (NO_TRAINING, [], 1, ["error: the workers ended without training"]),
+    ],
+    ids=["in C code", "asked for stacks", "without training"],
+)
+def test_an_agent_obeys_signals_at_any_time_and_succeeds_only_with_a_run(
+    program: str, signals: list[signal.Signals], code: int, said: list[str]
+) -> None:
+    """The signals are sent when the program has printed a line."""
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=-1, stderr=-1, text=True)
     assert process.stdout is not None
     process.stdout.readline()
     for number in signals:
         process.send_signal(number)
-    _, said = process.communicate(timeout=10)
-    return process.returncode, said
-
-
-def test_a_signal_is_heard_while_the_main_thread_is_in_c_code() -> None:
-    assert tell(DEAF, TERM) == (0, EARLY)
-
-
-def test_an_agent_that_is_asked_for_its_stacks_goes_on() -> None:
-    code, said = tell(ASLEEP, signal.SIGUSR2, TERM)
-    assert code == 0 and "most recent call first" in said and said.endswith(EARLY)
-
-
-def test_workers_that_end_without_training_are_an_error() -> None:
-    """Success without a run that ended is impossible."""
-    done = subprocess.run([sys.executable, "-c", NO_TRAINING], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "error: the workers ended without training" in done.stderr
+    shown = process.communicate(timeout=20)[1]
+    assert process.returncode == code and all(words in shown for words in said), shown
 
 
 @pytest.mark.parametrize("program", ["-", "-c", "", "no/such/file.py", str(ROOT / "sample.py")])
 def test_workers_are_started_by_the_path_of_a_file(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python - seed=1 < train.py` has read its program from standard input, which is empty for workers."""
-    started: list[list[str]] = []
-    monkeypatch.setattr(agent, "choose_workers", lambda config, launch: 2)
-    monkeypatch.setattr(agent, "run_agent", lambda workers, restarts, command, stop: started.append(command))
-    worker = Worker.__new__(Worker)
-    worker.launch, worker.stop_signal = Launch(), StopSignal.__new__(StopSignal)
-    agent.start_workers(worker, Config(), [program, "seed=1"])
-    is_file = program.endswith("sample.py")
-    expected = [program] if is_file else ["-m", "mingpt.launch.train"]
-    assert started == [[*expected, "seed=1"]]
+    run_agent = Mock()
+    monkeypatch.setattr(agent, "run_agent", run_agent)
+    worker = Mock(spec=Worker, launch=Launch(), stop_signal=Mock(spec=StopSignal))
+    agent.start_workers(worker, build({"trainer.workers": 2}), [program, "seed=1"])
+    started = [program] if program.endswith("sample.py") else ["-m", "mingpt.launch.train"]
+    assert run_agent.call_args.args[2] == [*started, "seed=1"]
 
 
 def test_the_store_of_the_workers_is_at_an_address_not_at_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,72 +1,161 @@
-"""Every command in launch/ parses, its flags and settings are known, and it runs if it can run here.
+"""The commands and manifests in launch/: flags, settings and keys are known, and they run where they can.
 
 The scripts of the manifests run as they are, one process per node. Commands of a cluster that a single
 machine lacks are replaced by stubs: `getent` knows every node's name, and the nodes are 127.0.0.1, 127.0.0.2,
 ...
+
+Kubernetes' own kinds are checked against the schemas in kubernetes-validate; JobSet and TrainJob against the
+models of kubeflow-trainer-api, which are made from their CRDs; SkyPilot against the keys of its task files,
+listed here, since the package is too large to install for this.
 """
 
+import copy
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
-from conftest import ROOT, SMALL, Start, final_hash
+from conftest import ROOT, Start, command, final_hash
+from kubeflow_trainer_api import models
 from support.jobs import free_port
 
 from anynode.command import torchrun_options
 from mingpt.config.cli import parse
 
 LAUNCH = ROOT / "launch"
-SHELL = [path for path in sorted(LAUNCH.rglob("*")) if path.suffix in (".sh", ".sbatch")]
-MANIFESTS = ["kubernetes/jobset.yaml", "skypilot.yaml"]
-OTHER_MANIFESTS = ["kubernetes/indexed_job.yaml", "kubernetes/trainjob.yaml"]  # run once a week
+KUBERNETES = [f"kubernetes/{path.name}" for path in sorted((LAUNCH / "kubernetes").glob("*.yaml"))]
+MANIFESTS = [*KUBERNETES, "skypilot.yaml"]
+ONCE_A_WEEK = ["kubernetes/indexed_job.yaml", "kubernetes/trainjob.yaml"]
+VALUES = {"--nnodes": "1:2", "--nproc": "2", "--rdzv": "127.0.0.1:29400", "--local_addr": "127.0.0.1"}
+CUSTOM = {"JobSet": models.JobsetV1alpha2JobSet, "TrainJob": models.TrainerV1alpha1TrainJob}
+API_VERSIONS = {"JobSet": "jobset.x-k8s.io/v1alpha2", "TrainJob": "trainer.kubeflow.org/v1alpha1"}
+OLDEST, NEWEST = "1.31", kubernetes_validate.latest_version()
+# {key: type}, from https://docs.skypilot.co/en/latest/reference/yaml-spec.html
+SKYPILOT: dict[str, Any] = {
+    "name": str,
+    "num_nodes": int,
+    "workdir": str,
+    "resources": dict,
+    "envs": dict,
+} | {"setup": str, "run": str, "file_mounts": dict, "secrets": dict, "volumes": dict}
+RESOURCES_OF_TASK: dict[str, Any] = {
+    "accelerators": str,
+    "use_spot": bool,
+    "infra": str,
+    "cpus": str,
+    "memory": str,
+} | {"disk_size": int, "image_id": str, "job_recovery": (str, dict)}
+
+
+def resources(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((LAUNCH / name).read_text()))
+
+
+def with_key(value: Any, key: str) -> Iterator[dict[str, Any]]:
+    """Yield each mapping that has `key`, in `value` or below it."""
+    if isinstance(value, dict) and key in value:
+        yield value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    for each in inner:
+        yield from with_key(each, key)
 
 
 def script_of(name: str) -> tuple[str, dict[str, str]]:
     """(the shell script of a manifest, the environment that the manifest itself sets)."""
-    for resource in yaml.safe_load_all((LAUNCH / name).read_text()):
-        if "run" in resource:
-            return resource["run"], {key: value or "" for key, value in resource["envs"].items()}
-        container = find_container(resource)
-        if container:
-            assert container["command"] == ["bash", "-euc"]
-            (script,) = container["args"]
-            return script, {entry["name"]: entry.get("value", "") for entry in container["env"]}
-    raise AssertionError(f"{name} has no script")
+    for task in with_key(resources(name), "run"):
+        return task["run"], {key: value or "" for key, value in task["envs"].items()}
+    container, *_ = with_key(resources(name), "args")
+    assert container["command"] == ["bash", "-euc"]
+    (script,) = container["args"]
+    return script, {entry["name"]: entry.get("value", "") for entry in container["env"]}
 
 
-def find_container(value: Any) -> dict[str, Any] | None:
-    """The first mapping that has the key args."""
-    if isinstance(value, dict) and "args" in value:
-        return value
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    return next((found for each in inner if (found := find_container(each)) is not None), None)
+SHELL = [path for path in sorted(LAUNCH.rglob("*")) if path.suffix in (".sh", ".sbatch")]
+SCRIPTS = {str(path.relative_to(LAUNCH)): path.read_text() for path in SHELL}
+SCRIPTS |= {name: script_of(name)[0] for name in MANIFESTS}
+
+
+# Manifests
+
+
+def places(value: Any, place: str = "") -> set[str]:
+    """The places of all values in `value`."""
+    found, inner = {place}, dict(enumerate(value)) if isinstance(value, list) else value
+    for key in inner if isinstance(inner, dict) else ():
+        found |= places(inner[key], f"{place}/{key}")
+    return found
+
+
+def check(resource: dict[str, Any]) -> None:
+    """Check a resource as its own checker does: Kubernetes' API server, with `--validate=strict`."""
+    kind = resource.get("kind", "task")
+    if kind == "task":
+        assert all(isinstance(value, SKYPILOT[key]) for key, value in resource.items())
+        assert all(isinstance(value, RESOURCES_OF_TASK[key]) for key, value in resource["resources"].items())
+    elif kind in CUSTOM:
+        assert resource["apiVersion"] == API_VERSIONS[kind]
+        read = CUSTOM[kind].from_dict(copy.deepcopy(resource))
+        assert read is not None and places(resource) <= places(read.to_dict())  # it allows unknown keys
+    else:
+        for version in (OLDEST, NEWEST):
+            kubernetes_validate.validate(resource, version, strict=True)
+
+
+RESOURCES = {f"{name} {one.get('kind', 'task')}": one for name in MANIFESTS for one in resources(name)}
+
+
+@pytest.mark.parametrize("name", RESOURCES)
+def test_a_manifest_passes_its_schema_and_a_misspelt_key_does_not(name: str) -> None:
+    check(RESOURCES[name])
+    section = "metadata" if "metadata" in RESOURCES[name] else "resources"
+    misspelt = RESOURCES[name][section] | {"namex": "one"}
+    with pytest.raises((AssertionError, KeyError, kubernetes_validate.ValidationError)):
+        check(RESOURCES[name] | {section: misspelt})
+
+
+@pytest.mark.parametrize("name", KUBERNETES)
+def test_pods_run_without_root_and_have_room_for_snapshots_in_memory(name: str) -> None:
+    pods = list(with_key(resources(name), "containers"))
+    assert pods
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
+        (container,) = pod["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_network_policy_of_the_page_on_security_selects_the_pods_of_the_job() -> None:
+    page = (ROOT / "docs/security.md").read_text()
+    (block,) = re.findall(r"^ *```yaml\n(.*?)^ *```$", page, re.MULTILINE | re.DOTALL)
+    policy = yaml.safe_load(textwrap.dedent(block))
+    check(policy)
+    service, _, job = resources("kubernetes/indexed_job.yaml")
+    labels = {"job-name": job["metadata"]["name"]}
+    selector = {"matchLabels": labels}
+    (rule,) = policy["spec"]["ingress"]
+    assert (policy["spec"]["podSelector"], rule["from"]) == (selector, [{"podSelector": selector}])
+    assert service["spec"]["selector"] == labels
+    for name in ("jobset", "trainjob"):
+        job = resources(f"kubernetes/{name}.yaml")[-1]
+        assert f"`jobset.sigs.k8s.io/jobset-name: {job['metadata']['name']}`" in page
+
+
+# Commands
 
 
 def commands(script: str) -> list[str]:
     """The lines of a shell script; a line that ends with a backslash continues."""
     lines = re.sub(r"\\\n\s*", " ", script).splitlines()
     return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
-
-
-def launches(script: str) -> list[list[str]]:
-    """The words after launch/elastic.sh of the commands that call it, variables unexpanded."""
-    found = [line for line in commands(script) if "launch/elastic.sh" in line]
-    return [shlex.split(line.partition("launch/elastic.sh")[2].removesuffix("&")) for line in found]
-
-
-def scripts() -> dict[str, str]:
-    found = {str(path.relative_to(LAUNCH)): path.read_text() for path in SHELL}
-    return found | {name: script_of(name)[0] for name in MANIFESTS + OTHER_MANIFESTS}
-
-
-VALUES = {"--nnodes": "1:2", "--nproc": "2", "--rdzv": "127.0.0.1:29400", "--local_addr": "127.0.0.1"}
 
 
 def with_values(words: list[str]) -> list[str]:
@@ -79,55 +168,59 @@ def with_values(words: list[str]) -> list[str]:
     return [re.sub(r"\$\w+", "name", word) for word in words if word != "$@"]
 
 
-@pytest.mark.parametrize(("name", "script"), scripts().items(), ids=scripts())
-def test_every_script_parses_and_its_flags_and_settings_are_known(name: str, script: str) -> None:
-    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+def check_elastic(words: list[str]) -> None:
+    """Check the words after launch/elastic.sh: its options, and the settings of train.py."""
+    *_, script_words = torchrun_options(words)
+    parse(script_words[script_words.index("train.py") + 1 :])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_parses_and_its_flags_and_settings_are_known(name: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=SCRIPTS[name], text=True, capture_output=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    for words in launches(script):
-        if name == "elastic.sh":
-            continue  # this is the script's own usage
-        *_, script_words = torchrun_options(with_values(words))
-        parse(script_words[script_words.index("train.py") + 1 :])
-    for line in commands(script):
-        if re.search(r"python train\.py", line):
+    lines = [line.partition(" #")[0] for line in commands(SCRIPTS[name])]
+    for line in lines:
+        _, is_elastic, elastic_words = line.partition("launch/elastic.sh")
+        if is_elastic and name != "elastic.sh":  # there it is the script's own usage
+            check_elastic(with_values(shlex.split(elastic_words.removesuffix("&"))))
+        elif "python train.py" in line:
             settings = shlex.split(line.partition("train.py")[2].partition("|")[0].removesuffix(")"))
             parse([word for word in settings if "=" in word])
-    lines = [line.partition(" #")[0] for line in commands(script) if "--print_config" not in line]
-    assert name in ("elastic.sh", "notice.sh") or any(
-        "train.py" in line or "node.sh" in line for line in lines
-    )
+    trains = any(("train.py" in line or "node.sh" in line) and "--print_config" not in line for line in lines)
+    assert trains or name in ("elastic.sh", "notice.sh")
 
 
 def test_the_commands_of_the_page_on_clusters_are_those_of_the_recipes() -> None:
-    blocks = re.findall(
-        r"^```bash\n(.*?)^```$", (ROOT / "docs/clusters.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    page = (ROOT / "docs/clusters.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     lines = [shlex.split(line) for block in blocks for line in block.splitlines()]
     assert len(lines) >= 10
     for words in lines:
-        for word in words:
-            assert not word.startswith("launch/") or (ROOT / word).is_file(), word
+        missing = [word for word in words if word.startswith("launch/") and not (ROOT / word).is_file()]
+        assert missing == []
         if words[0] == "launch/elastic.sh":
             words[words.index("--local_addr") + 1] = "127.0.0.1"
-            *_, script_words = torchrun_options(words[1:])
-            parse(script_words[script_words.index("train.py") + 1 :])
+            check_elastic(words[1:])
         elif "sbatch" in words[:2]:  # the first word may set a variable
             script = next(number for number, word in enumerate(words) if word.endswith(".sbatch"))
             parse(words[script + 1 :])
 
 
-def write_stubs(folder: Path, hosts: Mapping[str, str]) -> Path:
-    """Write the stubs into a folder for PATH, and return the folder."""
-    folder.mkdir()
+def write_stub(folder: Path, name: str, code: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{code}\n")
+    (folder / name).chmod(0o755)
+
+
+def write_hosts(folder: Path, hosts: Mapping[str, str]) -> None:
+    """Write a `getent` that knows these names and their addresses."""
     lines = "\n".join(f'{name}) echo "{address}    $2";;' for name, address in hosts.items())
-    (folder / "getent").write_text(f"#!/bin/bash\ncase $2 in\n{lines}\n*) exit 2;;\nesac\n")
-    (folder / "getent").chmod(0o755)
-    return folder
+    write_stub(folder, "getent", f"case $2 in\n{lines}\n*) exit 2;;\nesac")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*MANIFESTS, *(pytest.param(name, marks=pytest.mark.weekly) for name in OTHER_MANIFESTS)]
+    "name", [pytest.param(one, marks=[pytest.mark.weekly] * (one in ONCE_A_WEEK)) for one in MANIFESTS]
 )
 def test_the_script_of_a_manifest_trains_on_two_nodes(
     name: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
@@ -135,33 +228,22 @@ def test_the_script_of_a_manifest_trains_on_two_nodes(
     """Host names are replaced by addresses, since there is no name server of a cluster."""
     script, environment = script_of(name)
     pattern = "mingpt-%g.mingpt" if "indexed" in name else "mingpt-node-0-%g.mingpt"
-    names = [pattern.replace("%g", str(node)) for node in range(2)]
-    addresses = ["127.0.0.1", "127.0.0.2"]
-    stubs = write_stubs(tmp_path / "stubs", dict(zip(names, addresses, strict=True)))
-    port = str(free_port())
-    settings = SMALL | {"run_dir": tmp_path / "run", "data.path": text}
-    words = " ".join(f"{key}={value}" for key, value in settings.items())
+    hosts = {pattern.replace("%g", str(node)): f"127.0.0.{node + 1}" for node in range(2)}
+    write_hosts(tmp_path / "stubs", hosts)
+    port, words = free_port(), " ".join(command(run_dir=tmp_path / "run", data__path=text)[2:])
     assert script.count("configs/gpt2.yaml run_dir=") == 1 and "29400" in script
-    script = re.sub(r"configs/gpt2.yaml run_dir=\S+", words, script).replace("29400", port)
-    script = script.replace(f"'{pattern}:{port}'", f"'127.0.0.%g:{port}'").replace(
-        " 0 $((HOSTS - 1))", " 1 $HOSTS"
-    )
-    script = script.replace("cd /workspace\n", "")
+    script = re.sub(r"configs/gpt2.yaml run_dir=\S+", words, script).replace("29400", str(port))
+    script = script.replace(f"'{pattern}:{port}'", f"'127.0.0.%g:{port}'").replace("cd /workspace\n", "")
+    script = script.replace(" 0 $((HOSTS - 1))", " 1 $HOSTS")
+    environment |= dict.fromkeys(("HOSTS", "MIN_NODES", "MAX_NODES", "SKYPILOT_NUM_NODES"), "2")
+    environment |= {"NPROC": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "HOME": str(tmp_path), "PET_NNODES": "7"}
+    environment |= {"SKYPILOT_NODE_IPS": "\n".join(hosts.values()), "SKYPILOT_TASK_ID": "sky-1"}
+    environment |= {"SNAPSHOTS": str(tmp_path / "snapshots")}
+    environment |= {"PATH": f"{tmp_path}/stubs:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     jobs = []
-    for node, address in enumerate(addresses):
-        given = environment | {
-            "HOSTS": "2",
-            "MIN_NODES": "2",
-            "MAX_NODES": "2",
-            "NPROC": "1",
-            "HOME": str(tmp_path),
-        }
-        given |= {"POD_IP": address, "HOSTNAME": names[node].partition(".")[0], "PET_NNODES": "7"}
-        given |= {"SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NODE_IPS": "\n".join(addresses)}
-        given |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_TASK_ID": "sky-1"}
-        given |= {"SNAPSHOTS": str(tmp_path / "snapshots")}
-        path = f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        jobs.append(start(["bash", "-euc", script], PATH=path, **given))
+    for node, (host, address) in enumerate(hosts.items()):
+        own = {"POD_IP": address, "HOSTNAME": host.partition(".")[0], "SKYPILOT_NODE_RANK": str(node)}
+        jobs.append(start(["bash", "-euc", script], **environment | own))
     for job in jobs:
         assert job.wait() == 0, job.err()
     if name == "skypilot.yaml":
@@ -172,9 +254,8 @@ def test_the_script_of_a_manifest_trains_on_two_nodes(
 def test_a_pod_waits_until_its_name_stands_for_its_own_address(start: Start, tmp_path: Path) -> None:
     """A name server may still give the address of the pod that was there before."""
     script, environment = script_of("kubernetes/indexed_job.yaml")
-    stubs = write_stubs(tmp_path / "stubs", {"mingpt-0.mingpt": "127.0.0.9"})
-    (stubs / "sleep").write_text("#!/bin/bash\necho waited >&2\nexit 7\n")
-    (stubs / "sleep").chmod(0o755)
-    given = environment | {"POD_IP": "127.0.0.1", "HOSTNAME": "mingpt-0"}
-    job = start(["bash", "-euc", script], PATH=f"{stubs}:{os.environ['PATH']}", **given)
+    write_hosts(tmp_path / "stubs", {"mingpt-0.mingpt": "127.0.0.9"})
+    write_stub(tmp_path / "stubs", "sleep", "echo waited >&2\nexit 7")
+    environment |= {"POD_IP": "127.0.0.1", "HOSTNAME": "mingpt-0"}
+    job = start(["bash", "-euc", script], PATH=f"{tmp_path}/stubs:{os.environ['PATH']}", **environment)
     assert job.wait(30) == 7 and "waited" in job.err() and "torch.distributed.run" not in job.err()

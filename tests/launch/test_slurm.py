@@ -2,13 +2,13 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SMALL, final_hash, reached, snapshot_steps
-from support.jobs import Job, last_step, read_history, read_metric
+from conftest import command, final_hash, reached, snapshot_steps, wait_until
+from support.jobs import last_step, read_history, read_metric
 from support.slurm import MISSING, SlurmCluster
 
 pytestmark = [
@@ -18,12 +18,12 @@ pytestmark = [
 STEPS = 80
 WAIT_S = 120
 # A step takes some 10 ms: Slurm takes a second to preempt a job, which must still be running then.
-SETTINGS_OF_RUN = SMALL | {
-    "trainer.batch_size": 32,
-    "trainer.max_steps": STEPS,
-    "trainer.eval_every": 40,
-    "trainer.log_every": 5,
-    "snapshot.every": 10,
+RUN: dict[str, Any] = {
+    "trainer__batch_size": 32,
+    "trainer__max_steps": STEPS,
+    "trainer__eval_every": 40,
+    "trainer__log_every": 5,
+    "snapshot__every": 10,
 }
 # The scripts override the first two settings, which a cluster may have.
 SETTINGS = {
@@ -47,35 +47,24 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a single process's run that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("single")
-    settings = SETTINGS_OF_RUN | {"run_dir": folder / "run", "data.path": text, "trainer.workers": 1}
-    words = [f"{key}={value}" for key, value in settings.items()]
-    job = Job([sys.executable, "train.py", *words], folder / "job")
-    assert job.wait() == 0, job.err()
-    return folder / "run"
+def undisturbed(reference: Callable[..., Path]) -> Path:
+    """The run folder of a single worker that nothing disturbed."""
+    return reference(1, **RUN)
 
 
 def submit(
     cluster: SlurmCluster, script: str, folder: Path, text: Path, *options: str, **more: object
 ) -> int:
     """Submit a job; returns its id."""
-    settings: dict[str, Any] = SETTINGS_OF_RUN | {
-        "run_dir": folder / "run",
-        "data.path": text,
-        "trainer.workers": 2,
-    }
-    settings |= {key.replace("__", "."): value for key, value in more.items()}
-    words = [f"{key}={value}" for key, value in settings.items()]
     options = (f"--output={folder}/output", "--cpus-per-task=1", *options)
+    settings = RUN | {"run_dir": folder / "run", "data__path": text, "trainer__workers": 2} | more
+    words = command(launcher=options, program=f"launch/slurm/{script}", **settings)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return cluster.submit(*options, f"launch/slurm/{script}", *words, PATH=path, RENDEZVOUS=f"{folder}/meet")
+    return cluster.submit(*words, PATH=path, RENDEZVOUS=f"{folder}/meet")
 
 
 def output(folder: Path) -> str:
-    lines = (folder / "output").read_text().splitlines()
-    return "\n".join(line for line in lines if not line.startswith("step "))
+    return (folder / "output").read_text()
 
 
 @pytest.mark.parametrize("script", ["one_node.sbatch", "several_nodes.sbatch"])
@@ -84,10 +73,8 @@ def test_a_job_finishes_with_the_bits_of_one_process(
 ) -> None:
     options = ["--cpus-per-task=2"] if script == "one_node.sbatch" else []
     job = submit(cluster, script, tmp_path, text, *options)
-    state = cluster.wait_for_state(job, "COMPLETED", "FAILED")
-    assert state == "COMPLETED" and final_hash(tmp_path / "run", STEPS) == final_hash(undisturbed, STEPS), (
-        output(tmp_path)
-    )
+    assert cluster.wait_for_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
+    assert final_hash(tmp_path / "run", STEPS) == final_hash(undisturbed, STEPS)
     (generation,) = read_history(tmp_path / "run")["generations"]
     assert generation["workers"] == 2
 
@@ -98,19 +85,19 @@ def test_a_job_that_is_preempted_twice_finishes_with_the_same_bits(
     """The first preemption is the signal before the time limit, the second for a job of higher priority."""
     run_dir = tmp_path / "run"
     job = submit(cluster, "preemptible.sbatch", tmp_path, text, "--nodes=2", snapshot__every=1000)
-    cluster.wait_until(reached(run_dir, 5), WAIT_S)
+    wait_until(reached(run_dir, 5), WAIT_S)
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))
     cluster.start_again(job, 1)
     first = snapshot_steps(run_dir)
-    cluster.wait_until(reached(run_dir, first[-1] + 5), WAIT_S)
+    wait_until(reached(run_dir, first[-1] + 5), WAIT_S)
     urgent = cluster.submit(
         "--partition=urgent", "--exclusive", "--nodes=2", "--wrap=true", "--output=/dev/null"
     )
     cluster.start_again(job, 2)
     second = snapshot_steps(run_dir)
     cluster.wait_for_state(urgent, "COMPLETED")
-    state = cluster.wait_for_state(job, "COMPLETED", "FAILED")
-    assert state == "COMPLETED" and cluster.job(job)["Restarts"] == "2", output(tmp_path)
+    assert cluster.wait_for_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
+    assert cluster.job(job)["Restarts"] == "2"
     assert len(first) == 1 and len(second) == 2 and 5 <= first[0] < second[1] < STEPS
     history = read_history(run_dir)
     ends = [generation["end"] for generation in history["generations"]]
@@ -125,13 +112,12 @@ def test_a_job_that_is_cancelled_leaves_a_snapshot_and_no_process(
     script: str, cluster: SlurmCluster, text: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    more = {"snapshot__every": 1000, "trainer__max_steps": 10_000}
-    job = submit(cluster, script, tmp_path, text, **more)
-    cluster.wait_until(reached(run_dir, 5), WAIT_S)
+    job = submit(cluster, script, tmp_path, text, snapshot__every=1000, trainer__max_steps=10_000)
+    wait_until(reached(run_dir, 5), WAIT_S)
     pids = cluster.job_pids()
     assert len(pids) >= 3
     cluster.run("scancel", str(job))
-    cluster.wait_until(lambda: not cluster.job_pids(), WAIT_S)
+    wait_until(lambda: not cluster.job_pids(), WAIT_S)
     cluster.wait_for_state(job, "CANCELLED")
     (stopped_at,) = snapshot_steps(run_dir)
     assert stopped_at >= 5 and read_history(run_dir)["status"] == "stopped", output(tmp_path)
@@ -144,7 +130,7 @@ def test_a_mistake_in_the_settings_is_one_line_and_not_tried_again(
     job = submit(cluster, script, tmp_path, text, optimizer__learning_rat=1)
     assert cluster.wait_for_state(job, "FAILED", "COMPLETED") == "FAILED"
     assert cluster.job(job)["ExitCode"] == "2:0" and cluster.job(job)["Restarts"] == "0"
-    lines = (tmp_path / "output").read_text().splitlines()
+    lines = output(tmp_path).splitlines()
     own = [line for line in lines if not line.startswith("srun: ")]  # srun's lines may come first
     assert own[0].startswith("error: ") and "learning_rate" in own[0]
 
@@ -157,11 +143,11 @@ def test_a_node_that_is_set_down_does_not_end_the_run(
     run_dir = tmp_path / "run"
     job = submit(cluster, "several_nodes.sbatch", tmp_path, text)
     try:
-        cluster.wait_until(reached(run_dir, 5), WAIT_S)
+        wait_until(reached(run_dir, 5), WAIT_S)
         cluster.kill_node(node)
         cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
         assert last_step(run_dir) < STEPS
-        cluster.wait_until(lambda: read_history(run_dir)["status"] == "finished", WAIT_S)
+        wait_until(lambda: read_history(run_dir)["status"] == "finished", WAIT_S)
     finally:
         cluster.start_node(node)
     if node == "n1":

@@ -1,6 +1,5 @@
 import json
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,12 +9,15 @@ from support.runs import make_run
 
 from mingpt.distributed import GenerationEnd
 from mingpt.report import load_history, mark_ended, read_job_start
-from mingpt.report.history import MAX_REPEATS, RunHistory
+from mingpt.report.history import RunHistory
 
 RUN_ID = "abc123"
 GENERATION = '{"end": "running", "from_step": 0, "to_step": 4, "restart": false, "began": 1.0, "seen": 2.0}'
 WHOLE = f'{{"id": "{RUN_ID}", "generations": [{GENERATION}], %s}}'  # a run.json with one field more
-FAILURE = {"why": "failed (ValueError: twice two)"}
+FAILED = "failed (ValueError: twice two)"
+REPEATED = (
+    f"3 generations failed one after the other at step 5 (worker 0 {FAILED}): a restart would repeat it"
+)
 
 
 def open_history(run_dir: Path) -> RunHistory:
@@ -25,15 +27,13 @@ def open_history(run_dir: Path) -> RunHistory:
 def begin(
     history: RunHistory,
     step: int = 0,
-    is_restart: bool = False,
-    previous: GenerationEnd | None = None,
-    hosts: Sequence[str] = (),
+    restart: bool = False,
+    end: GenerationEnd | None = None,
+    hosts: str = "a",
 ) -> str | None:
-    """Start a generation, with a worker on each host, or one."""
-    workers = len(hosts) or 1
-    return history.start_generation(
-        make_run(step=step, workers=workers, is_restart=is_restart, previous=previous, hosts=[*hosts])
-    )
+    """Start a generation, with a worker on each host."""
+    facts: dict[str, Any] = {"workers": len(hosts), "is_restart": restart, "previous": end, "hosts": [*hosts]}
+    return history.start_generation(make_run(step=step, **facts))
 
 
 def read(run_dir: Path) -> dict[str, Any]:
@@ -42,66 +42,80 @@ def read(run_dir: Path) -> dict[str, Any]:
 
 def test_a_run_without_interruption_is_one_generation(tmp_path: Path) -> None:
     history = open_history(tmp_path)
-    assert begin(history, hosts=("a", "b")) is None
+    assert begin(history, hosts="ab") is None
     assert (read(tmp_path)["status"], read(tmp_path)["id"]) == ("running", RUN_ID)
     history.note_step(10, 0.25, {"evaluation_s": 1.5})
     history.end("finished", 30, "finished", {"evaluation_s": 3.5})
     content = read(tmp_path)
-    (generation,) = content["generations"]
     assert (content["status"], content["seconds_lost"], content["goodput"]) == ("finished", 0.0, 1.0)
-    start_s = pytest.approx(0, abs=0.2)
-    assert generation == generation | {
-        "workers": 2,
-        "from_step": 0,
-        "to_step": 30,
-        "exact": True,
-        "end": "finished",
-        "phases": {"start_s": start_s, "evaluation_s": 3.5, "snapshot_wait_s": 0.0},
-    }
+    phases = {"start_s": pytest.approx(0, abs=0.2), "evaluation_s": 3.5, "snapshot_wait_s": 0.0}
+    told = {"workers": 2, "from_step": 0, "to_step": 30, "exact": True, "end": "finished", "phases": phases}
+    assert [entry | told for entry in content["generations"]] == content["generations"]
     assert {"torch", "python"} <= content["versions"].keys()
     assert history.summary() == "1 generation, 0 steps done twice, 0.0 s lost, goodput 100.0%"
 
 
-def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> None:
+LOST = {"why": "left without a peer", "step": 14}
+MEMORY = ": the kernel killed a process for lack of memory"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reasons", "after", "kills", "end"),
+    [
+        ("abc", [LOST, None, None], "ab", 2, "workers 1, 2 vanished"),
+        ("a", [LOST, None], "a", 3, f"worker 1 vanished{MEMORY}"),
+        ("a", [LOST, None], "b", 3, "worker 1 vanished"),  # counts of two hosts cannot be compared
+        ("ab", None, "bc", 2, "a vanished"),  # the store died with its node
+        ("ab", None, "ab", 2, "all workers vanished"),
+    ],
+)
+def test_the_end_of_a_killed_generation_is_told_by_the_next(
+    hosts: str, reasons: list[Any] | None, after: str, kills: int, end: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By the reasons of its workers, or by the hosts. Two recorded steps are done again, of 0.5 s each."""
+    monkeypatch.setattr("mingpt.report.history.count_oom_kills", iter([2, kills, kills]).__next__)
     history = open_history(tmp_path)
-    begin(history, hosts=("a", "b", "c"))
+    begin(history, hosts=hosts)
     history.note_step(12, 0.5)
     history.record({}, {})  # otherwise the file is written a moment later
-    end = GenerationEnd([{"why": "left without a peer", "step": 14}, None, None])
-    sentence = "workers 1, 2 vanished at step 14; resumed from 10 with 2 workers"
-    assert begin(open_history(tmp_path), 10, True, end, ("a", "b")) == sentence
+    step, previous = (14, GenerationEnd(reasons)) if reasons else (12, None)
+    said = begin(open_history(tmp_path), 10, True, previous, after)
+    workers = f"{len(after)} worker{'s' if len(after) > 1 else ''}"
+    assert said == f"{end} at step {step}; resumed from 10 with {workers}"
     content = read(tmp_path)
-    first, second = content["generations"]
-    assert (first["end"], first["to_step"], first["exact"]) == ("workers 1, 2 vanished", 14, True)
-    assert (second["from_step"], second["workers"], second["end"]) == (10, 2, "running")
-    assert content["steps_lost"] == 4
-    assert content["seconds_lost"] >= 2 * 0.5, "two recorded steps are done again"
+    found = [(entry["from_step"], entry["to_step"], entry["end"]) for entry in content["generations"]]
+    assert found == [(0, step, end), (10, 10, "running")]
+    assert content["generations"][0]["exact"] == bool(reasons)
+    assert content["steps_lost"] == step - 10 and content["seconds_lost"] >= 2 * 0.5
 
 
-@pytest.mark.parametrize(("hosts", "kills", "said"), [("a", 3, True), ("a", 2, False), ("b", 3, False)])
-def test_a_worker_that_vanished_when_memory_ran_out_is_told_so(
-    hosts: str, kills: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_job_began_with_is_on_record_until_another_job_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The counts of two hosts cannot be compared."""
-    end = GenerationEnd([{"why": "lost a peer", "step": 4}, None])
-    for count, host in ((2, "a"), (kills, hosts)):
-        monkeypatch.setattr("mingpt.report.history.count_oom_kills", lambda count=count: count)
-        begin(open_history(tmp_path), 4, True, end, (host,))
-    why = ": the kernel killed a process for lack of memory" if said else ""
-    assert read(tmp_path)["generations"][0]["end"] == f"worker 1 vanished{why}"
+    """Another job may begin as a restart: the store tells of a generation that left no record.
 
-
-def test_a_job_begins_with_its_first_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another job may begin as a restart: the store tells of a generation that left no record."""
-    now, found = 1000.0, list[float]()
+    In a restart the newest snapshot on disk, here that of step 20, may be gone with its disk. The time until
+    a restart is lost, here 100 s.
+    """
+    now, found = 1000.0, []
     monkeypatch.setattr("mingpt.report.history.time", Mock(time=lambda: now, monotonic=lambda: now))
-    for job, is_restart in (("one", False), ("one", True), ("two", True), ("two", False)):
+    for job, step, is_restart in (
+        ("one", 10, False),
+        ("one", 15, True),
+        ("two", 15, True),
+        ("two", 5, False),
+    ):
         history = open_history(tmp_path)
-        facts: dict[str, Any] = {"job": job, "is_restart": is_restart, "process_began": now - 3}
-        history.start_generation(make_run(tmp_path, **facts))
-        found.append(read(tmp_path)["job_began"])
+        start = make_run(tmp_path, step=step, job=job, is_restart=is_restart, process_began=now - 3)
+        history.start_generation(start)
+        content = read(tmp_path)
+        facts = content["job_began"], content["durable_step"], content["seconds_lost"]
+        found.append((*facts, read_job_start(content)))
+        history.note_durable(20)
+        history.record({}, {})  # otherwise the file is written a moment later
         now += 100
-    assert found == [997, 997, 1197, 1197]
+    assert found == [(997, 0, 0, 10), (997, 20, 100, 10), (1197, 20, 200, 10), (1197, 0, 200, 5)]
 
 
 def test_no_step_waits_for_a_slow_disk_and_the_latest_content_is_written(
@@ -123,63 +137,36 @@ def test_no_step_waits_for_a_slow_disk_and_the_latest_content_is_written(
 
 
 @pytest.mark.parametrize(
-    ("is_stopped", "hosts", "end", "said"),
+    ("steps", "said"),
     [
-        (True, "abc", "stopped by SIGTERM", "stopped by SIGTERM at step 12; resumed from 12 with 3 workers"),
-        (False, "bc", "a vanished", "a vanished at step 12; resumed from 12 with 2 workers"),
-        (
-            False,
-            "ab",
-            "all workers vanished",
-            "all workers vanished at step 12; resumed from 12 with 2 workers",
-        ),
+        ([4, 4, 4], REPEATED),
+        ([4, 4], None),
+        ([4, 4, 5], None),
+        ([5, 4, 4], None),
+        ([None] * 4, None),  # without a report
     ],
 )
-def test_an_end_of_which_no_reasons_are_known_is_told_by_the_hosts(
-    is_stopped: bool, hosts: str, end: str, said: str, tmp_path: Path
+def test_three_failures_at_the_same_step_end_the_job_unless_a_user_starts_it_again(
+    steps: list[int | None], said: str | None, tmp_path: Path
 ) -> None:
-    """A node that joins has the others stopped by SIGTERM. The store may die with its node."""
-    history = open_history(tmp_path)
-    begin(history, hosts="ab")
-    history.note_step(12, 0.5)
-    history.record({}, {})
-    if is_stopped:
-        history.end("stopped", 12, "stopped by SIGTERM")
-    assert begin(open_history(tmp_path), 12, True, hosts=hosts) == said
-    assert read(tmp_path)["generations"][0]["end"] == end
-
-
-def fail_repeatedly(run_dir: Path, steps: Sequence[int | None]) -> RunHistory:
-    """Let generations fail after these steps (None: without a report), then begin one more."""
-    history = open_history(run_dir)
-    previous = None
+    history, previous = open_history(tmp_path), None
     for number, step in enumerate([*steps, 0]):
         begin(history, 0, number > 0, previous)
-        previous = GenerationEnd([None if step is None else FAILURE | {"step": step}])
-    return history
-
-
-def test_three_failures_at_the_same_step_end_the_job_unless_a_user_starts_it_again(tmp_path: Path) -> None:
-    history = fail_repeatedly(tmp_path, [4] * MAX_REPEATS)
-    assert history.repeated_failure() == (
-        "3 generations failed one after the other at step 5 "
-        "(worker 0 failed (ValueError: twice two)): a restart would repeat it"
-    )
-    begin(history, 0, False, GenerationEnd([FAILURE | {"step": 4}]))
+        previous = GenerationEnd([None if step is None else {"why": FAILED, "step": step}])
+    assert history.repeated_failure() == said
+    begin(history, 0, False, previous)
     assert history.repeated_failure() is None
 
 
-@pytest.mark.parametrize("steps", [[4, 4], [4, 4, 5], [5, 4, 4], [None] * 4])
-def test_fewer_failures_or_other_steps_do_not_end_the_job(steps: list[int | None], tmp_path: Path) -> None:
-    assert fail_repeatedly(tmp_path, steps).repeated_failure() is None
-
-
 def test_three_nodes_that_join_at_the_same_step_are_no_failures(tmp_path: Path) -> None:
+    """The workers are stopped in order each time."""
+    said = []
     for hosts in ("a", "ab", "abc", "abcd"):
         history = open_history(tmp_path)
-        begin(history, 12, len(hosts) > 1, hosts=hosts)
+        said.append(begin(history, 12, len(hosts) > 1, hosts=hosts))
         assert history.repeated_failure() is None
         history.end("stopped", 12, "stopped by SIGTERM")
+    assert said[1] == "stopped by SIGTERM at step 12; resumed from 12 with 2 workers"
 
 
 @pytest.mark.parametrize(
@@ -200,19 +187,19 @@ def test_three_nodes_that_join_at_the_same_step_are_no_failures(tmp_path: Path) 
     ids=range(11),
 )
 def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also if another one has been."""
     for text in (content, content + " "):
         (tmp_path / "run.json").write_text(text)
         assert load_history(tmp_path) is None
         begin(open_history(tmp_path))
     assert (tmp_path / "damaged-run.json").read_text() == content
     assert [path.read_text() for path in tmp_path.glob("damaged-run-*.json")] == [content + " "]
-    assert "it is set aside as damaged-run.json" in caplog.text
-    assert len(read(tmp_path)["generations"]) == 1
+    assert "it is set aside as damaged-run.json" in caplog.text and len(read(tmp_path)["generations"]) == 1
 
 
 def test_a_job_that_ends_before_its_last_generation_has_begun_is_noted(tmp_path: Path) -> None:
     mark_ended(tmp_path, "stopped")  # there is no run.json to write to
-    assert not (tmp_path / "run.json").exists()
+    assert list(tmp_path.iterdir()) == []
     history = open_history(tmp_path)
     begin(history)
     mark_ended(tmp_path, "stopped")
@@ -222,44 +209,23 @@ def test_a_job_that_ends_before_its_last_generation_has_begun_is_noted(tmp_path:
     assert read(tmp_path)["status"] == "finished"
 
 
-def test_the_start_of_the_job_and_the_newest_snapshot_on_disk_are_on_record_until_another_job_begins(
-    tmp_path: Path,
+def test_a_thread_may_record_while_another_thread_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    history = open_history(tmp_path)
-    begin(history, 10)
-    history.note_durable(20)
-    history.record({}, {})
-    begin(open_history(tmp_path), 15, is_restart=True)
-    content = read(tmp_path)
-    assert content["durable_step"] == 20, "its disk may be gone, and a restart is in memory"
-    assert read_job_start(content) == 10
-    begin(open_history(tmp_path), 5)
-    assert (read(tmp_path)["durable_step"], read_job_start(read(tmp_path))) == (0, 5)
-
-
-class Slow(dict[str, Any]):
-    """A dictionary during whose encoding another thread calls `work`."""
-
-    def __init__(self, work: Any) -> None:
-        super().__init__(a=1)
-        self.thread = threading.Thread(target=work)
-
-    def items(self) -> Any:
-        if not self.thread.ident:
-            self.thread.start()
-            self.thread.join(0.3)
-        return super().items()
-
-
-def test_a_thread_may_record_while_another_thread_records(tmp_path: Path) -> None:
     """A thread that ends the process records a failure while the main thread trains."""
     history = open_history(tmp_path)
     begin(history)
-    slow = Slow(lambda: history.note_skipped(3))
-    history.content["slow"] = slow
+    encode, other = history.encode, threading.Thread(target=history.note_skipped, args=[3])
+
+    def slow_encode() -> str:
+        content = encode()
+        if not other.ident:
+            other.start()
+            other.join(0.3)
+        return content
+
+    monkeypatch.setattr(history, "encode", slow_encode)
     history.note_missing(1, 2)
-    slow.thread.join()
-    assert (read(tmp_path)["updates_skipped"], read(tmp_path)["generations"][0]["metrics_missing"]) == (
-        3,
-        [1, 2],
-    )
+    other.join()
+    content = read(tmp_path)
+    assert (content["updates_skipped"], content["generations"][0]["metrics_missing"]) == (3, [1, 2])

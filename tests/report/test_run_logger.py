@@ -2,7 +2,6 @@ import hashlib
 import json
 import logging
 import math
-import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 from conftest import SMALL
 from support.events import read_scalars
 from support.faults import FaultyDisk
+from support.golden import Golden
 from support.runs import STATS, make_run
 
 from mingpt.config import to_dict
@@ -42,51 +42,28 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mingpt.report.run_logger.SINKS", [])
 
 
-def make_logger(
-    run_dir: Path,
-    step: int = 0,
-    is_restart: bool = False,
-    changes: list[str] | None = None,
-    logged_step: int = 0,
-    is_main: bool = True,
-    **settings: Any,
-) -> RunLogger:
-    start = make_run(
-        run_dir,
-        SMALL | settings,
-        run_id="abc123",
-        step=step,
-        is_restart=is_restart,
-        changes=changes or [],
-        logged_step=logged_step,
-        is_main=is_main,
-    )
-    corpus = make_corpus(TEXT, start.config.data)
-    return RunLogger(replace(start, corpus=corpus), ENVIRONMENT)
+def make_logger(run_dir: Path, settings: dict[str, Any] | None = None, **facts: Any) -> RunLogger:
+    start = make_run(run_dir, SMALL | (settings or {}), run_id="abc123", **facts)
+    return RunLogger(replace(start, corpus=make_corpus(TEXT, start.config.data)), ENVIRONMENT)
 
 
-def status(run_dir: Path) -> str:
-    return str(json.loads((run_dir / "run.json").read_text())["status"])
+def read(run_dir: Path) -> dict[str, Any]:
+    return dict(json.loads((run_dir / "run.json").read_text()))
 
 
 def test_every_sink_is_told_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = Mock(spec=Sink)
-    make_sink = Mock(return_value=sink)
+    make_sink = Mock(return_value=Mock(spec=Sink))
     monkeypatch.setattr("mingpt.report.run_logger.SINKS", [make_sink])
     logger = make_logger(tmp_path)
     logger.log_training(STATS)
     logger.log_evaluation(12, {"val/loss": 1.25}, "To be")
-    assert status(tmp_path) == "running"
+    assert read(tmp_path)["status"] == "running"
     logger.ended(12, None, "snapshots")
-    assert sink.mock_calls == [
-        call.log(12, training_values(STATS)),
-        call.log(12, {"val/loss": 1.25}),
-        call.close(),
-    ]
-    run = make_sink.call_args.args[0]
-    assert (run.run_dir, status(tmp_path)) == (tmp_path, "finished")
+    told = [call.log(12, training_values(STATS)), call.log(12, {"val/loss": 1.25}), call.close()]
+    assert make_sink.return_value.mock_calls == told
+    assert (make_sink.call_args.args[0].run_dir, read(tmp_path)["status"]) == (tmp_path, "finished")
     # Besides the settings, the bits depend on these.
-    inputs = json.loads((tmp_path / "run.json").read_text())["inputs"]
+    inputs = read(tmp_path)["inputs"]
     assert inputs["data"] == hashlib.sha256(TEXT).hexdigest() and len(inputs["tokenizer"]) == 64
     assert inputs["software"] == asdict(ENVIRONMENT)
 
@@ -97,7 +74,7 @@ def test_a_run_is_followed_where_it_is_asked_for_and_by_rank_0_alone(
     monkeypatch.setitem(sys.modules, "wandb", None)
     asked: dict[str, Any] = {"report.tensorboard": True, "report.tracker": "wandb"}
     for name, is_main in (("one", True), ("two", False)):
-        logger = make_logger(tmp_path / name, is_main=is_main, **asked)
+        logger = make_logger(tmp_path / name, asked, is_main=is_main)
         logger.log_training(STATS)
         logger.ended(STATS.step, None, "snapshots")
     assert [path.parent.name for path in tmp_path.glob("*/tensorboard")] == ["one"]
@@ -106,38 +83,15 @@ def test_a_run_is_followed_where_it_is_asked_for_and_by_rank_0_alone(
     assert read_scalars(tmp_path / "one")["train/loss"] == [(STATS.step, STATS.loss)]
 
 
-def test_a_resumed_run_knows_its_last_records_and_goes_on_with_them(tmp_path: Path) -> None:
-    first = make_logger(tmp_path)
-    first.log_values(1, {"val/loss": 3.5})
-    for step in (1, 2, 3):
-        first.log_values(step, {"train/loss": float(step)})
-    second = make_logger(tmp_path, step=2, is_restart=True)
-    assert second.last == {"train": {"step": 2, "train/loss": 2.0}, "val": {"step": 1, "val/loss": 3.5}}
-    second.log_values(3, {"train/loss": 3.25})
-    records = read_records(tmp_path / "metrics.jsonl")
-    assert [record.get("train/loss") for record in records] == [None, 1.0, 2.0, 3.25]
-
-
 def test_the_plan_of_a_run_names_what_is_going_to_happen(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
     caplog.set_level(logging.INFO, "mingpt")
     monkeypatch.setattr("mingpt.report.run_logger.usable_cores", lambda: 4)
     logger = make_logger(tmp_path, step=5, changes=["model.dropout: 0.0 -> 0.1"])
     assignment = [range(5), range(5, 8), range(0), range(1, 8, 2)]
     logger.plan(5, 48, "not compiled: so it is", assignment, "the folder")
-    assert caplog.messages == [
-        f"resumed from step 5 in {tmp_path}: 30 steps of 256 tokens; every 5 steps a snapshot is written to "
-        "the folder",
-        "model: gpt2, 27,040 parameters, float32; not compiled: so it is",
-        f"data: {logger.start.config.data.path}, 1,548 tokens for training, 172 tokens for validation, "
-        "vocabulary of 17; 6.0 steps per epoch",
-        "1 worker on cpu AVX512 (ddp), per worker 1 CPU thread and 0 or 3 or 4 or 5 of a step's 8 "
-        "micro-batches of 1 window",
-        "unused CPU cores: 3; more workers would use them without changing the result, more "
-        "trainer.threads would change it",
-        "changed on purpose: model.dropout: 0.0 -> 0.1",
-    ]
+    golden("\n".join(caplog.messages))
 
 
 @pytest.mark.parametrize("function", ["write", "fsync", "replace", "rename"])
@@ -149,16 +103,15 @@ def test_a_run_folder_that_cannot_be_written_ends_no_run(
     disk = FaultyDisk(monkeypatch, function, str(tmp_path))
     logger = make_logger(tmp_path)
     for step in range(1, 5):
-        logger.log_values(step, {"train/loss": float(step), "val/loss": 4.5})
-        logger.history.note_step(step, 0.1)
+        logger.log_training(replace(STATS, step=step))
         logger.flush()
     logger.history.record({}, {})
     names = [message.split(" cannot")[0] for message in caplog.messages if "cannot be written" in message]
     assert len(names) == len(set(names))
     disk.broken = False
     logger.ended(4, None, "snapshots")
-    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert status(tmp_path) == "finished"
+    steps = [record["step"] for record in read_records(tmp_path / "metrics.jsonl")]
+    assert (steps, read(tmp_path)["status"]) == ([1, 2, 3, 4], "finished")
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == to_dict(logger.start.config)
     assert sum(message.endswith("is written again") for message in caplog.messages) == len(names)
     assert not any(".partial" in path.name for path in tmp_path.iterdir())
@@ -166,19 +119,12 @@ def test_a_run_folder_that_cannot_be_written_ends_no_run(
 
 @pytest.mark.parametrize("best", [(1.8486, 170), (math.inf, -1)])
 def test_the_end_of_a_run_tells_its_best_snapshot_and_the_next_command(
-    best: tuple[float, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    best: tuple[float, int], tmp_path: Path, caplog: pytest.LogCaptureFixture, golden: Golden
 ) -> None:
     caplog.set_level(logging.INFO, "mingpt")
-    run_dir = tmp_path / "my run"
-    run_dir.mkdir()
-    make_logger(run_dir).ended(340, "SIGINT", "snapshots", best=best)
-    assert re.search(
-        r"stopped by SIGINT at step 340: .*; the same command goes on$", caplog.text, re.MULTILINE
-    )
-    lowest = ["lowest validation loss of a snapshot that is kept: 1.8486 at step 170"]
-    command = f"next: python -m mingpt sample '{run_dir}'"
-    has_best = best[1] == 170
-    assert caplog.messages[2:] == ([*lowest, f"{command} --best"] if has_best else [command])
+    (tmp_path / "my run").mkdir()
+    make_logger(tmp_path / "my run").ended(340, "SIGINT", "snapshots", best=best)
+    golden("\n".join(caplog.messages))
 
 
 def test_metrics_that_were_never_written_are_told_by_run_json(
@@ -192,20 +138,7 @@ def test_metrics_that_were_never_written_are_told_by_run_json(
             logger.log_values(step, {"train/loss": float(step)})
         logger.ended(3, None, "snapshots")
     make_logger(tmp_path, step=3, is_restart=True, logged_step=3)
-    assert json.loads((tmp_path / "run.json").read_text())["generations"][-1]["metrics_missing"] == [2, 3]
-
-
-def test_every_metric_of_a_step_has_its_value() -> None:
-    values = training_values(STATS)
-    assert values == values | {
-        "train/loss": 1.5,
-        "lr": 0.01,
-        "grad_norm": 0.7,
-        "tokens": 96 * 32,
-        "tokens_per_s": 8 * 32 / 0.5,
-        "step_s": 0.5,
-        "data_s": 0.1,
-    }
+    assert read(tmp_path)["generations"][-1]["metrics_missing"] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +151,13 @@ def test_every_metric_of_a_step_has_its_value() -> None:
         ("Tesla V100-PCIE-16GB", "V100-PCIE"),
     ],
 )
-def test_utilization_is_the_part_of_the_peak_of_all_devices(name: str, part: str) -> None:
-    expected = 1e6 * (8 * 32 / 0.5) / (2 * PEAK_FLOPS[part])
-    assert training_values(replace(STATS, device_name=name))["mfu"] == pytest.approx(expected)
+def test_every_metric_has_its_value_and_utilization_is_the_part_of_the_peak_of_all_devices(
+    name: str, part: str
+) -> None:
+    expected = {"train/loss": 1.5, "lr": 0.01, "grad_norm": 0.7, "step_s": 0.5, "data_s": 0.1} | {
+        "tokens": 96 * 32,
+        "tokens_per_s": 8 * 32 / 0.5,
+        "mfu": pytest.approx(1e6 * (8 * 32 / 0.5) / (2 * PEAK_FLOPS[part])),
+    }
+    values = training_values(replace(STATS, device_name=name))
+    assert {name: values[name] for name in expected} == expected

@@ -1,23 +1,19 @@
 """Runs `python -m mingpt prepare`, and reads the folders that the command writes."""
 
-import contextlib
 import hashlib
-import io
 import json
 import random
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any, Literal
 
 from conftest import ROOT
 
-from mingpt.base.command import run_command
 from mingpt.data.shards import TokenShards, open_shards
 from mingpt.tools.jobs import clean_environment
 from mingpt.tools.prepare import main
+from support.commands import run_here
 
 END = "<|endoftext|>"
 WORDS = [
@@ -50,31 +46,11 @@ def run_apart(*words: object, before: str = "", **env: str) -> subprocess.Comple
     )
 
 
-def run_prepare(*words: object) -> subprocess.CompletedProcess[str]:
-    """Run the command in this process: a new process would take seconds to import torch."""
-    out, err = io.StringIO(), io.StringIO()
-    handler = signal.getsignal(signal.SIGINT)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run_command(main, [str(word) for word in words])
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, handler)  # which the command resets
-    return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
-
-
 def prepared(*words: object) -> str:
     """Run the command; return its stdout. Raises AssertionError if the command fails."""
-    done = run_prepare(*words)
+    done = run_here(main, *words)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
-
-
-def refused(*words: object) -> str:
-    """Run the command; return its stderr. Asserts exit code 2, and one line that begins with "error: "."""
-    done = run_prepare(*words)
-    assert (done.returncode, done.stdout) == (2, ""), (done.returncode, done.stdout, done.stderr[-3000:])
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    return line
 
 
 def digests(folder: Path) -> dict[str, str]:

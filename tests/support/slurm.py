@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -115,7 +115,7 @@ class SlurmCluster:
     def start_node(self, node: str) -> None:
         """Start the node's slurmd, and wait until the node is idle. Raises TimeoutError after START_S."""
         self.start(node, ["slurmd", "-D", "-N", node])
-        self.wait_until(
+        wait_until(
             lambda: node in self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False), START_S
         )
 
@@ -149,7 +149,7 @@ class SlurmCluster:
 
     def wait_for_state(self, number: int, *states: str, timeout_s: float = 180) -> str:
         """Wait until the job has one of these states; return it. Raises TimeoutError after `timeout_s`."""
-        self.wait_until(lambda: self.job(number)["JobState"] in states, timeout_s)
+        wait_until(lambda: self.job(number)["JobState"] in states, timeout_s)
         return self.job(number)["JobState"]
 
     def start_again(self, number: int, restarts: int) -> None:
@@ -167,7 +167,7 @@ class SlurmCluster:
                     self.run("scontrol", "update", f"jobid={number}", "starttime=now+3")
             return job["JobState"] == "RUNNING" and job["Restarts"] == str(restarts)
 
-        self.wait_until(is_started, 120)
+        wait_until(is_started, 120)
 
     def kill_node(self, node: str) -> None:
         """Kill the node's slurmd and job processes.
@@ -184,10 +184,6 @@ class SlurmCluster:
             send_to(number, ended)
             self.daemons[node].send_signal(number)
         self.daemons[node].wait()
-
-    def wait_until(self, condition: Callable[[], object], timeout_s: float) -> None:
-        """Wait like `wait_until` of support/switch.py."""
-        wait_until(condition, timeout_s)
 
     def job_pids(self, node: str | None = None) -> list[int]:
         """The ids of living processes of this cluster's jobs, on all nodes or only on `node`."""

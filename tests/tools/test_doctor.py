@@ -40,15 +40,9 @@ def test_a_fault_is_one_sentence_that_names_the_node(changes: list[dict[str, Any
 
 
 def test_a_healthy_cluster_has_no_fault_and_a_line_per_fact() -> None:
-    changes = {"Python": "3.13", "host": "eth1", "MB/s": 30.0}
-    rows, faults = report(cluster(changes))
-    assert faults == []
-    assert rows[:3] == [
-        "host     node1, node2: eth0",
-        "host     node3: eth1",
-        "device   node1, node2, node3: cpu AVX512",
-    ]
-    assert rows[-1] == "MB/s     node3: 30.0"
+    rows, faults = report(cluster({"Python": "3.13", "host": "eth1", "MB/s": 30.0}))
+    assert faults == [] and rows[-1] == "MB/s     node3: 30.0"
+    assert rows[:2] == ["host     node1, node2: eth0", "host     node3: eth1"]
 
 
 def test_a_worker_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,20 @@
 import json
-import os
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, contents
+from support.commands import refused, run_here
 from support.faults import FaultyDisk
+from support.golden import Golden
 from support.hf_models import load_with_transformers, save_run
 from support.models import ARCHITECTURES, Arch, generate
 from support.vocabularies import cl100k_like, edited
 
-from mingpt.base import command as base_command
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.data import CharTokenizer, JsonTokenizer
+from mingpt.model import GPT
 from mingpt.snapshot import open_snapshot
 from mingpt.tools.export import export, main
 from mingpt.tools.hugging_face import FORMS
@@ -31,21 +32,32 @@ FILES = [
     "tokenizer_config.json",
 ]
 END = "<|endoftext|>"
+NAMES_END = f"Enter BEATRIX, with {END} in her hand. "
+# What other programs than ours obey in a tokenizer.json.
+PADDING = {"strategy": {"Fixed": 900}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+PADDING |= {"pad_type_id": 0, "pad_token": "!"}
+START = {"SpecialToken": {"id": END, "type_id": 0}}
+TEXT, PAIR = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [START, TEXT],
+    "pair": [START, TEXT, PAIR],
+    "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}},
+}
 CLASSES = {"gpt2": "GPT2LMHeadModel", "modern": "NanoChatForCausalLM"}
 
 
-def make_config(arch: Arch) -> Config:
-    return Config(
-        data=DataConfig(block_size=240),
-        model=ModelConfig(arch=arch, n_layer=2, n_head=3, n_embd=24),
-        optimizer=OptimizerConfig(name="adamw"),
-    )
+def save(folder: Path, arch: Arch, characters: str = CHARACTERS) -> GPT:
+    model = ModelConfig(arch=arch, n_layer=2, n_head=3, n_embd=24)
+    data, optimizer = DataConfig(block_size=240), OptimizerConfig(name="adamw")
+    return save_run(folder, Config(data=data, model=model, optimizer=optimizer), characters)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+@torch.no_grad()
 def test_transformers_loads_what_was_exported_and_computes_the_same(arch: Arch, tmp_path: Path) -> None:
     """Logits, greedy text and tokens of characters; and the weights come back as the same bits."""
-    ours = save_run(tmp_path / "run", make_config(arch), CHARACTERS)
+    ours = save(tmp_path / "run", arch)
     export(str(tmp_path / "run"), str(tmp_path / "out"))
     theirs, tokenizer = load_with_transformers(tmp_path / "out")
     assert type(theirs).__name__ == CLASSES[arch] and theirs.dtype == torch.float32
@@ -54,10 +66,9 @@ def test_transformers_loads_what_was_exported_and_computes_the_same(arch: Arch, 
     assert tokens[0].tolist() == [CHARACTERS.index(one) for one in PROMPT + CHARACTERS]
     assert tokenizer.decode(tokens[0]) == PROMPT + CHARACTERS and len(tokenizer) == len(CHARACTERS)
     assert tokenizer.eos_token is None and encoded.keys() == {"input_ids", "attention_mask"}
-    with torch.no_grad():
-        logits = ours(tokens)[0]
-        assert logits is not None and logits.abs().max() > 1
-        assert (theirs(tokens).logits - logits).abs().max() <= 1e-5
+    logits = ours(tokens)[0]
+    assert logits is not None and logits.abs().max() > 1
+    assert (theirs(tokens).logits - logits).abs().max() <= 1e-5
     found = theirs.generate(**encoded, max_new_tokens=20, do_sample=False)
     assert found[0, tokens.size(1) :].tolist() == list(generate(ours, tokens[0].tolist(), 20, temperature=0))
     import_model(str(tmp_path / "out"), str(tmp_path / "back"))
@@ -73,36 +84,21 @@ def test_the_tokenizer_acts_in_transformers_as_in_the_run_and_generation_ends_at
     """Without dropout, truncation, padding, a start token, or special tokens that a text names."""
     text = (ROOT / "data" / "input.txt").read_text()[:20_000]
     plain = cl100k_like(text)
-    start = {"SpecialToken": {"id": END, "type_id": 0}}
-    template = {
-        "type": "TemplateProcessing",
-        "single": [start, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [start, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}},
-    }
     bpe = JsonTokenizer(
         edited(
             plain,
             truncation={"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
-            padding={
-                "strategy": {"Fixed": 900},
-                "direction": "Right",
-                "pad_to_multiple_of": None,
-                "pad_id": 0,
-                "pad_type_id": 0,
-                "pad_token": "!",
-            },
-            post_processor=template,
+            padding=PADDING,
+            post_processor=TEMPLATE,
             model={**json.loads(plain)["model"], "dropout": 0.5},
         )
     )
     rows = len(bpe) + 7  # more rows than tokens
-    save_run(tmp_path / "run", make_config("gpt2"), "".join(map(chr, range(0x100, 0x100 + rows))))
+    save(tmp_path / "run", "gpt2", "".join(map(chr, range(0x100, 0x100 + rows))))
     monkeypatch.setattr("mingpt.tools.export.make_tokenizer", lambda *_: bpe)
     export(str(tmp_path / "run"), str(tmp_path / "out"))
     theirs, tokenizer = load_with_transformers(tmp_path / "out")
-    named = f"Enter BEATRIX, with {END} in her hand. " * 5
-    for one in (text[:300], PROMPT, "na\u00efve \U0001f469\u200d\U0001f467\t\r\n  x", " ", named):
+    for one in (text[:300], PROMPT, "na\u00efve \U0001f469\u200d\U0001f467\t\r\n  x", " ", 5 * NAMES_END):
         assert tokenizer.encode(one) == bpe.encode(one).tolist()
         assert tokenizer.decode(tokenizer.encode(one)) == one
     ids = (tokenizer.eos_token_id, theirs.config.eos_token_id, theirs.generation_config.eos_token_id)
@@ -113,19 +109,25 @@ def test_the_tokenizer_acts_in_transformers_as_in_the_run_and_generation_ends_at
     assert theirs.config.n_ctx == theirs.config.n_positions == 240  # llama.cpp's converter needs both
 
 
-def test_the_command_writes_all_files_of_a_run_at_a_url_and_says_so_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("has_modes", [True, False])
+def test_the_command_adds_all_files_of_a_run_at_a_url_to_a_folder_and_says_so_in_one_line(
+    has_modes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The README has the figures of the run."""
-    out = tmp_path / "deep" / "out"
-    model = save_run(tmp_path / "run", make_config("gpt2"), CHARACTERS)
-    assert base_command.run_command(main, [f"file://{tmp_path}/run", str(out), "--best"]) == 0
-    said = f"step 30 of file://{tmp_path}/run written to {out} as GPT2LMHeadModel\n"
-    assert capsys.readouterr() == ("", said)
-    assert sorted(path.name for path in out.iterdir()) == FILES
-    (tmp_path / "plain").touch()  # with the modes that other files and folders are given here
-    assert {path.stat().st_mode for path in out.iterdir()} == {(tmp_path / "plain").stat().st_mode}
-    assert out.stat().st_mode == out.parent.stat().st_mode
+    """The folder and its other files stay as they are, here the working directory, also without modes."""
+    model, out = save(tmp_path / "run", "gpt2"), tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    out.chmod(0o2750)
+    monkeypatch.chdir(out)
+    if not has_modes:
+        monkeypatch.setattr("shutil.copymode", Mock(side_effect=PermissionError))
+    before = out.stat()
+    done = run_here(main, f"file://{tmp_path}/run", ".", "--best")
+    said = f"step 30 of file://{tmp_path}/run written to . as GPT2LMHeadModel\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", said)
+    assert (out.stat().st_ino, out.stat().st_mode) == (before.st_ino, before.st_mode)
+    assert sorted(path.name for path in out.iterdir()) == sorted([*FILES, "notes.txt"])
+    assert not has_modes or len({path.stat().st_mode for path in out.iterdir()}) == 1
     text = (out / "README.md").read_text()
     parameters = sum(weight.numel() for weight in model.parameters())
     assert f"# GPT2LMHeadModel, {parameters:,} parameters" in text
@@ -133,69 +135,37 @@ def test_the_command_writes_all_files_of_a_run_at_a_url_and_says_so_in_one_line(
     assert b"secret" not in b"".join(path.read_bytes() for path in out.iterdir())
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """The one line that the command, run in this process, ends with."""
-    assert base_command.run_command(main, [str(word) for word in words]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1, shown.err
-    return shown.err
-
-
-def test_a_folder_stays_as_it_is_and_keeps_its_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be the working directory, and on a disk that refuses chmod."""
-    run, out = tmp_path / "run", tmp_path / "out"
-    save_run(run, make_config("modern"), CHARACTERS)
-    (out / "lost+found").mkdir(parents=True)
-    (out / "notes.txt").write_text("mine")
-    out.chmod(0o2750)
-    monkeypatch.chdir(out)
-    monkeypatch.setattr("shutil.copymode", Mock(side_effect=PermissionError))
-    before = out.stat()
-    export(str(run), ".")
-    assert (out.stat().st_ino, out.stat().st_mode) == (before.st_ino, before.st_mode)
-    assert sorted(path.name for path in Path().iterdir()) == sorted([*FILES, "lost+found", "notes.txt"])
-    assert (out / "notes.txt").read_text() == "mine"
-
-
+@pytest.mark.parametrize(
+    ("run", "out"),
+    [
+        ("run", ""),
+        ("other", "out"),
+        ("run", "file"),
+        ("run", "file/out"),
+        ("run", "s3://name:secret@host/out"),
+        ("missing", "out"),
+        ("missing", "README.md"),
+        ("missing", "tokenizer.json"),
+        ("missing", "special_tokens_map.json"),
+        ("run", "full"),
+    ],
+)
 def test_a_failure_leaves_no_model_and_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
-    run, out = tmp_path / "run", tmp_path / "out"
-    save_run(run, make_config("gpt2"), CHARACTERS)
-    save_run(tmp_path / "other", make_config("modern"), CHARACTERS)
-    monkeypatch.delitem(FORMS, "modern")  # as an architecture of a user's own
-    (tmp_path / "file").touch()
-    there = ("README.md", "tokenizer.json", "special_tokens_map.json")
-    for name in there:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).write_text("mine")
-    attempts: list[tuple[list[object], str]] = [
-        ([run], "the following arguments are required: OUT_DIR; see python -m mingpt export --help"),
-        (
-            [tmp_path / "other", out],
-            "model.arch=modern cannot be written in Hugging Face's format; sample.py",
-        ),
-        ([run, tmp_path / "file"], f"cannot be written: {tmp_path / 'file'} is not a folder"),
-        ([run, tmp_path / "file" / "out"], f"cannot be written: {tmp_path / 'file'} is not a folder"),
-        ([run, "s3://name:secret@host/out"], "is no folder on a disk of this machine: export to one"),
-        ([tmp_path / "none", out], "there is no snapshot in"),
-        *(
-            (
-                ["no/run", tmp_path / name],
-                f"/{name} is there already, and would be taken for a part of the model",
-            )
-            for name in there
-        ),
-    ]
-    for words, sentence in attempts:
-        line = refusal(capsys, *words)
-        assert sentence in line and "secret" not in line
-
+    """A folder with a file of that name, a disk that is full, and an architecture of a user's own."""
+    save(tmp_path / "run", "gpt2")
+    save(tmp_path / "other", "modern")
+    monkeypatch.delitem(FORMS, "modern")
+    monkeypatch.chdir(tmp_path)
     FaultyDisk(monkeypatch, "rename", "/model.safetensors")
-    assert "cannot be written: No space left on device" in refusal(capsys, run, out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["file", "other", "out", "run", *there])
-    assert all(os.listdir(tmp_path / name) == [name] for name in there)
-    assert "config.json" not in os.listdir(out)
+    (tmp_path / "file").touch()
+    if out in ("README.md", "tokenizer.json", "special_tokens_map.json"):
+        (tmp_path / out).mkdir()
+        (tmp_path / out / out).write_text("mine")
+    before = contents(tmp_path)
+    golden(refused(main, run, *filter(None, [out])))
+    after = contents(tmp_path)
+    assert before.items() <= after.items()
+    left = {path.name for path in after.keys() - before.keys()}
+    assert not left & {"config.json", "model.safetensors"}

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import refused, run_here
 
-from mingpt.base.command import run_command
 from mingpt.config import Config
 from mingpt.config.cli import build
 from mingpt.model import GPT, LossModule
@@ -61,23 +61,22 @@ def test_activations_are_right_to_a_third(arch: str, element: int, block_size: i
     assert loss.requires_grad and activations(config, element) == pytest.approx(measured, rel=1 / 3)
 
 
+@pytest.mark.parametrize(
+    ("memory", "end"),
+    [
+        ("80GB", "trainer.parallel=ddp trainer.shard_optimizer=false fits"),
+        ("16GB", "trainer.parallel=ddp trainer.shard_optimizer=true fits"),
+        ("14GB", "trainer.parallel=fsdp fits"),
+        ("4.5GB", "trainer.parallel=fsdp trainer.recompute=block fits"),
+        ("1GB", "none fits: take more workers, a smaller trainer.micro_batch_size or model"),
+    ],
+)
 def test_a_plan_is_one_screen_and_ends_with_the_first_strategy_that_fits(
-    text: Path, capsys: pytest.CaptureFixture[str]
+    memory: str, end: str, text: Path
 ) -> None:
-    ends = []
-    for memory in ("80GB", "16GB", "14GB", "4.5GB", "1GB"):
-        words = [f"data.path={text}", "model.n_layer=48", "model.n_embd=1600", "model.n_head=25"]
-        assert main([*words, "--workers", "8", "--gpu_memory", memory]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert len(lines) <= 24 and max(map(len, lines)) <= 80
-        ends.append(lines[-1])
-    assert ends == [
-        "trainer.parallel=ddp trainer.shard_optimizer=false fits",
-        "trainer.parallel=ddp trainer.shard_optimizer=true fits",
-        "trainer.parallel=fsdp fits",
-        "trainer.parallel=fsdp trainer.recompute=block fits",
-        "none fits: take more workers, a smaller trainer.micro_batch_size or model",
-    ]
+    words = [f"data.path={text}", "model.n_layer=48", "model.n_embd=1600", "model.n_head=25"]
+    lines = run_here(main, *words, "--workers", 8, "--gpu_memory", memory).stdout.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80 and lines[-1] == end
 
 
 @pytest.mark.parametrize(
@@ -91,9 +90,5 @@ def test_a_plan_is_one_screen_and_ends_with_the_first_strategy_that_fits(
         (["snapshot.init_from=gpt2"], "with snapshot.init_from a plan needs the weights' vocabulary"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command(main, [*TINY, *words]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith(f"error: {sentence}") and said.err.count("\n") == 1
+def test_a_mistake_is_one_sentence_and_exit_code_2(words: list[str], sentence: str) -> None:
+    assert refused(main, *TINY, *words).startswith(f"error: {sentence}")

@@ -3,15 +3,16 @@
 from pathlib import Path
 
 import pytest
+from support.commands import refused, run_here
+from support.golden import Golden
 from support.snapshots import file_names, make_manifest, make_store, write
 
-from mingpt.base.command import run_command
 from mingpt.tools.snapshots import main
 
 
 @pytest.mark.parametrize("where", ["{0}", "file://{0}/snapshots"])
 def test_a_list_of_snapshots_has_a_line_for_each_with_its_loss_size_and_state(
-    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    where: str, tmp_path: Path, golden: Golden
 ) -> None:
     """All bytes are checked; nothing is renamed. Files that belong to no snapshot are left out."""
     store = make_store(tmp_path)
@@ -23,16 +24,6 @@ def test_a_list_of_snapshots_has_a_line_for_each_with_its_loss_size_and_state(
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
     Path(store.path("partial-step_00000350")).touch()
     before = file_names(store)
-    assert run_command(main, [where.format(tmp_path)]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines == [
-        ["step", "val/loss", "size", "state"],
-        ["10", "-", "-", "damaged"],
-        ["170", "1.8486", "0.0", "MB", "valid"],
-        ["200", "-", "-", "damaged"],
-        ["340", "2.1020", "0.0", "MB", "valid"],
-        ["345", "-", "-", "suspect"],
-    ]
+    golden(run_here(main, where.format(tmp_path)).stdout)
     assert file_names(store) == before
-    assert run_command(main, [str(tmp_path / "none")]) == 2
-    assert f"error: there is no snapshot in {tmp_path}/none: give a run folder" in capsys.readouterr().err
+    golden(refused(main, tmp_path / "none"))

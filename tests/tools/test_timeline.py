@@ -25,8 +25,8 @@ def test_each_of_the_last_generations_has_a_bar_of_what_its_time_went_to(
         for n, began in enumerate(range(1000, 1000 + 20 * 107, 107))
     ]
     next_day = {"began": 90_000, "seen": 90_100, "from_step": 2820, "restart": False, "end": "running"}
+    generations.append(generations[-1] | next_day)
     content = {"id": "abc", "status": "running", "goodput": 0.5, "generations": generations}
-    content["generations"] = [*generations, generations[-1] | next_day]
     (tmp_path / "run.json").write_text(json.dumps(content))
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'timeline.png'}\n"
