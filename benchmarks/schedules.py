@@ -8,16 +8,12 @@
 A seeded schedule has 1 to 5 kills: at start-up, in a forward pass, in the reduction, in an evaluation or a
 save. After each kill there are 1 to 4 workers. A kill that hits no living worker is a failure.
 
-FILE is TOML: the fields of Schedule, and for each event a table `[[events]]` with the fields of Event. For
-example, the worker beside the one that writes is killed in the middle of a save:
-
-    launch = "plain"
-    events = [{ what = "kill", at = "file_progress", step = 60, of = 1 }]
+FILE is TOML with the fields of Schedule, and of Event for each event. By `events = [{ what = "kill", at =
+"file_progress", step = 60, of = 1 }]` the worker beside the one that writes a snapshot is killed in a save.
 
 FAULTS are such schedules with random steps, ranks and delays. `gone_s` is the time from the last event until
 the other workers were gone, `on_s` until the next generation began. Prints a row per schedule, as JSON. The
-exit code is 1 unless all events happen, all limits are kept, and all runs have the bits and records. Only
-records that run.json calls missing may be missing.
+exit code is 1 unless all events happen, all limits are kept, and all runs have the bits and records.
 """
 
 import contextlib
@@ -37,9 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import common
-from support.jobs import is_alive, read_history, read_metric
+from support.jobs import Job, free_port, is_alive, read_history, read_metric
 
 from mingpt.base import events
+from mingpt.tools.jobs import torchrun
 
 STEPS, TIMEOUT_S, JOB_S, MEMORY_EVERY = 150, 10, 300, 5
 SETTINGS = common.SMALL | {
@@ -72,7 +69,7 @@ class Event:
 
 @dataclass
 class Schedule:
-    """A job by "torchrun" or "plain" python, its events, and what must hold.
+    """A job by "torchrun", "plain" python or "agents", two of torchrun; its events, and what must hold.
 
     `disk` is the setting whose folder is on a small disk, run_dir or snapshot.path. `busy` processes keep the
     cores busy. The limits are for gone_s (in a start, the time to import torch is added) and on_s. The job
@@ -188,6 +185,7 @@ def full_disk(rng: random.Random) -> Schedule:
 
 FAULTS: dict[str, Callable[[random.Random], Schedule]] = {
     "kill": functools.partial(kill, launch="torchrun"),
+    "kill_agents": functools.partial(kill, launch="agents"),
     "kill_plain": functools.partial(kill, launch="plain"),
     "kill_memory": kill_memory,
     "frozen": frozen,
@@ -227,9 +225,18 @@ class Trial:
         self.program = common.changed_program(folder, code)
 
     def start(self) -> None:
+        if self.schedule.launch == "agents":
+            words = [self.program, f"run_dir={self.run_dir}", *common.arguments_of(self.settings)]
+            meeting = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"]
+            command = [*torchrun(1, 3, meeting), *words]
+            self.jobs = [Job(command, self.folder / f"job{agent}") for agent in range(2)]
+            return
         begin = common.start_plain if self.schedule.launch == "plain" else common.start
         named: dict[str, Any] = {"output": self.folder / "job", "program": self.program}
-        self.job = begin(self.run_dir, self.settings, workers=self.schedule.workers, restarts=3, **named)
+        self.jobs = [begin(self.run_dir, self.settings, workers=self.schedule.workers, restarts=3, **named)]
+
+    def codes(self) -> list[int | None]:
+        return [common.exit_code(job, JOB_S) for job in self.jobs]
 
     def done(self) -> list[dict[str, Any]]:
         path = self.folder / "done.jsonl"
@@ -248,17 +255,17 @@ class Trial:
         """Run the job to its end, or to both ends; return what a row tells, and what did not hold."""
         schedule = self.schedule
         self.start()
-        while len(self.done()) < len(schedule.events) and self.job.is_running():
+        while len(self.done()) < len(schedule.events) and any(job.is_running() for job in self.jobs):
             time.sleep(0.005)
         done = self.done()
         gone_s, on_s, lost = self.seconds_until_gone(done[-1]) if done else 0.0, 0.0, 0
-        codes, said = [common.exit_code(self.job, JOB_S)], self.job.err()
+        codes, said = [self.codes()], "".join(job.err() for job in self.jobs)
         is_stopped = read_history(self.run_dir)["status"] == "stopped"
         if schedule.ends:
             (self.run_dir / "STOP").unlink(missing_ok=True)
             (self.folder / "disk" / "filler").unlink(missing_ok=True)
             self.start()
-            codes.append(common.exit_code(self.job, JOB_S))
+            codes.append(self.codes())
         generations = read_history(self.run_dir)["generations"]
         if len(generations) > 1 and done:
             lost = generations[-2]["to_step"] - generations[-1]["from_step"]
@@ -266,7 +273,7 @@ class Trial:
         is_start = any(event.at == "worker_start" for event in schedule.events)
         held = {
             "events": len(done) == len(schedule.events) and (done != [] or len(generations) == 1),
-            "code": codes[-1] == 0,
+            "code": not any(codes[-1]),
             "said": schedule.says in said,
             "gone_s": gone_s <= schedule.gone_limit_s + is_start * import_s,
             "on_s": on_s <= schedule.on_limit_s,
@@ -278,19 +285,17 @@ class Trial:
 
 
 def has_records(run_dir: Path, undisturbed: Path) -> bool:
-    """Return whether the undisturbed run's losses are on record, except those that run.json calls missing.
+    """Return whether the losses of `undisturbed` are on record, or missing, as run.json says.
 
     The evaluation at the step before the first missing step may be missing, too.
     """
-    names = ("train/loss", "val/loss")
-    found, whole = (
-        {(name, step): loss for name in names for step, loss in read_metric(path, name).items()}
-        for path in (run_dir, undisturbed)
-    )
     told = [entry.get("metrics_missing", [0, -1]) for entry in read_history(run_dir)["generations"]]
-    lost = {step for _, step in whole.keys() - found.keys()}
-    is_told = all(any(first - 1 <= step <= last for first, last in told) for step in lost)
-    return found.items() <= whole.items() and is_told
+    missing = {step for first, last in told for step in range(first - 1, last + 1)}
+    for name in ("train/loss", "val/loss"):
+        found, whole = read_metric(run_dir, name), read_metric(undisturbed, name)
+        if not found.items() <= whole.items() or not whole.keys() - found.keys() <= missing:
+            return False
+    return True
 
 
 def try_schedules(folder: Path, chosen: Sequence[tuple[str, Schedule]], tally: common.Tally) -> None:
@@ -304,7 +309,7 @@ def try_schedules(folder: Path, chosen: Sequence[tuple[str, Schedule]], tally: c
             same = common.short_hash(trial.run_dir) == expected
             same = same and has_records(trial.run_dir, folder / "undisturbed")
         common.row(fault=name, **asdict(schedule), **facts, same=same, problems=problems)
-        tally.add(same and not problems, trial.job)
+        tally.add(same and not problems, *trial.jobs)
 
 
 def try_seeds(folder: Path, first_seed: int, count: int, tally: common.Tally) -> None:

@@ -133,28 +133,29 @@ events.subscribe("step_end", end)
 
 
 @pytest.mark.weekly
+@pytest.mark.parametrize(
+    ("parallel", "reduction", "calls", "rings"),
+    [
+        ("ddp", "exact", {"all_to_all": 1, "all_gather": 1, "all_reduce": 1}, 1),
+        # Of two rounds. The last all_gather is for the norms of rows.
+        ("fsdp", "exact", {"all_gather": 2 + 1, "all_to_all": 2, "all_reduce": 1}, 2),
+        # gloo's reduce_scatter is an all-reduce.
+        ("fsdp", "fast", {"all_gather": 2, "all_reduce": 2 + 1}, 3),
+    ],
+)
 def test_two_workers_send_the_bytes_of_their_strategy_in_as_many_collectives(
-    finish: Finish, tmp_path: Path
+    parallel: str, reduction: str, calls: dict[str, int], rings: int, finish: Finish, tmp_path: Path
 ) -> None:
-    """With gloo. Under fsdp a model this small is one unit, which is gathered in each of the two rounds."""
-    of_given = {"all_to_all": 0.5, "all_gather": 1, "all_reduce": 1, "broadcast": 0.5}
+    """With gloo. Under fsdp this model is one unit. A ring's all-reduce sends as many bytes as a gradient has."""
+    program = changed_program(tmp_path, COUNTING.replace("{folder!r}", repr(str(tmp_path))))
     small = {"data__block_size": 16, "model__n_embd": 64, "trainer__batch_size": 4, "trainer__max_steps": 4}
     small |= {"trainer__eval_at_start": False, "trainer__dtype": "float32", "snapshot__memory_every": 0}
-    calls, sent, parameters = {}, {}, 0
-    for parallel, reduction in (("ddp", "exact"), ("fsdp", "exact"), ("fsdp", "fast")):
-        folder = tmp_path / f"{parallel}-{reduction}"
-        folder.mkdir()
-        program = changed_program(folder, COUNTING.replace("{folder!r}", repr(str(folder))))
-        settings = small | {"trainer__parallel": parallel, "trainer__reduction": reduction}
-        finish(launcher=torchrun(2), program=program, run_dir=folder / "run", snapshot__every=100, **settings)
-        given = [json.loads((folder / f"given-{rank}").read_text()) for rank in range(2)]
-        calls[folder.name] = Counter(name for name, _ in given[0])
-        sent[folder.name] = sum(of_given[name] * size for one in given for name, size in one) / 2
-        told = re.search(r"([\d,]+) parameters", (folder / "run" / "log.txt").read_text())
-        assert told
-        parameters = int(told[1].replace(",", ""))
-    assert calls["ddp-exact"] == {"all_to_all": 1, "all_gather": 1, "all_reduce": 1}
-    # The last all_gather is for the norms of rows.
-    assert calls["fsdp-exact"] == {"all_gather": 2 + 1, "all_to_all": 2, "all_reduce": 1}
-    assert sent["ddp-exact"] == pytest.approx(4 * parameters, rel=0.01)  # as a ring's all-reduce does
-    assert sent["fsdp-fast"] > 1.2 * sent["fsdp-exact"]  # gloo's reduce_scatter is an all-reduce
+    small |= {"snapshot__every": 100, "trainer__parallel": parallel, "trainer__reduction": reduction}
+    finish(launcher=torchrun(2), program=program, run_dir=tmp_path / "run", **small)
+    given = [json.loads((tmp_path / f"given-{rank}").read_text()) for rank in range(2)]
+    assert Counter(name for name, _ in given[0]) == calls
+    of_given = {"all_to_all": 0.5, "all_gather": 1, "all_reduce": 1}
+    sent = sum(of_given[name] * size for one in given for name, size in one) / 2
+    parameters = re.search(r"([\d,]+) parameters", (tmp_path / "run" / "log.txt").read_text())
+    assert parameters
+    assert sent == pytest.approx(rings * 4 * int(parameters[1].replace(",", "")), rel=0.03)
