@@ -6,8 +6,6 @@ A program prints its results as rows, one JSON object a line. Rows that were kep
 import argparse
 import contextlib
 import json
-import os
-import random
 import statistics
 import subprocess
 import sys
@@ -102,13 +100,12 @@ def start_plain(
     settings: Settings,
     workers: int,
     restarts: int = 0,
-    prefix: Sequence[str] = (),
     output: Path | None = None,
     program: str = "train.py",
 ) -> Job:
-    """Start plain `python program`, after the words of `prefix`; `output` is as in `start`."""
+    """Start plain `python program`; `output` is as in `start`."""
     own = {"run_dir": run_dir, "trainer.workers": workers, "trainer.max_restarts": restarts}
-    command = [*prefix, sys.executable, program, *arguments_of({**settings, **own})]
+    command = [sys.executable, program, *arguments_of({**settings, **own})]
     return Job(command, output or run_dir)
 
 
@@ -152,28 +149,12 @@ def seconds_until(command: Sequence[str], run_dir: Path, recorded: str, checkout
     return took
 
 
-def exit_codes(jobs: Sequence[Job], timeout_s: float) -> list[int | None]:
-    """Return the exit code of each job; None for a job that did not end in time and was killed."""
-    deadline = time.monotonic() + timeout_s
-    codes: list[int | None] = []
-    for job in jobs:
-        try:
-            codes.append(job.wait(max(0.1, deadline - time.monotonic())))
-        except TimeoutError:
-            codes.append(None)
-    return codes
-
-
-def signal_one(pids: Sequence[int], number: int, rng: random.Random) -> int | None:
-    """Send a signal to a random process of `pids`; return the index, or None if no process got the signal."""
-    if not pids:
-        return None
-    place = rng.randrange(len(pids))
+def exit_code(job: Job, timeout_s: float) -> int | None:
+    """Return the exit code of a job, or None if the job did not end in time and was killed."""
     try:
-        os.kill(pids[place], number)
-    except ProcessLookupError:
+        return job.wait(timeout_s)
+    except TimeoutError:
         return None
-    return place
 
 
 @contextlib.contextmanager
@@ -231,13 +212,3 @@ def seconds_to_import_torch() -> float:
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True, env=clean_environment())
     return time.monotonic() - began
-
-
-def process_mb(pid: int, field: str) -> float:
-    """Return a field of /proc/<pid>/status in MiB: VmRSS, or VmHWM for the peak; 0 for an ended process."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0.0
-    sizes = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
-    return int(sizes[0]) / 1024 if sizes else 0.0

@@ -31,10 +31,6 @@ from typing import Any
 
 from common import SMALL, Tally, argument_parser, changed_program, row, work_folder
 from support.jobs import read_history, read_metric
-
-from mingpt.tools.jobs import ROOT
-
-sys.path.insert(0, str(ROOT / "tests"))
 from support.nodes import Cluster, why_no_cluster
 from support.nodes_job import NodesJob
 from support.switch import Switch

@@ -46,12 +46,10 @@ from typing import Any
 
 from common import SMALL, Tally, argument_parser, changed_program, row, work_folder
 from support.jobs import read_history, recorded
-
-from mingpt.tools.jobs import ROOT
-
-sys.path.insert(0, str(ROOT / "tests"))
 from support.nodes import Cluster, Node, why_no_cluster
 from support.nodes_job import LAUNCHES, PORT, NodesJob, listens
+
+from mingpt.tools.jobs import ROOT
 
 NODES, TIMEOUT_S, MEMORY_EVERY, DISK_EVERY, MEDIAN_S = 3, 10, 5, 20, 8
 SETTINGS = SMALL | {

@@ -94,10 +94,10 @@ def seconds_to_recover(
     job.wait_until(lambda: last_step(run_dir) >= step, 300)
     time.sleep(rng.uniform(0, 0.2))  # a random moment in a step
     pids, before = job.workers(), len(read_history(run_dir)["generations"])
-    began = time.monotonic()
-    victim = common.signal_one(pids, signum, rng)
-    if victim is None:
+    if not pids:
         raise RuntimeError(f"no worker was there to be killed around step {step}:\n{job.err()[-3000:]}")
+    victim, began = rng.randrange(len(pids)), time.monotonic()
+    os.kill(pids[victim], signum)
     seen: list[tuple[int, int]] = []
 
     def goes_on() -> bool:
@@ -133,7 +133,7 @@ def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
         for step in sorted(rng.sample(range(5, arguments.steps - 10), kills)):
             took.append(seconds_to_recover(job, run_dir, step, rng, import_s))
             ratios.append(took[-1] / import_s)
-        tally.add(common.exit_codes([job], 600) == [0] and common.short_hash(run_dir) == expected, job)
+        tally.add(common.exit_code(job, 600) == 0 and common.short_hash(run_dir) == expected, job)
     last = common.median_and_spread(ratios)
     ordered = sorted(took)
     p95_s = ordered[-(-95 * len(ordered) // 100) - 1]  # the least time that 95 % do not exceed

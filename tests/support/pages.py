@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from conftest import ROOT, SMALL
 
 from mingpt.tools.jobs import clean_environment
@@ -157,6 +158,27 @@ def finish(process: subprocess.Popen[str]) -> str:
     differs = "-m mingpt compare" in str(process.args) and (process.returncode, err) == (1, "")
     assert differs or process.returncode == 0, f"{process.args!r}\n{out[-2000:]}\n{err[-4000:]}"
     return out
+
+
+def not_printed(shown: str, printed: str) -> list[str]:
+    """The lines of a page's block that a program has not printed, apart from those that are "...".
+
+    The number after "about" may be any, and decimals may differ by 0.0001: processors add differently.
+    """
+    lines = [_decimals_apart(line) for line in printed.splitlines()]
+    missing = []
+    for line in shown.splitlines():
+        words, values = _decimals_apart(line)
+        found = [others for same_words, others in lines if same_words == words]
+        if line != "..." and not any(values == pytest.approx(others, abs=1e-4) for others in found):
+            missing.append(line)
+    return missing
+
+
+def _decimals_apart(line: str) -> tuple[str, list[float]]:
+    """A line without its decimals and what stands for a number after "about"; and the decimals."""
+    line = re.sub(r"about [\d,]+", "about", line)
+    return re.sub(r"\d+\.\d+", "#", line), [float(value) for value in re.findall(r"\d+\.\d+", line)]
 
 
 def command_of(path: Path) -> str:

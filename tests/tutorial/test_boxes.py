@@ -1,13 +1,11 @@
 """Lessons 9 and 10 end at the loss of lesson 1, and hold and send the bytes of the formulas of the page."""
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from support.forked import WAYS
-from support.pages import blocks, command_of
+from support.pages import blocks, command_of, not_printed
 
 from mingpt.config import ModelConfig
 from mingpt.model import GPT
@@ -17,13 +15,6 @@ PAGE = FOLDER / "boxes.md"
 ROW = re.compile(r"^(\w[\w ]*?) {2,}([\d,]+) +([\d,]+)$", re.MULTILINE)
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 2, 64, 2, 64, 50
 WINDOWS, MASK = 8, 4 * LENGTH * LENGTH  # of a rank; bytes of the buffer that DDP broadcasts
-
-
-@dataclass(frozen=True)
-class Run:
-    loss: float
-    bytes_by_rank: dict[str, tuple[int, int]]
-    output: str
 
 
 def parameter_bytes() -> tuple[int, int]:
@@ -71,16 +62,21 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What lesson 1 and the programs of EXPECTED print, by program and options."""
     folder, found = tmp_path_factory.mktemp("boxes"), {}
     for name in ("1_single", *EXPECTED):
         program, _, options = name.partition(" ")
-        output = request.param(f"{command_of(FOLDER / f'{program}.py')} {options}", folder)
-        final = re.fullmatch(r"final loss (\d\.\d{6})", output.splitlines()[-1])
-        assert final, output
-        rows = {row: (as_int(first), as_int(second)) for row, first, second in ROW.findall(output)}
-        found[name] = Run(float(final[1]), rows, output)
+        found[name] = request.param(f"{command_of(FOLDER / f'{program}.py')} {options}", folder)
     return found
+
+
+def final_loss(output: str) -> float:
+    return float(output.splitlines()[-1].removeprefix("final loss "))
+
+
+def bytes_by_rank(output: str) -> dict[str, tuple[int, int]]:
+    return {row: (as_int(first), as_int(second)) for row, first, second in ROW.findall(output)}
 
 
 def as_int(figure: str) -> int:
@@ -90,33 +86,31 @@ def as_int(figure: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_program_ends_at_the_loss_of_lesson_1_with_the_bytes_of_the_formula(
-    name: str, runs: dict[str, Run]
+    name: str, runs: dict[str, str]
 ) -> None:
-    assert runs[name].loss == pytest.approx(runs["1_single"].loss, abs=1e-5)
+    assert final_loss(runs[name]) == pytest.approx(final_loss(runs["1_single"]), abs=1e-5)
     mask = MASK if name in ("9_ddp --torch", "10_zero1 --torch") else 0
     expected = {row: (size, size) for row, size in EXPECTED[name].items()}
     sent = EXPECTED[name]["sent in a step"]
-    assert runs[name].bytes_by_rank == expected | {"sent in a step": (sent, sent - mask)}
+    assert bytes_by_rank(runs[name]) == expected | {"sent in a step": (sent, sent - mask)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["", " --no_overlap"])
-def test_a_declared_link_takes_its_time(options: str, runs: dict[str, Run]) -> None:
-    time_ms = re.search(r"about (\d+) ms a step", runs[f"9_ddp --link_mb_per_s 20{options}"].output)
+def test_a_declared_link_takes_its_time(options: str, runs: dict[str, str]) -> None:
+    time_ms = re.search(r"about (\d+) ms a step", runs[f"9_ddp --link_mb_per_s 20{options}"])
     assert time_ms and int(time_ms[1]) >= WHOLE // 20_000
 
 
 @pytest.mark.slow
-def test_the_page_shows_the_bytes_that_the_programs_print(runs: dict[str, Run]) -> None:
-    shown = [(given["run"], text) for kind, given, text in blocks(PAGE) if kind == "text" and "run" in given]
+def test_the_page_shows_the_bytes_that_the_programs_print(runs: dict[str, str]) -> None:
+    shown = {given["run"].replace(",", " "): text for _, given, text in blocks(PAGE) if "run" in given}
     assert len(shown) > 3
-    for name, text in shown:
-        output = runs[name.replace(",", " ")].output.splitlines()
-        assert [line for line in text.splitlines() if "about" not in line and line not in output] == []
+    assert [not_printed(text, runs[name]) for name, text in shown.items()] == [[]] * len(shown)
     table = re.findall(r"^\| (\S+?\.py[^|]*?) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
     names = ("weights", "gradients", "optimizer state", "sent in a step")
     for program, cells in table:
-        found = runs[program.replace(".py", "").replace("`", "")].bytes_by_rank
+        found = bytes_by_rank(runs[program.replace(".py", "").replace("`", "")])
         assert [as_int(cell) for cell in cells.split(" | ")] == [found[name][1] for name in names], program
     assert len(table) == 8
 
@@ -129,4 +123,4 @@ def test_code_and_commands_on_the_page_are_those_of_the_programs() -> None:
         if kind == "bash":
             assert all(line.startswith(tuple(commands)) for line in text.splitlines()), text
     used = {given.get("of") for _, given, _ in blocks(PAGE)}
-    assert used >= {path.name for path in Path(FOLDER).glob("10_*.py")} | {"9_ddp.py"}
+    assert used >= {path.name for path in FOLDER.glob("10_*.py")} | {"9_ddp.py"}

@@ -12,14 +12,10 @@ import pytest
 from conftest import ROOT
 from support.forked import WAYS
 from support.jobs import free_port
-from support.pages import TIMEOUT_S, blocks, command_of, commands, link_root, start
-
-from tutorial.timeline import draw
+from support.pages import TIMEOUT_S, blocks, command_of, commands, link_root, not_printed, start
 
 FOLDER = ROOT / "tutorial"
 PAGE, LOOKING = FOLDER / "splitting.md", FOLDER / "looking.md"
-EVENTS = FOLDER / "pictures" / "events"
-OWN = ("11_tensor", "12_pipeline", "timeline", "splitting", "stages", "who_waits", "looking", "events")
 # A command of looking.md and what the page shows of its output.
 LOOKS = re.findall(
     r"^```bash\n(.*?)^```\n\n```text\n(.*?)^```", LOOKING.read_text(), re.MULTILINE | re.DOTALL
@@ -52,11 +48,6 @@ def computed(name: str) -> dict[str, Any]:
         if given.get("formula") in ("yes", name):
             exec(content, values)
     return values
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_a_program_is_short(name: str) -> None:
-    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= (40 if name == "events" else 120)
 
 
 @pytest.mark.slow
@@ -105,13 +96,6 @@ def test_each_micro_batch_has_a_forward_pass_and_then_a_backward_pass(schedule: 
         assert all(order.index(("forward", n)) < order.index(("backward", n)) for n in range(count))
 
 
-@pytest.mark.parametrize("path", sorted(EVENTS.glob("*.json")), ids=lambda path: path.stem)
-def test_a_committed_picture_is_what_its_events_give(path: Path) -> None:
-    content = json.loads(path.read_text())
-    picture = draw(content["title"], content["events"]).svg()
-    assert picture.encode() == path.with_suffix(".svg").read_bytes()
-
-
 @pytest.mark.slow
 def test_small_buckets_are_sent_while_the_backward_pass_goes_on(
     runs: Mapping[str, str], folder: Path
@@ -127,11 +111,9 @@ def test_small_buckets_are_sent_while_the_backward_pass_goes_on(
 
 @pytest.mark.slow
 def test_the_page_shows_what_the_programs_print(runs: Mapping[str, str]) -> None:
-    """But for what depends on the machine, which the page calls about."""
-    printed = {re.sub("about [0-9]+", "", line) for output in runs.values() for line in output.splitlines()}
-    shown = [line for language, _, text in blocks(PAGE) if language == "text" for line in text.splitlines()]
-    assert len(shown) >= 15
-    assert {re.sub("about [0-9]+", "", line) for line in shown} <= printed
+    shown = "".join(text for language, _, text in blocks(PAGE) if language == "text")
+    assert shown.count("\n") >= 15
+    assert not_printed(shown, "\n".join(runs.values())) == []
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,16 @@
-"""The tutorial's page shows lines and figures of the programs as they are."""
+"""The page shows lines and figures of the programs as they are; the pictures can be drawn again."""
 
 import difflib
+import json
 import re
+from pathlib import Path
 
+import pytest
 from conftest import ROOT
 from support.pages import blocks, command_of
+
+from tutorial import pictures
+from tutorial.timeline import draw
 
 FOLDER = ROOT / "tutorial"
 PAGE = FOLDER / "README.md"
@@ -37,3 +43,20 @@ def test_every_line_of_a_diff_on_the_page_is_one_of_the_diff_between_the_program
         changed = {line for line in difflib.ndiff(old, new) if line[0] in "+-"}
         for line in content.splitlines():
             assert f"{line[0]} {line[1:]}" in changed, f"{given}: {line}"
+
+
+def test_the_committed_pictures_are_what_the_program_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # the tutorial's programs read data/input.txt
+    monkeypatch.setattr(pictures, "FOLDER", tmp_path)
+    pictures.main()
+    committed = {path.name: path.read_bytes() for path in FOLDER.glob("pictures/*.svg")}
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == committed
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("pictures/events/*.json")), ids=lambda path: path.stem)
+def test_a_committed_picture_is_what_its_events_give(path: Path) -> None:
+    content = json.loads(path.read_text())
+    picture = draw(content["title"], content["events"]).svg()
+    assert picture.encode() == path.with_suffix(".svg").read_bytes()
