@@ -37,8 +37,6 @@ from support.switch import Switch
 
 STEPS, FAULT_STEP, LIMIT_S = 80, 12, 400.0
 PAUSE = "import time; events.subscribe('step_end', lambda step: time.sleep(1.5))"
-    "import time; events.subscribe('step_end', lambda step: time.sleep(1.5))"  # else a run ends in a fault
-)
 SETTINGS = SMALL | {
     "trainer.batch_size": 6, "trainer.max_steps": STEPS, "trainer.eval_every": 10_000,
     "trainer.timeout_s": 30, "snapshot.every": 10, "snapshot.memory_every": 5,
