@@ -16,6 +16,7 @@ nodes, `kill_rejoined_s` and `cut_rejoined_s` from the replacement or the healin
 code 1 unless every run has one generation before the faults, exit codes 0, and the hash of the first run.
 """
 
+import contextlib
 import fcntl
 import heapq
 import itertools
@@ -26,6 +27,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -49,13 +51,12 @@ class Wire:
     """The program that joins the cards: it reads commands from stdin, and frames from TAP devices."""
 
     def __init__(self, delay_s: float, loss: float) -> None:
-        self.delay_s, self.loss, self.rng = delay_s, loss, random.Random(1)
+        self.delay_s, self.loss, self.rng, self.count = delay_s, loss, random.Random(1), itertools.count()
         self.taps: dict[str, int] = {}  # {name: file descriptor}
         self.cards: dict[bytes, str] = {}  # {hardware address: name}
         self.cut: set[str] = set()
         self.due: list[tuple[float, int, str, bytes]] = []
         self.last: dict[tuple[str, str], float] = {}  # when the newest frame between two taps is due
-        self.count = itertools.count()
 
     def run(self) -> None:
         while True:
@@ -66,11 +67,14 @@ class Wire:
                 if not words:
                     return
                 self.obey(*words)
+            # A node that is dead, or not up yet, neither sends nor receives.
             for name in [name for name, tap in self.taps.items() if tap in ready]:
-                self.receive(name)
+                with contextlib.suppress(OSError):
+                    self.pass_on(name, os.read(self.taps[name], 65536))
             while self.due and self.due[0][0] <= time.monotonic():
                 _, _, name, frame = heapq.heappop(self.due)
-                self.write(name, frame)
+                with contextlib.suppress(OSError, KeyError):
+                    os.write(self.taps[name], frame)
 
     def obey(self, command: str, name: str) -> None:
         if command == "add":
@@ -84,26 +88,15 @@ class Wire:
             self.cut.discard(name)
         print("done", flush=True)
 
-    def receive(self, name: str) -> None:
-        try:
-            frame = os.read(self.taps[name], 65536)
-        except OSError:
-            return  # the card's node is dead, or its card is not up yet
+    def pass_on(self, name: str, frame: bytes) -> None:
         self.cards[frame[6:12]] = name
         target = self.cards.get(frame[:6])
         for other in [target] if target else [other for other in self.taps if other != name]:
             is_cut = not self.cut.isdisjoint((name, other)) and frame[12:14] != ARP
-            if is_cut or self.rng.random() < self.loss:
-                continue
-            due = time.monotonic() + self.delay_s * self.rng.uniform(1, 1.1)
-            due = self.last[name, other] = max(due, self.last.get((name, other), 0.0))
-            heapq.heappush(self.due, (due, next(self.count), other, frame))
-
-    def write(self, name: str, frame: bytes) -> None:
-        try:
-            os.write(self.taps[name], frame)
-        except (OSError, KeyError):
-            pass  # the node is dead: the frame is lost
+            if not is_cut and self.rng.random() >= self.loss:
+                due = time.monotonic() + self.delay_s * self.rng.uniform(1, 1.1)
+                due = self.last[name, other] = max(due, self.last.get((name, other), 0.0))
+                heapq.heappush(self.due, (due, next(self.count), other, frame))
 
 
 class SlowSwitch(Switch):
@@ -111,9 +104,9 @@ class SlowSwitch(Switch):
 
     def __init__(self, delay_s: float, loss: float) -> None:
         super().__init__()
-        words = [sys.executable, __file__, "--wire", str(delay_s), str(loss)]
         enter = ["nsenter", "-t", str(self.process.pid), "--net"]
-        self.wire = subprocess.Popen([*enter, *words], stdin=-1, stdout=-1, text=True, bufsize=1)
+        words = [*enter, sys.executable, __file__, "--wire", str(delay_s), str(loss)]
+        self.wire = subprocess.Popen(words, stdin=-1, stdout=-1, text=True, bufsize=1)
 
     def tell(self, command: str, link: str) -> None:
         assert self.wire.stdin and self.wire.stdout
@@ -138,23 +131,23 @@ class SlowSwitch(Switch):
         self.tell("heal", link)
 
     def close(self) -> None:
-        for pipe in (self.wire.stdin, self.wire.stdout):
-            if pipe:
-                pipe.close()
-        self.wire.wait()
+        self.wire.communicate()  # closes its stdin, so it ends
         super().close()
 
 
-def disturb(job: NodesJob) -> dict[str, Any]:
+def disturb(job: NodesJob) -> dict[str, float | None]:
     """Kill and replace the first node, then cut off and heal the second; return the times."""
     first, second, third = job.nodes
-    since, found = time.time(), dict[str, Any]()
+    since = time.time()
     first.kill()
-    found["kill_on_s"] = job.seconds_until(lambda: job.goes_on([second, third], since, 2), since)
+    kill_on_s = job.seconds_until(lambda: job.goes_on([second, third], since, 2), since)
     since = time.time()
     first.boot(wipe=True)
     job.start(first)
-    found["kill_rejoined_s"] = job.seconds_until(lambda: job.all_train(since), since)
+    found = {
+        "kill_on_s": kill_on_s,
+        "kill_rejoined_s": job.seconds_until(lambda: job.all_train(since), since),
+    }
     job.reach(job.last_step() + 5)
     since = time.time()
     second.cut_network()
@@ -164,29 +157,27 @@ def disturb(job: NodesJob) -> dict[str, Any]:
     return found | {"cut_rejoined_s": job.seconds_until(lambda: job.all_train(since), since)}
 
 
-def measure(delay_ms: float, loss_percent: float, number: int) -> dict[str, Any]:
+def measure(folder: Path, delay_ms: float, loss_percent: float) -> dict[str, Any]:
     """Return the row of one network, in which "ok" does not yet tell of the hash."""
-    with work_folder() as folder:
-        switch = SlowSwitch(delay_ms / 1000, loss_percent / 100)
-        with Cluster(3, folder / "cluster", shared=False, switch=switch) as cluster:
-            program = changed_program(folder, PAUSE)
-            job = NodesJob(cluster, "hosts", "own", 2, SETTINGS, LIMIT_S, program)
-            began = time.time()
-            job.start(*cluster.nodes)
-            found: dict[str, Any] = {"start_s": job.seconds_until(lambda: job.last_step() > 0, began)}
-            is_training = job.reach(FAULT_STEP)
-            run_dir = job.newest_run_dir(job.nodes)
-            generations = len(read_history(run_dir)["generations"])
-            if is_training:
-                steps = list(read_metric(run_dir, "step_s").values())[1:]
-                found |= {"step_s": round(median(steps), 2), "longest_step_s": round(max(steps), 2)}
-                found |= disturb(job)
-            codes = job.exit_codes()
-            found |= {"seconds": round(time.time() - began), "hashes": sorted(job.hashes(STEPS))}
-            found["ok"] = generations == 1 and None not in found.values() and set(codes.values()) == {0}
-            if not found["ok"]:
-                sys.stderr.write(f"{codes}\n{job.errors()}")
-    return {"number": number, "delay_ms": delay_ms, "loss_percent": loss_percent} | found
+    found: dict[str, Any] = {"delay_ms": delay_ms, "loss_percent": loss_percent}
+    switch, program = SlowSwitch(delay_ms / 1000, loss_percent / 100), changed_program(folder, PAUSE)
+    with Cluster(3, folder / "cluster", shared=False, switch=switch) as cluster:
+        job, began = NodesJob(cluster, "hosts", "own", 2, SETTINGS, LIMIT_S, program), time.time()
+        job.start(*cluster.nodes)
+        found["start_s"] = job.seconds_until(lambda: job.last_step() > 0, began)
+        is_training = job.reach(FAULT_STEP)
+        run_dir = job.newest_run_dir(job.nodes)
+        generations = len(read_history(run_dir)["generations"])
+        if is_training:
+            steps = list(read_metric(run_dir, "step_s").values())[1:]
+            found |= {"step_s": round(median(steps), 2), "longest_step_s": round(max(steps), 2)}
+            found |= disturb(job)
+        codes = set(job.exit_codes().values())
+        found |= {"seconds": round(time.time() - began), "hashes": sorted(job.hashes(STEPS))}
+        found["ok"] = generations == 1 and None not in found.values() and codes == {0}
+        if not found["ok"]:
+            sys.stderr.write(job.errors())
+    return found
 
 
 def main() -> int:
@@ -203,8 +194,9 @@ def main() -> int:
         return 2
     networks = [(0.0, 0.0), *itertools.product(arguments.delays_ms, arguments.losses_percent)]
     tally, expected = Tally(), list[str]()
-    for number, (delay_ms, loss_percent) in enumerate(networks):
-        found = measure(delay_ms, loss_percent, number)
+    for network in networks:
+        with work_folder() as folder:
+            found = measure(folder, *network)
         expected = expected or found["hashes"]
         found["ok"] = found["ok"] and len(expected) == 1 and found["hashes"] == expected
         row(**found)

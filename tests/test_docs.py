@@ -92,12 +92,6 @@ def test_every_package_is_on_the_tour() -> None:
     assert [name for name in packages if f"`mingpt/{name}/`" not in tour] == []
 
 
-def test_the_table_of_presets_is_made_from_the_configurations() -> None:
-    command = [sys.executable, "benchmarks/table.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout in (ROOT / "configs" / "README.md").read_text()
-
-
 def requirements(name: str) -> list[str]:
     return [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
 

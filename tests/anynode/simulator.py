@@ -31,6 +31,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -144,10 +145,10 @@ class Simulator:
     def run(self) -> float:
         """Run the schedule to its end; return the virtual seconds from the last healing to a common round."""
         for number, start in enumerate(self.schedule.starts):
-            self.after(start, lambda number=number: self.start_agent(number))
+            self.after(start, partial(self.start_agent, number))
         for fault in self.schedule.faults:
-            self.after(fault.begin, lambda fault=fault: self.begin_fault(fault))
-            self.after(fault.end, lambda fault=fault: self.end_fault(fault))
+            self.after(fault.begin, partial(self.begin_fault, fault))
+            self.after(fault.end, partial(self.end_fault, fault))
         healed = max(*(fault.end for fault in self.schedule.faults), *self.schedule.starts)
         checked_at = 0.0
         while self.now < healed + CONVERGE_S:
@@ -259,13 +260,13 @@ class Simulator:
                 target,
                 lambda target: self.serve(target, ask.message),
                 ask.timeout_s,
-                lambda answer, id=entry.id: collect(id, answer),
+                partial(collect, entry.id),
             )
         if not missing:
             self.after(0.0, lambda: self.resume(agent, task, []), agent)
 
-    def serve(self, target: Agent, message: Message) -> Message:
-        received: Message = json.loads(json.dumps(message))
+    def serve(self, target: Agent, message: Message) -> Any:
+        received: dict[str, Any] = json.loads(json.dumps(message))
         return target.node.operations()[received["op"]](received)
 
     def exchange(self, agent: Agent, task: Task[Any], action: Exchange) -> None:
