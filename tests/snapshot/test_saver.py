@@ -85,7 +85,7 @@ def test_a_save_is_due_as_the_settings_and_the_present_state_say(
 SAVES = st.tuples(st.integers(1, 3), st.sampled_from([None, 1.0, 2.0, 3.0]), st.none() | st.integers(0, 6))
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=20, derandomize=True, deadline=None)
 @given(saves=st.lists(SAVES, min_size=1, max_size=6), keep=st.integers(1, 3), keep_best=st.booleans())
 def test_the_newest_the_best_and_the_newest_up_to_the_last_replay_are_kept(
     saves: list[tuple[int, float | None, int | None]], keep: int, keep_best: bool

@@ -41,7 +41,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed_and_the_snapshot_before_is_u
     for length in range(0, len(whole), max(1, stride // 8)):
         path.write_bytes(whole[:length])
         with pytest.raises(CorruptSnapshot):
-            store.read(2)
+            store.open(2)  # before any weights are read
     assert newest(store)[0] == 1
 
 
