@@ -53,6 +53,7 @@ def test_after_restarts_tensorboard_shows_each_step_as_the_last_generation_saw_i
         sink = TensorBoard(make_run(tmp_path, step=first_step))
         for step in range(first_step + 1, last_step + 1):
             sink.log(step, {"train/loss": float(generation)})
+        assert read_scalars(tmp_path)["train/loss"][-1] == (last_step, float(generation))
     sink.close()
     assert read_scalars(tmp_path)["train/loss"] == [
         (step, 1.0 if step <= 10 else 3.0) for step in range(1, 16)
