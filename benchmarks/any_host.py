@@ -21,8 +21,8 @@ import sys
 import time
 
 from common import Tally, argument_parser, row, work_folder
+from support.jobs import wait_until
 from support.nodes import Cluster, Node, NodeJob, why_no_cluster
-from support.switch import wait_until
 
 FAULTS, PLACES, LIMIT_S = ("killed", "cut", "joins"), ("folder", "hosts"), 60
 

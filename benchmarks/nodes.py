@@ -45,13 +45,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common import SMALL, Tally, argument_parser, changed_program, row, work_folder
-from support.jobs import read_history
+from support.jobs import read_history, recorded
 
 from mingpt.tools.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "tests"))
 from support.nodes import Cluster, Node, why_no_cluster
-from support.nodes_job import LAUNCHES, PORT, NodesJob, listens, recorded_losses
+from support.nodes_job import LAUNCHES, PORT, NodesJob, listens
 
 NODES, TIMEOUT_S, MEMORY_EVERY, DISK_EVERY, MEDIAN_S = 3, 10, 5, 20, 8
 SETTINGS = SMALL | {
@@ -264,7 +264,7 @@ def outcome(trial: Trial, job: NodesJob) -> Found:
     found |= {"generations": generations, "hashes": sorted(job.hashes(trial.steps))}
     lines = {line[:300] for node in job.running.values() for line in node.err().splitlines()}
     found["errors"] = sorted(line for line in lines if line.startswith("error:"))
-    return found | {"losses": recorded_losses(last)}
+    return found | {"losses": recorded(last)}
 
 
 def carry_out(trial: Trial, rng: random.Random, undisturbed: Found) -> Found:

@@ -1,48 +1,56 @@
-"""Small jobs for the tests: runs of train.py, alone or under torchrun, started as a user starts them."""
+"""Hooks and fixtures: `begin` and `finish` start small jobs, and `reference` has undisturbed ones."""
 
+import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import signal
-import sys
-import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.golden import Golden
-from support.jobs import Job, is_alive, last_step, read_metric, tensor_hash
-from support.needs import FacilityMissing, need_proc
+from support.jobs import Job, wait_until
+from support.needs import FacilityMissing
 from support.nodes import Cluster, why_no_cluster
-from support.switch import wait_until as wait_until
+from support.small_jobs import (
+    SMALL,
+    Begin,
+    Finish,
+    Start,
+    all_gone,
+    assert_same_run,
+    changed_program,
+    command,
+    contents,
+    error_of,
+    final_hash,
+    manifest,
+    reached,
+    snapshot_steps,
+)
 
-from mingpt.tools.jobs import torchrun
+from mingpt.tools.jobs import ROOT, torchrun
 
-Start = Callable[..., Job]
-Finish = Callable[..., Job]
-ROOT = Path(__file__).parent.parent
-SHM = "/dev/shm" if os.path.isdir("/dev/shm") else None
-SMALL: dict[str, Any] = {
-    "data.block_size": 32,
-    "model.n_layer": 2,
-    "model.n_head": 2,
-    "model.n_embd": 32,
-    "trainer.batch_size": 8,
-    "trainer.micro_batch_size": 1,
-    "trainer.max_steps": 30,
-    "trainer.eval_every": 10,
-    "trainer.log_every": 1,
-    "trainer.sample_tokens": 0,
-    "trainer.timeout_s": 30,
-    "trainer.device": "cpu",
-    "snapshot.every": 5,
-    "snapshot.keep_last": 100,
-    "snapshot.keep_best": False,  # else each evaluation with a lower loss would also save
-    "snapshot.memory_path": tempfile.mkdtemp(prefix="mingpt-tests-", dir=SHM),  # killed jobs leave files
-}
+__all__ = [  # some test files import these from here
+    "ROOT",
+    "SMALL",
+    "Finish",
+    "Start",
+    "all_gone",
+    "assert_same_run",
+    "changed_program",
+    "command",
+    "contents",
+    "error_of",
+    "final_hash",
+    "manifest",
+    "reached",
+    "snapshot_steps",
+    "wait_until",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,7 +66,6 @@ def pytest_configure() -> None:
 # Test files that take a minute or more with their slow tests, the longest first.
 LONG_FILES = (
     "test_nodes.py",
-    "test_nodes_without_a_shared_disk.py",
     "test_slurm.py",
     "test_docs.py",
     "test_readme.py",
@@ -70,7 +77,7 @@ LONG_FILES = (
     "test_boxes.py",
     "test_mistakes.py",
     "test_verify.py",
-    "test_sharded_jobs.py",
+    "test_any_number_of_workers.py",
     "test_stopping.py",
     "test_restarts.py",
 )
@@ -95,72 +102,6 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(SMALL["snapshot.memory_path"], ignore_errors=True)
 
 
-def command(
-    *words: object,
-    launcher: Sequence[str] = (sys.executable,),
-    program: Path | str = "train.py",
-    **settings: object,
-) -> list[str]:
-    """The command of a small run. Names of settings have two underscores in place of a dot."""
-    given = SMALL | {key.replace("__", "."): value for key, value in settings.items()}
-    return [*launcher, str(program), *map(str, words), *(f"{key}={value}" for key, value in given.items())]
-
-
-def changed_program(folder: Path, code: str) -> Path:
-    """A program like train.py in which each process first runs `code`, with `events` and `train` imported."""
-    path = folder / "changed_train.py"
-    imports = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom mingpt.base import events\n"
-    path.write_text(f"{imports}{code}\ntrain.main()\n")
-    return path
-
-
-def reached(run_dir: Path, step: int) -> Callable[[], bool]:
-    """A function that tells whether this step is on record."""
-    return lambda: last_step(run_dir) >= step
-
-
-def all_gone(pids: Sequence[int]) -> bool:
-    need_proc()
-    return not any(is_alive(pid) for pid in pids)
-
-
-def manifest(run_dir: Path, step: int) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run_dir / "snapshots" / f"step_{step:08d}.json").read_text())
-    return content
-
-
-def snapshot_steps(run_dir: Path) -> list[int]:
-    return sorted(int(path.stem[5:]) for path in (run_dir / "snapshots").glob("step_*.json"))
-
-
-def final_hash(run_dir: Path, step: int = 30) -> str:
-    """The SHA-256 of the tensors of model and optimizer at a step, computed from the files themselves."""
-    digest, files = tensor_hash(run_dir, step), manifest(run_dir, step)["files"]
-    told = "".join(file["sha256"] for file in files if file["name"].endswith(".safetensors"))
-    assert digest == hashlib.sha256(told.encode()).hexdigest()
-    return digest
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def error_of(job: Job, code: int = 2) -> str:
-    """The text after `error: ` in a job's one such line; with exit code 2 there is no traceback."""
-    assert job.wait() == code, job.err()
-    (line,) = [line for line in job.err().splitlines() if line.startswith("error: ")]
-    assert code != 2 or "Traceback" not in job.err(), job.err()
-    return line.removeprefix("error: ")
-
-
-def assert_same_run(run_dir: Path, expected: Path) -> None:
-    """Assert equal weights, optimizer state and metrics."""
-    assert final_hash(run_dir) == final_hash(expected)
-    for name in ("train/loss", "grad_norm", "val/loss", "val/bits_per_byte"):
-        found = read_metric(run_dir, name)
-        assert len(found) >= 4 and found == read_metric(expected, name), name
-
-
 @pytest.fixture
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """A function that starts a command in the background; all its processes are killed when the test ends."""
@@ -173,17 +114,40 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         return job
 
     yield start_job
-    for job in jobs:
-        if job.is_running():
-            job.kill()
+    for job in filter(Job.is_running, jobs):
+        job.kill()
 
 
 @pytest.fixture
-def finish(start: Start, text: Path) -> Finish:
-    """A function that runs a command from `command` to its end with exit code 0; data.path is `text`."""
+def run_dir(tmp_path: Path) -> Path:
+    """Where `begin` and `finish` start a run."""
+    return tmp_path / "run"
 
-    def finish_job(*words: object, env: Mapping[str, str] | None = None, **options: Any) -> Job:
-        job = start(command(*words, **({"data__path": text} | options)), **(env or {}))
+
+@pytest.fixture
+def begin(start: Start, text: Path, run_dir: Path, tmp_path: Path) -> Begin:
+    """A function that starts a command from `command`; without others, the data are `text`.
+
+    `code` is for `changed_program`; `env` has environment variables.
+    """
+
+    def begin_job(
+        *words: object, code: str = "", env: Mapping[str, str] | None = None, **options: Any
+    ) -> Job:
+        given = {"data__path": text, "run_dir": run_dir} | options
+        if code:
+            given["program"] = changed_program(tmp_path, code)
+        return start(command(*words, **given), **(env or {}))
+
+    return begin_job
+
+
+@pytest.fixture
+def finish(begin: Begin) -> Finish:
+    """A function that runs a command as `begin` does, to its end with exit code 0."""
+
+    def finish_job(*words: object, **options: Any) -> Job:
+        job = begin(*words, **options)
         assert job.wait(300) == 0, job.err()
         return job
 
@@ -196,15 +160,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
     why_not = why_no_cluster()
     if why_not:
         pytest.skip(why_not)
-    made: list[Cluster] = []
-
-    def make_cluster(count: int, **options: Any) -> Cluster:
-        made.append(Cluster(count, tmp_path_factory.mktemp("cluster"), **options))
-        return made[-1]
-
-    yield make_cluster
-    for one in made:
-        one.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda count, **options: stack.enter_context(
+            Cluster(count, tmp_path_factory.mktemp("cluster"), **options)
+        )
 
 
 @pytest.fixture
@@ -212,13 +171,6 @@ def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Golden:
     """A function that compares a sentence with the next one that tests/sentences.json has for this test."""
     test = f"{request.path.name}::{request.node.name}"
     return Golden(test, tmp_path, request.config.getoption("--renew"))
-
-
-@pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the processes of one `pytest -n` share."""
-    base = tmp_path_factory.getbasetemp()
-    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(scope="session")
@@ -230,20 +182,23 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(text: Path, shared_folder: Path) -> Callable[..., Path]:
+def reference(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A function that returns the run folder of an undisturbed job under torchrun, to be read only.
 
     A run of pytest trains each reference once, whatever processes and tests ask for it.
     """
 
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # by the processes of `pytest -n`
+
     def run_folder(workers: int = 2, **settings: object) -> Path:
         name = hashlib.sha256(repr((workers, sorted(settings.items()))).encode()).hexdigest()[:16]
-        folder = shared_folder / f"reference-{name}"
+        folder = shared / f"reference-{name}"
         folder.mkdir(exist_ok=True)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "done").exists():
-                given = {"data__path": text, "run_dir": folder / "run"} | settings
+                given: dict[str, Any] = {"data__path": text, "run_dir": folder / "run"} | settings
                 job = Job(command(launcher=torchrun(workers), **given), folder / "job")
                 assert job.wait(300) == 0, job.err()
                 (folder / "done").touch()
@@ -260,5 +215,5 @@ def undisturbed(reference: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def copied(undisturbed: Path, tmp_path: Path) -> Path:
-    """A copy, for one test, of the folder that the undisturbed run has left."""
+    """A copy of the folder that the undisturbed run has left, in the place of the test's `run_dir`."""
     return Path(shutil.copytree(undisturbed, tmp_path / "run"))

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finish, Start, changed_program, command, final_hash, manifest, wait_until
-from support.jobs import is_alive
+from support.jobs import is_alive, wait_until
+from support.small_jobs import Begin, Finish, final_hash, manifest
 
 from mingpt.tools.jobs import torchrun
 
+pytestmark = [
+    pytest.mark.weekly,
+    pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler"),
+]
 # This compiler waits until the test lets it go on, at most for a minute.
 SLOW_COMPILER = """#!/bin/sh
 touch {folder}/called
@@ -21,57 +25,60 @@ exec c++ "$@"
 """
 
 
-def slow_compiler(folder: Path) -> Path:
-    path = folder / "slow-g++"  # torch tells compilers apart by their names
-    path.write_text(SLOW_COMPILER.format(folder=folder))
-    path.chmod(0o755)
-    return path
-
-
-@pytest.mark.weekly
-@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_a_compiled_model_trains_to_the_same_bits_for_all_strategies_and_numbers_of_workers(
-    arch: str, start: Start, finish: Finish, text: Path, tmp_path: Path
+    arch: str, begin: Begin, finish: Finish, tmp_path: Path
 ) -> None:
     """A worker of one job dies while the other compiles; the other notices that before it has compiled."""
-    settings: dict[str, Any] = {"data__path": text, "trainer__compile": True, "model__dropout": 0.2}
-    settings |= {"trainer__max_steps": 4, "model__arch": arch, "trainer__dtype": "bfloat16"}
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(slow_compiler(tmp_path))}
-    two = start(command(launcher=torchrun(2, restarts=1), run_dir=tmp_path / "2", **settings), **env)
-    two.wait_until((tmp_path / "called").exists)
-    compiling, idle = two.workers()
+    compiler, two, other = (
+        tmp_path / "slow-g++",
+        tmp_path / "2",
+        tmp_path / "other",
+    )  # torch looks at its name
+    compiler.write_text(SLOW_COMPILER.format(folder=tmp_path))
+    compiler.chmod(0o755)
+    settings: dict[str, Any] = {
+        "env": {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(compiler)},
+        "trainer__compile": True,
+        "trainer__max_steps": 4,
+        "trainer__dtype": "bfloat16",
+        "model__dropout": 0.2,
+        "model__arch": arch,
+    }
+    job = begin(launcher=torchrun(2, restarts=1), run_dir=two, **settings)
+    job.wait_until((tmp_path / "called").exists)
+    compiling, idle = job.workers()
     os.kill(idle, signal.SIGKILL)
     wait_until(lambda: not is_alive(compiling), timeout_s=20)
     (tmp_path / "go").touch()
-    assert two.wait(300) == 0 and "torch.compile failed" not in two.err(), two.err()
+    assert job.wait(300) == 0 and "torch.compile failed" not in job.err(), job.err()
     for number, more in ((3, {"trainer__shard_optimizer": True}), (2, {"trainer__parallel": "fsdp"})):
-        finish(launcher=torchrun(number), run_dir=tmp_path / "other", env=env, **settings, **more)
-        assert final_hash(tmp_path / "2", 4) == final_hash(tmp_path / "other", 4), more
-        assert manifest(tmp_path / "other", 4)["software"]["compiled"] == "blocks"
-        shutil.rmtree(tmp_path / "other")
+        finish(launcher=torchrun(number), run_dir=other, **settings, **more)
+        assert final_hash(two, 4) == final_hash(other, 4), more
+        assert manifest(other, 4)["software"]["compiled"] == "blocks"
+        shutil.rmtree(other)
     settings |= {"trainer__compile": "auto", "trainer__max_steps": 5, "snapshot__resume": "changed"}
-    resumed = finish(run_dir=tmp_path / "2", trainer__workers=1, env=env, **settings)
+    resumed = finish(run_dir=two, trainer__workers=1, **settings)
     assert "compiled: trainer.compile=auto goes on as the snapshot was computed" in resumed.err()
     assert "trainer.compile: True -> auto" not in resumed.err()
-    assert manifest(tmp_path / "2", 5)["software"]["compiled"] == "blocks"
+    assert manifest(two, 5)["software"]["compiled"] == "blocks"
 
 
 ONE_RANK_WITHOUT_COMPILER = """
-import os
 if os.environ["RANK"] == "1":
     os.environ["CXX"] = "/nowhere/c++"
 """
 
 
-@pytest.mark.weekly
-@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
-def test_blocks_under_fsdp_are_compiled_on_all_workers_or_on_none(finish: Finish, tmp_path: Path) -> None:
+def test_blocks_under_fsdp_are_compiled_on_all_workers_or_on_none(
+    finish: Finish, run_dir: Path, tmp_path: Path
+) -> None:
     """A compiler that fails on one worker must not leave the others waiting in a forward pass."""
     settings: dict[str, Any] = {"trainer__max_steps": 2, "trainer__parallel": "fsdp", "model__n_layer": 1}
-    settings |= {"run_dir": tmp_path / "run", "trainer__compile": True}
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    program = changed_program(tmp_path, ONE_RANK_WITHOUT_COMPILER)
-    job = finish(launcher=torchrun(2), program=program, env=env, **settings)
+    launcher = torchrun(2)
+    job = finish(
+        code=ONE_RANK_WITHOUT_COMPILER, launcher=launcher, env=env, trainer__compile=True, **settings
+    )
     assert "torch.compile failed" in job.err()
-    assert manifest(tmp_path / "run", 2)["software"]["compiled"] is False
+    assert manifest(run_dir, 2)["software"]["compiled"] is False

@@ -2,12 +2,12 @@
 
 import re
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-from conftest import Start, error_of
 from support.jobs import free_port
-from support.nodes import Cluster, why_no_cluster
+from support.nodes import Cluster
+from support.small_jobs import Start, error_of
 
 from mingpt.tools.jobs import torchrun
 
@@ -23,8 +23,7 @@ def test_two_agents_get_one_table_and_a_sentence_if_they_differ(
 ) -> None:
     """A fault ends the job without restarts."""
     options = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
-    command = [*torchrun(1, 3, options), *DOCTOR]
-    jobs = [start(command, OMP_NUM_THREADS=one) for one in ("1", threads)]
+    jobs = [start([*torchrun(1, 3, options), *DOCTOR], OMP_NUM_THREADS=one) for one in ("1", threads)]
     assert [job.wait(60) for job in jobs] == [code, code], [job.out() + job.err() for job in jobs]
     lines = "".join(job.out() for job in jobs).splitlines()
     shown = [line[:7] for line in lines if line.startswith(("host", "threads"))]
@@ -34,18 +33,13 @@ def test_two_agents_get_one_table_and_a_sentence_if_they_differ(
 
 
 @pytest.mark.slow
-def test_a_store_that_is_not_there_is_named_with_worker_and_host(start: Start) -> None:
-    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    job = start([sys.executable, *DOCTOR], TORCHELASTIC_USE_AGENT_STORE="True", **env)
-    said = error_of(job, 1)
-    assert said.startswith("worker 1 on ") and env["MASTER_PORT"] in said
-
-
-@pytest.mark.slow
-def test_alone_it_shows_this_host_and_a_mistake_has_exit_code_2(start: Start) -> None:
-    job = start([sys.executable, *DOCTOR])
-    assert job.wait(60) == 0 and job.out().endswith("no fault found\n"), job.err()
+def test_a_mistake_has_exit_code_2_and_a_store_that_is_not_there_is_named_with_worker_and_host(
+    start: Start,
+) -> None:
     assert error_of(start([sys.executable, *DOCTOR, "seed=x"])).startswith("seed must be a valid integer")
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    said = error_of(start([sys.executable, *DOCTOR], TORCHELASTIC_USE_AGENT_STORE="True", **env), 1)
+    assert said.startswith("worker 1 on ") and env["MASTER_PORT"] in said
 
 
 # {name of a fault: (node, commands of a shell that plant the fault there, what the doctor says)}
@@ -65,18 +59,18 @@ FAULTS = {
 
 
 @pytest.mark.weekly
-@pytest.mark.skipif(why_no_cluster() is not None, reason=why_no_cluster() or "")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_blocked_port_and_a_slow_link_are_found_on_three_nodes(tmp_path: Path, fault: str) -> None:
+def test_a_blocked_port_and_a_slow_link_are_found_on_three_nodes(
+    cluster: Callable[..., Cluster], fault: str
+) -> None:
     number, commands, expected = FAULTS[fault]
-    with Cluster(3, tmp_path / "cluster", shared=False) as cluster:
-        cluster.nodes[number - 1].run("sh", "-ec", commands.replace("NETWORK", cluster.network))
-        jobs = []
-        for node in cluster.nodes:
-            options = ["--nnodes=3", "--rdzv_backend=c10d", f"--local-addr={node.address}"]
-            options.append(f"--rdzv_endpoint={cluster.nodes[0].address}:29400")
-            options.append(f"--rdzv-conf=is_host={int(node.number == 1)}")
-            jobs.append(node.start([*torchrun(1, 3, options), *DOCTOR], {"GLOO_SOCKET_IFNAME": "eth0"}))
-        assert [job.wait(90) for job in jobs] == [1, 1, 1]
+    three, jobs = cluster(3, shared=False), []
+    three.nodes[number - 1].run("sh", "-ec", commands.replace("NETWORK", three.network))
+    for node in three.nodes:
+        options = ["--nnodes=3", "--rdzv_backend=c10d", f"--local-addr={node.address}"]
+        options.append(f"--rdzv_endpoint={three.nodes[0].address}:29400")
+        options.append(f"--rdzv-conf=is_host={int(node.number == 1)}")
+        jobs.append(node.start([*torchrun(1, 3, options), *DOCTOR], {"GLOO_SOCKET_IFNAME": "eth0"}))
+    assert [job.wait(90) for job in jobs] == [1, 1, 1]
     text = "".join(job.out() for job in jobs)
     assert re.search(rf"^fault:   {expected}", text, re.MULTILINE), text

@@ -1,25 +1,36 @@
-"""A job that is started again, from its own snapshots or from the weights of another run."""
+"""A job that is started again, from snapshots or from another run's weights, or beside another job."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finish, assert_same_run, contents
 from support.jobs import read_history, read_metric
+from support.object_store import object_store
+from support.small_jobs import (
+    Begin,
+    Finish,
+    assert_same_run,
+    contents,
+    error_of,
+    generations,
+    reached,
+    snapshot_steps,
+)
+
+from mingpt.tools.jobs import torchrun
 
 
 @pytest.mark.slow
 def test_a_finished_run_says_so_and_trains_on_only_if_a_longer_one_is_asked_for(
     finish: Finish, undisturbed: Path, copied: Path
 ) -> None:
-    settings: dict[str, Any] = {"run_dir": copied, "trainer__workers": 1}
     before = contents(copied)
-    evaluation = finish(**settings, trainer__eval_only=True)
+    evaluation = finish(trainer__workers=1, trainer__eval_only=True)
     assert contents(copied) == before
     assert f"val/loss {read_metric(undisturbed, 'val/loss')[30]:.4f}" in evaluation.err()
-    assert "already stands at step 30" in finish(**settings).err()
+    assert "already stands at step 30" in finish(trainer__workers=1).err()
     assert_same_run(copied, undisturbed)
-    longer = finish(**settings, trainer__max_steps=32, snapshot__resume="changed")
+    longer = finish(trainer__workers=1, trainer__max_steps=32, snapshot__resume="changed")
     assert "trainer.max_steps: 30 -> 32" in longer.err()
     changes = read_history(copied)["changes"]
     assert changes == [{"step": 30, "settings": ["trainer.max_steps: 30 -> 32"]}]
@@ -27,13 +38,53 @@ def test_a_finished_run_says_so_and_trains_on_only_if_a_longer_one_is_asked_for(
 
 
 def test_a_run_begins_with_the_weights_of_another(
-    finish: Finish, text: Path, undisturbed: Path, tmp_path: Path
+    finish: Finish, text: Path, undisturbed: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     """The other text lacks a character, but keeps all rows: the first loss is far below a fresh model's."""
     other = tmp_path / "other.txt"
     other.write_text(text.read_text().replace("F", "f"))
     settings: dict[str, Any] = {"data__path": other, "trainer__max_steps": 0, "trainer__workers": 1}
-    for origin in (undisturbed, undisturbed / "snapshots" / "step_00000030.safetensors"):
-        run_dir = tmp_path / origin.name
-        finish(run_dir=run_dir, snapshot__init_from=origin, **settings)
-        assert read_metric(run_dir, "val/loss")[0] < read_metric(undisturbed, "val/loss")[10]
+    finish(snapshot__init_from=undisturbed, **settings)
+    assert read_metric(run_dir, "val/loss")[0] < read_metric(undisturbed, "val/loss")[10]
+
+
+@pytest.mark.weekly
+def test_a_run_whose_snapshots_live_in_an_object_store_resumes(
+    begin: Begin, finish: Finish, undisturbed: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with object_store(monkeypatch) as bucket:
+        bucket.mkdir("runs")
+        given = {"launcher": torchrun(2), "snapshot__path": "s3://runs/one"}
+        job = begin(**given)
+        job.wait_until(lambda: bucket.exists("runs/one/step_00000010.json"))
+        job.kill()
+        assert "resumed from step" in finish(**given).err()
+        content = bucket.cat_file("runs/one/step_00000030.safetensors")
+        expected = (undisturbed / "snapshots" / "step_00000030.safetensors").read_bytes()
+        assert content == expected and not list(run_dir.glob("snapshots/*"))
+
+
+@pytest.mark.slow
+def test_a_second_job_is_told_of_the_first_which_ends_when_its_claim_is_removed(
+    begin: Begin, run_dir: Path
+) -> None:
+    given = {"trainer__max_steps": 100_000, "snapshot__keep_last": 2}
+    job = begin(launcher=torchrun(2, restarts=3), **given)
+    job.wait_until(reached(run_dir, 3))
+    line = error_of(begin(trainer__workers=1, **given))
+    assert f"run_dir {run_dir} is in use by job" in line and f"process {job.pid} on host" in line
+    Path(line.rpartition(" ")[2]).unlink()
+    assert "no longer belongs to this job" in error_of(job, code=1)  # the exit code is torchrun's
+    assert "mingpt/training/trainer.py" not in job.err()  # we print no traceback; torchrun prints its own
+    assert len(generations(run_dir)) == 1 and snapshot_steps(run_dir)
+    assert "is in use" not in (run_dir / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_new_run_dir_goes_on_with_the_run_of_the_snapshots_elsewhere(
+    finish: Finish, copied: Path, tmp_path: Path
+) -> None:
+    elsewhere = {"snapshot__path": copied / "snapshots", "snapshot__resume": "changed"}
+    finish(run_dir=tmp_path / "new", trainer__workers=1, trainer__max_steps=32, **elsewhere)
+    assert read_history(tmp_path / "new")["id"] == read_history(copied)["id"]
+    assert generations(tmp_path / "new")[0]["from_step"] == 30

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Finish, Start
+from support.small_jobs import Finish, Start
 
 from mingpt.__main__ import main
 from mingpt.base.command import run_command
@@ -20,26 +20,22 @@ USERS = (
 )  # fmt: skip
 
 
-def plant(folder: Path) -> None:
-    """Put a user's old files into a new folder."""
-    then = time.time() - 3 * 24 * 3600
-    for name in USERS:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"mine: {name}")
-        for one in (path, path.parent):
-            os.utime(one, (then, then))
-
-
 @pytest.mark.slow
 def test_no_command_changes_a_users_files(
     finish: Finish, start: Start, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run is fresh, resumed by two workers, sampled and compared; an export and data are refused."""
-    run, snapshots, memory, here = (tmp_path / name for name in ("run", "snapshots", "memory", "here"))
-    for folder in (run, snapshots, memory, here):
-        plant(folder)
-    settings: dict[str, Any] = {"run_dir": run, "snapshot__path": snapshots, "snapshot__memory_path": memory}
+    run, snapshots, memory, here = folders = [
+        tmp_path / name for name in ("run", "snapshots", "memory", "here")
+    ]
+    mine = [folder / name for folder in folders for name in USERS]
+    then = time.time() - 3 * 24 * 3600
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"mine: {path.name}")
+        for one in (path, path.parent):
+            os.utime(one, (then, then))
+    settings: dict[str, Any] = {"snapshot__path": snapshots, "snapshot__memory_path": memory}
     settings |= {"snapshot__memory_every": 1, "snapshot__every": 3, "snapshot__resume": "changed"}
     finish(trainer__workers=1, trainer__max_steps=3, **settings)
     finish(trainer__workers=2, trainer__max_steps=5, **settings)
@@ -55,9 +51,5 @@ def test_no_command_changes_a_users_files(
         f"prepare {text} --out={here}": 2,
     }
     assert {words: run_command(main, words.split()) for words in codes} == codes
-    for folder in (run, snapshots, memory, here):
-        assert {name: (folder / name).read_text() for name in USERS} == {
-            name: f"mine: {name}" for name in USERS
-        }
-    assert sorted(os.listdir(here)) == sorted({name.split("/")[0] for name in USERS})
-    assert sorted(os.listdir(memory)) == sorted(os.listdir(here))
+    assert [path.read_text() for path in mine] == [f"mine: {path.name}" for path in mine]
+    assert {*os.listdir(here)} == {*os.listdir(memory)} == {name.split("/")[0] for name in USERS}

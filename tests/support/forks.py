@@ -7,7 +7,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -52,38 +52,25 @@ def fork_ranks(
 ) -> list[T | Exception | None]:
     """Run `work` in `world_size` forks; return, by rank, what it returned or raised (None: the rank died).
 
-    Raises TimeoutError if a rank has sent no result after `timeout_s`.
+    Raises TimeoutError if a rank has not ended after `timeout_s`.
     """
     forks, deadline = multiprocessing.get_context("fork"), time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
-        processes, receivers = [], []
-        for rank in range(world_size):
-            receiver, sender = forks.Pipe(duplex=False)
-            process = forks.Process(target=run_rank, args=(sender, folder, rank, world_size, work))
+        ranks = range(world_size)
+        processes = [forks.Process(target=run_rank, args=(folder, rank, world_size, work)) for rank in ranks]
+        for process in processes:
             process.start()
-            sender.close()  # otherwise the end of the process would not be noticed
-            processes.append(process)
-            receivers.append(receiver)
         try:
-            return [receive(receiver, deadline) for receiver in receivers]
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+                if process.is_alive():
+                    raise TimeoutError("a rank has not ended in time")
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-
-
-def receive(receiver: Connection, deadline: float) -> Any:
-    """Return the object that a rank sends; None if the rank dies.
-
-    Raises TimeoutError if neither has happened by `deadline`, a time of time.monotonic.
-    """
-    is_there = receiver.poll(max(0.0, deadline - time.monotonic()))
-    if not is_there:
-        raise TimeoutError("a rank has not ended in time")
-    try:
-        return pickle.loads(receiver.recv_bytes())
-    except EOFError:
-        return None
+        results = [Path(folder, f"result-{rank}") for rank in ranks]
+        return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 
 def results_of(
@@ -103,10 +90,8 @@ def results_of(
     return values
 
 
-def run_rank(
-    sender: Connection, folder: str, rank: int, world_size: int, work: Callable[[DistributedContext], Any]
-) -> None:
-    """In a fork, run `work`, send what it returns or raises, and end the process. Ranks meet in `folder`."""
+def run_rank(folder: str, rank: int, world_size: int, work: Callable[[DistributedContext], Any]) -> None:
+    """In a fork, run `work`, leave what it returns or raises in `folder`, where ranks meet, and exit."""
     try:
         torch.set_num_threads(1)
         if world_size > 1:
@@ -117,6 +102,5 @@ def run_rank(
     except Exception as error:
         traceback.print_exc()
         result = error
-    # Sent as bytes: for tensors, `send` would share memory, which ends with this process.
-    sender.send_bytes(pickle.dumps(result))
+    Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
     os._exit(0)

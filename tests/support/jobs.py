@@ -1,5 +1,6 @@
 """Starts jobs, watches their processes and reads their run folders, for tests and benchmarks."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -8,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,17 @@ from support.needs import need_proc
 POLL_S = 0.01
 
 
+def state_of(pid: int) -> str:
+    """The process's state in /proc, such as R, S, D, T or Z; X if there is no such process, or no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process exists and is no zombie; False also if /proc cannot be read."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return state_of(pid) not in "ZX"
 
 
 def children(pid: int) -> list[int]:
@@ -36,6 +42,22 @@ def children(pid: int) -> list[int]:
 
 def descendants(pid: int) -> list[int]:
     return [found for child in children(pid) for found in (*descendants(child), child)]
+
+
+def send_to(number: signal.Signals, pids: Iterable[int]) -> None:
+    """Send a signal to the processes that are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 30) -> None:
+    """Poll until the condition holds. Raises TimeoutError after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not so after {timeout_s} s")
+        time.sleep(POLL_S)
 
 
 class Job:
@@ -64,13 +86,10 @@ class Job:
         """
         need_proc()
         found = []
-        for pid in children(self.pid):
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            except OSError:
-                continue  # the process has just ended
-            if b"train.py" in words and is_alive(pid):
-                found.append(pid)
+        for pid in filter(is_alive, children(self.pid)):
+            with contextlib.suppress(OSError):  # the process has just ended
+                if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
         return sorted(found)
 
     def is_running(self) -> bool:
@@ -92,10 +111,7 @@ class Job:
         Raises RuntimeError if the job ends first, and TimeoutError after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
-        while True:
-            value = condition()
-            if value:
-                return value
+        while not (value := condition()):
             if not self.is_running():
                 raise RuntimeError(
                     f"the job ended with code {self.process.returncode}:\n{self.err()[-4000:]}"
@@ -103,14 +119,11 @@ class Job:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not so after {timeout_s} s:\n{self.err()[-4000:]}")
             time.sleep(POLL_S)
+        return value
 
     def kill(self) -> None:
         """Send SIGKILL to the command and its descendants, and wait for the end of the command."""
-        for pid in [*descendants(self.pid), self.pid]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # the process has ended by itself
+        send_to(signal.SIGKILL, [*descendants(self.pid), self.pid])
         self.process.wait()
 
     def out(self) -> str:
@@ -151,14 +164,19 @@ def free_port() -> int:
         return port if probe.connect_ex(("127.0.0.1", port)) else free_port()
 
 
-def read_metric(run_dir: Path, name: str = "train/loss") -> dict[int, float]:
-    """Return {step: value} of a metric in metrics.jsonl, without a last line that is still being written."""
+def recorded(run_dir: Path, name: str = "train/loss") -> list[tuple[int, float]]:
+    """(step, value) of a metric's records in metrics.jsonl, in order, without a line that is not complete."""
     try:
         lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     except OSError:
-        return {}
+        return []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return {record["step"]: record[name] for record in records if name in record}
+    return [(record["step"], record[name]) for record in records if name in record]
+
+
+def read_metric(run_dir: Path, name: str = "train/loss") -> dict[int, float]:
+    """{step: value} of a metric: the last value that is recorded for each step."""
+    return dict(recorded(run_dir, name))
 
 
 def last_step(run_dir: Path) -> int:

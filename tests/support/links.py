@@ -1,7 +1,7 @@
 """Finds the files, headings, names and commands that a page mentions and the repository does not have."""
 
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -27,25 +27,26 @@ def wrong_statements(page: Path, root: Path, added: Set[str] = frozenset()) -> l
     """
     text = page.read_text()
     prose = COMMENT.sub("", FENCED.sub("", text))
-    return [
-        *wrong_links(prose, page, root),
-        *wrong_paths(prose, root, added),
-        *wrong_names(prose, page),
-        *wrong_modules(text, root),
+    errors = [
+        *(wrong_link(target, page, root) for target in TARGET.findall(prose)),
+        *(wrong_path(name, root) for name in dict.fromkeys(CODE.findall(prose)) if name not in added),
+        *(wrong_name(name, target, page) for name, target in NAME_LINK.findall(prose)),
+        *(wrong_module(module, root) for module in dict.fromkeys(MODULE.findall(text))),
+        *(wrong_command(command, root) for command in dict.fromkeys(COMMAND.findall(text))),
     ]
+    return [error for error in errors if error]
 
 
-def wrong_links(prose: str, page: Path, root: Path) -> Iterator[str]:
-    for target in TARGET.findall(prose):
-        if re.match(r"[a-z][a-z0-9+.-]*:|//", target):
-            continue  # a link to another site
-        path, _, anchor = unquote(target).partition("#")
-        base = root if path.startswith("/") else page.parent
-        file = (base / path.lstrip("/")).resolve() if path else page.resolve()
-        if not file.exists() or not file.is_relative_to(root.resolve()):
-            yield f"{target}: no such file in the repository"
-        elif anchor and (file.suffix != ".md" or anchor not in anchors(file.read_text())):
-            yield f"{target}: no such heading"
+def wrong_link(target: str, page: Path, root: Path) -> str:
+    if re.match(r"[a-z][a-z0-9+.-]*:|//", target):
+        return ""  # a link to another site
+    path, _, anchor = unquote(target).partition("#")
+    base = root if path.startswith("/") else page.parent
+    file = (base / path.lstrip("/")).resolve() if path else page.resolve()
+    if not file.exists() or not file.is_relative_to(root.resolve()):
+        return f"{target}: no such file in the repository"
+    is_there = not anchor or (file.suffix == ".md" and anchor in anchors(file.read_text()))
+    return "" if is_there else f"{target}: no such heading"
 
 
 def anchors(text: str) -> set[str]:
@@ -58,36 +59,32 @@ def anchors(text: str) -> set[str]:
     return {*found, *again}
 
 
-def wrong_paths(prose: str, root: Path, added: Set[str]) -> Iterator[str]:
-    """Yield an error text for each missing file or folder that the page names in backticks.
+def wrong_path(name: str, root: Path) -> str:
+    """An error text if a file or folder that the page names in backticks is missing.
 
     A path whose first part is one of FOLDERS starts at `root`. Any other path that ends in one of SUFFIXES,
-    and any name that ends in .py, may be anywhere below `root`. Names in `added` are not checked.
+    and any name that ends in .py, may be anywhere below `root`. Other names are no paths.
     """
-    for name in dict.fromkeys(CODE.findall(prose)):
-        if name in added or not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", name):
-            continue
-        is_path = "/" in name and name.split("/")[0] in FOLDERS
-        is_file = name.endswith(".py") or ("/" in name and name.endswith(SUFFIXES))
-        if is_path and not list(root.glob(name)):
-            yield f"`{name}`: no such file or folder"
-        elif is_file and not is_path and not list(root.rglob(name)):
-            yield f"`{name}`: no such file"
+    if not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", name):
+        return ""
+    if "/" in name and name.split("/")[0] in FOLDERS:
+        return "" if list(root.glob(name)) else f"`{name}`: no such file or folder"
+    is_file = name.endswith(".py") or ("/" in name and name.endswith(SUFFIXES))
+    return f"`{name}`: no such file" if is_file and not list(root.rglob(name)) else ""
 
 
-def wrong_names(prose: str, page: Path) -> Iterator[str]:
-    """Yield an error text for each link [`name`](file.py) to an existing file that does not define the name.
+def wrong_name(name: str, target: str, page: Path) -> str:
+    """An error text for a link [`name`](file.py) to an existing file that does not define the name.
 
     If the name ends in .py, the file's path must end in the name.
     """
-    for name, target in NAME_LINK.findall(prose):
-        file = (page.parent / target).resolve()
-        if not file.exists():
-            continue  # wrong_links reports it
-        if name.endswith(".py") and not file.as_posix().endswith(f"/{name}"):
-            yield f"`{name}`: leads to {target}"
-        elif NAME.fullmatch(name) and not is_defined(name.removesuffix("()"), file.read_text()):
-            yield f"`{name}`: not defined in {target}"
+    file = (page.parent / target).resolve()
+    if not file.exists():
+        return ""  # wrong_link reports it
+    if name.endswith(".py") and not file.as_posix().endswith(f"/{name}"):
+        return f"`{name}`: leads to {target}"
+    is_code = NAME.fullmatch(name) and not is_defined(name.removesuffix("()"), file.read_text())
+    return f"`{name}`: not defined in {target}" if is_code else ""
 
 
 def is_defined(name: str, program: str) -> bool:
@@ -99,13 +96,13 @@ def is_defined(name: str, program: str) -> bool:
     return re.search(rf"^{indent}(?:async def |def |class )?{last}\b", program, re.MULTILINE) is not None
 
 
-def wrong_modules(text: str, root: Path) -> Iterator[str]:
-    """Yield an error text for each missing module, or command of `python -m mingpt`, that the page runs."""
-    for module in dict.fromkeys(MODULE.findall(text)):
-        path = root / module.replace(".", "/")
-        if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():
-            yield f"python -m {module}: no such program"
+def wrong_module(module: str, root: Path) -> str:
+    path = root / module.replace(".", "/")
+    is_there = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+    return "" if is_there else f"python -m {module}: no such program"
+
+
+def wrong_command(command: str, root: Path) -> str:
     main = root / "mingpt" / "__main__.py"
-    for command in dict.fromkeys(COMMAND.findall(text)):
-        if not main.exists() or f'\n    "{command}": (' not in main.read_text():
-            yield f"python -m mingpt {command}: no such command"
+    is_there = main.exists() and f'\n    "{command}": (' in main.read_text()
+    return "" if is_there else f"python -m mingpt {command}: no such command"

@@ -11,6 +11,7 @@ process. Needs root.
 """
 
 import atexit
+import contextlib
 import os
 import re
 import secrets
@@ -20,11 +21,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from mingpt.tools.jobs import ROOT, clean_environment
-from support.jobs import Job, children
-from support.switch import TIMEOUT_S, Switch, is_stopped, send_to, state_of, wait_until
+from support.jobs import Job, children, send_to, state_of, wait_until
+from support.switch import TIMEOUT_S, Process, Switch, end, start_bound
 
 PROGRAMS = ("ip", "nft", "bindfs", "unshare", "nsenter", "setsid", "mount")
 # $1 name, $2 the cluster's folder, $3 size of memory, then folders that are read-only in the node. The last
@@ -52,10 +52,9 @@ def why_no_cluster() -> str | None:
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "the test bed for several nodes needs Linux and root"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    missing += [path for path in ("/dev/fuse",) if not os.path.exists(path)]
     if missing:
         return f"the test bed for several nodes needs {', '.join(missing)}"
-    if not Path("/dev/fuse").exists():
-        return "the test bed for several nodes needs /dev/fuse"
     tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True)
     if tried.returncode:
         return "the test bed for several nodes needs namespaces, which this container may not make"
@@ -86,8 +85,8 @@ class Node:
         self.jobs: list[NodeJob] = []
         self.init = 0  # process id of the node's first process
         self.link = ""  # the switch's end of its cable
-        self.daemon: subprocess.Popen[bytes] | None = None  # the daemon of the storage mount
-        self.process: subprocess.Popen[bytes] | None = None
+        self.daemon: Process | None = None  # the daemon of the storage mount
+        self.process: Process | None = None
         self.disk.mkdir(parents=True)
         self.boot()
 
@@ -108,15 +107,8 @@ class Node:
         read_only = dict.fromkeys(str(Path(path).resolve()) for path in (ROOT, sys.prefix, sys.base_prefix))
         given = [self.name, str(self.cluster.folder), "512m", *read_only]
         errors = self.cluster.folder / "output" / f"{self.name}.boot"
-        self.process = subprocess.Popen(
-            ["unshare", *kinds, "--fork", "--kill-child", "--mount-proc", "sh", "-ec", INIT, "init", *given],
-            stdin=subprocess.PIPE,  # closed when this process ends, however it ends
-            stdout=subprocess.PIPE,
-            stderr=errors.open("w"),
-            start_new_session=True,
-        )
-        assert self.process.stdout
-        said = self.process.stdout.readline()
+        init = ["--fork", "--kill-child", "--mount-proc", "sh", "-ec", INIT, "init", *given]
+        self.process, said = start_bound(["unshare", *kinds, *init], errors.open("w"))
         if said != b"up\n":
             raise RuntimeError(f"{self.name} did not start: {errors.read_text().strip()}")
         (self.init,) = children(self.process.pid)
@@ -171,12 +163,9 @@ class Node:
         daemons = children(self.daemon.pid) if self.daemon else []
         found = []
         for path in Path("/proc").glob("[0-9]*"):
-            try:
-                is_here = os.readlink(path / "ns" / "pid") == here
-            except OSError:
-                continue  # the process has just ended
-            if is_here and int(path.name) not in daemons:
-                found.append(int(path.name))
+            with contextlib.suppress(OSError):  # the process has just ended
+                if os.readlink(path / "ns" / "pid") == here and int(path.name) not in daemons:
+                    found.append(int(path.name))
         return sorted(found)
 
     def kill(self) -> None:
@@ -190,10 +179,7 @@ class Node:
             if outer and outer.poll() is None:
                 send_to(signal.SIGCONT, [outer.pid])
                 outer.wait(TIMEOUT_S)
-        self.process.wait(TIMEOUT_S)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe:
-                pipe.close()
+        end(self.process)
         self.process = self.daemon = None
         self.cluster.switch.unplug(self.link)
 
@@ -206,7 +192,8 @@ class Node:
         assert self.daemon, "this cluster has no shared folder"
         daemon = children(self.daemon.pid)
         send_to(signal.SIGSTOP, daemon)
-        wait_until(lambda: all(is_stopped(pid) for pid in daemon))  # until then the daemon may answer
+        threads = [int(path.name) for pid in daemon for path in Path(f"/proc/{pid}/task").glob("*")]
+        wait_until(lambda: all(state_of(thread) in "TX" for thread in threads))  # until then it may answer
 
     def cut(self) -> None:
         """Call `cut_network` and `cut_storage`."""
@@ -224,30 +211,24 @@ class Node:
 
         Two processes go on: the node's first process, which does nothing, and the storage mount's daemon.
         """
-        # A process that waits for storage (state D) stops when the storage answers.
-        wait_until(lambda: self._signal_unless(signal.SIGSTOP, "TZX", "TZXD") and self._outer_are("TZXSD"))
+
+        def are_still() -> bool:
+            moving = [pid for pid in self.pids() if pid != self.init and state_of(pid) not in "TZX"]
+            send_to(signal.SIGSTOP, moving)
+            return not moving
+
+        wait_until(are_still)
 
     def thaw(self) -> None:
-        """Undo `freeze`."""
-        for job in self.jobs:
-            if job.is_running():
-                send_to(signal.SIGCONT, [job.process.pid])
-        send_to(signal.SIGCONT, self.pids())
-        wait_until(lambda: self._signal_unless(signal.SIGCONT, "RSDZX", "RSDZX") and self._outer_are("RSDZX"))
+        """Undo `freeze`. An nsenter has stopped when its command stopped."""
 
-    def _signal_unless(self, number: signal.Signals, done: str, enough: str) -> bool:
-        """Send signal `number` to the processes of `pids()` whose state is not in `done`.
+        def go_on() -> bool:
+            outer = [job.process.pid for job in self.jobs]
+            stopped = [pid for pid in [*outer, *self.pids()] if state_of(pid) == "T"]
+            send_to(signal.SIGCONT, stopped)
+            return not stopped
 
-        The node's first process is left out. `done` and `enough` have letters that `state_of` returns.
-        Returns whether the states of the signalled processes are then in `enough`.
-        """
-        pids = [pid for pid in self.pids() if pid != self.init and state_of(pid) not in done]
-        send_to(number, pids)
-        return all(state_of(pid) in enough for pid in pids)
-
-    def _outer_are(self, states: str) -> bool:
-        """Whether each job's nsenter has a state in `states`. An nsenter stops when its command stops."""
-        return all(state_of(job.process.pid) in states for job in self.jobs)
+        wait_until(go_on)
 
 
 class Cluster:
@@ -277,9 +258,7 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -1,39 +1,25 @@
 """Launches a job on the nodes of a Cluster, follows its progress and reads its results."""
 
-import json
+import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mingpt.base.processes import rank_of
 from mingpt.tools.jobs import ROOT
-from support.jobs import read_history, tensor_hash
+from support.jobs import last_step, read_history, tensor_hash
 from support.nodes import Cluster, Node, NodeJob
 
 LAUNCHES = ("folder", "hosts", "stock")
 PORT = 29400
 POLL_S = 0.02
-TAIL_BYTES = 4096  # read from the end of metrics.jsonl: several records
 FAULT_S, TRAINED_S, PAUSE_S = 15.0, 5.0, 2.0
 # For torchrun's own rendezvous: a lost node is noticed in 3 s, not 15, and the last call takes 2 s, not 30.
 QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60,read_timeout=10"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The newest generation in run.json, and `step`, the last step in metrics.jsonl.
-
-    `from_step` is the step from which the generation started.
-    """
-
-    began: float  # seconds since 1970
-    seen: float  # the time of the last step in run.json, in seconds since 1970
-    workers: int
-    from_step: int
-    step: int
 
 
 class NodesJob:
@@ -56,10 +42,8 @@ class NodesJob:
         limit_s: float,
         program: str = "train.py",
     ) -> None:
-        assert launch in LAUNCHES and disk in ("shared", "own")
         self.cluster, self.launch, self.disk, self.minimum = cluster, launch, disk, minimum
-        self.nodes, self.settings, self.limit_s = cluster.nodes, settings, limit_s
-        self.program = program
+        self.nodes, self.settings, self.limit_s, self.program = cluster.nodes, settings, limit_s, program
         self.run_dir = (cluster.shared if disk == "shared" else cluster.disk) / "run"  # as a node sees it
         self.running: dict[Node, NodeJob] = {}
 
@@ -91,17 +75,22 @@ class NodesJob:
 
     def newest_run_dir(self, nodes: Sequence[Node]) -> Path:
         """The run folder whose newest generation began last; among several, the one with the highest step."""
-        return max(self.run_dirs(nodes), key=lambda path: (last_began(path), last_recorded_step(path) or 0))
 
-    def progress(self, nodes: Sequence[Node]) -> Progress | None:
-        """The progress that `newest_run_dir` records; None if a generation or a step is not yet recorded."""
+        def newest(run_dir: Path) -> tuple[float, int]:
+            began = [entry["began"] for entry in read_history(run_dir)["generations"]]
+            return max(began, default=0.0), last_step(run_dir)
+
+        return max(self.run_dirs(nodes), key=newest)
+
+    def progress(self, nodes: Sequence[Node]) -> Any:
+        """The newest generation that `newest_run_dir` records; `step` is the last step in its metrics.jsonl.
+
+        `began` and `seen`, the time of its last step in run.json, are in seconds since 1970. Returns None if
+        a generation or a step is not yet recorded.
+        """
         run_dir = self.newest_run_dir(nodes)
-        generations = read_history(run_dir)["generations"]
-        step = last_recorded_step(run_dir)
-        if not generations or step is None:
-            return None
-        last = generations[-1]
-        return Progress(last["began"], last["seen"], last["workers"], last["from_step"], step)
+        generations, step = read_history(run_dir)["generations"], last_step(run_dir)
+        return SimpleNamespace(**generations[-1], step=step) if generations and step >= 0 else None
 
     def goes_on(self, nodes: Sequence[Node], since: float, workers: int | None = None) -> bool:
         """Whether the newest generation on these nodes began after `since` and has completed a step.
@@ -109,20 +98,18 @@ class NodesJob:
         The generation must also have `workers` workers; None: any number.
         """
         now = self.progress(nodes)
-        if now is None or now.began < since or now.step <= now.from_step:
-            return False
-        return workers is None or now.workers == workers
+        is_new = now is not None and now.began >= since and now.step > now.from_step
+        return is_new and workers in (None, now.workers)
 
     def all_train(self, since: float) -> bool:
         """Whether the newest generation has a worker on every node and has completed a step after `since`."""
         now = self.progress(self.nodes)
-        if now is None or now.workers < len(self.nodes):
-            return False
-        return now.seen > since and now.step > now.from_step
+        is_whole = now is not None and now.workers == len(self.nodes)
+        return is_whole and now.seen > since and now.step > now.from_step
 
     def last_step(self) -> int:
         """The highest of the last steps in the nodes' metrics.jsonl files; 0 if no step is recorded."""
-        return max(last_recorded_step(run_dir) or 0 for run_dir in self.run_dirs(self.nodes))
+        return max(0, *map(last_step, self.run_dirs(self.nodes)))
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
         """Poll until the condition holds; return True then.
@@ -154,29 +141,25 @@ class NodesJob:
         since the last pause of PAUSE_S seconds, and FAULT_S seconds since the fault. Returns None if
         `wait_until` returns False.
         """
-        moved_at = resumed_at = since
-        last, longest = self.progress(nodes), 0.0
+        moments, last = [since], self.progress(nodes)
 
         def train_again() -> bool:
-            nonlocal moved_at, resumed_at, last, longest
+            nonlocal last
             now, at = self.progress(nodes), time.time()
             if has_moved(last, now):
-                longest = max(longest, at - moved_at)
-                resumed_at = at if at - moved_at > PAUSE_S else resumed_at
-                moved_at, last = at, now
-            is_moving = at - moved_at < PAUSE_S
+                moments.append(at)
+                last = now
+            resumed_at = max((b for a, b in itertools.pairwise(moments) if b - a > PAUSE_S), default=since)
+            is_moving = at - moments[-1] < PAUSE_S
             return is_moving and at - since >= FAULT_S and at - resumed_at >= TRAINED_S
 
         do_train = self.wait_until(train_again)
-        return round(longest, 2) if do_train else None
+        return round(max(b - a for a, b in itertools.pairwise(moments)), 2) if do_train else None
 
     def rank(self, node: Node) -> int | None:
         """The rank in the environment of the node's worker; None if there is no worker."""
-        for pid in self.running[node].workers():
-            rank = rank_of(pid)
-            if rank is not None:
-                return rank
-        return None
+        ranks = [rank_of(pid) for pid in self.running[node].workers()]
+        return next((rank for rank in ranks if rank is not None), None)
 
     def exit_codes(self) -> dict[str, int | None]:
         """Wait until the job has ended on the nodes that are up; return {node's name: exit code}.
@@ -185,13 +168,10 @@ class NodesJob:
         """
         deadline = time.monotonic() + self.limit_s
         codes: dict[str, int | None] = {}
-        for node, job in self.running.items():
-            if not node.is_up():
-                continue
-            try:
-                codes[node.name] = job.wait(max(0.1, deadline - time.monotonic()))
-            except TimeoutError:
-                codes[node.name] = None
+        for node in filter(Node.is_up, self.running):
+            codes[node.name] = None
+            with contextlib.suppress(TimeoutError):
+                codes[node.name] = self.running[node].wait(max(0.1, deadline - time.monotonic()))
         return codes
 
     def hashes(self, step: int) -> set[str]:
@@ -207,11 +187,10 @@ class NodesJob:
         return "\n".join(texts) + "\n"
 
 
-def has_moved(last: Progress | None, now: Progress | None) -> bool:
-    """Whether `now` has a completed step that `last` does not have."""
-    if now is None or now.step <= now.from_step:
-        return False
-    return last is None or (now.began, now.step) > (last.began, last.step)
+def has_moved(last: Any, now: Any) -> bool:
+    """Whether the progress `now` has a completed step that the progress `last` does not have."""
+    has_step = now is not None and now.step > now.from_step
+    return has_step and (last is None or (now.began, now.step) > (last.began, last.step))
 
 
 def listens(node: Node, port: int) -> bool:
@@ -219,30 +198,3 @@ def listens(node: Node, port: int) -> bool:
     text = "".join(Path(f"/proc/{node.init}/net/{name}").read_text() for name in ("tcp", "tcp6"))
     entries = [line.split() for line in text.splitlines()]
     return any(entry[1].endswith(f":{port:04X}") and entry[3] == "0A" for entry in entries)
-
-
-def last_began(run_dir: Path) -> float:
-    """When the newest generation in run.json began, in seconds since 1970; 0 without a generation."""
-    generations = read_history(run_dir)["generations"]
-    return float(generations[-1]["began"]) if generations else 0.0
-
-
-def last_recorded_step(run_dir: Path) -> int | None:
-    try:
-        with open(run_dir / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return None
-    # The last line is empty, or is being written.
-    return int(json.loads(lines[-2])["step"]) if len(lines) > 1 else None
-
-
-def recorded_losses(run_dir: Path) -> list[tuple[int, float]]:
-    """(step, training loss) of the records in metrics.jsonl that have a training loss, in order."""
-    try:
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    except OSError:
-        return []
-    records = [json.loads(line) for line in lines]
-    return [(record["step"], record["train/loss"]) for record in records if "train/loss" in record]

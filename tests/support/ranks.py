@@ -95,8 +95,3 @@ def run_ranks(
     for thread in threads:
         thread.join()
     return results
-
-
-def lone_rank() -> DistributedContext:
-    """A context for a job with a single rank."""
-    return ThreadContext(0, 1, threading.Barrier(1), [None], rdzv_round=None)

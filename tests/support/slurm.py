@@ -14,8 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mingpt.tools.jobs import ROOT, clean_environment
-from support.jobs import free_port, is_alive
-from support.switch import send_to, wait_until
+from support.jobs import free_port, is_alive, send_to, wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 MISSING = [name for name in PROGRAMS if shutil.which(name) is None]

@@ -2,15 +2,30 @@
 
 import os
 import secrets
-import signal
 import subprocess
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
-from support.needs import need_proc
+from collections.abc import Sequence
+from typing import IO
 
 TIMEOUT_S = 10.0
+
+
+Process = subprocess.Popen[bytes]
+
+
+def start_bound(command: Sequence[str], errors: IO[str] | None = None) -> tuple[Process, bytes]:
+    """Start a command that reads its stdin, a pipe of this program; return it with its first line."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+    )
+    assert process.stdout
+    return process, process.stdout.readline()
+
+
+def end(process: Process) -> None:
+    """Close the pipes of such a command, and wait until it has ended."""
+    for pipe in filter(None, (process.stdin, process.stdout)):
+        pipe.close()
+    process.wait(TIMEOUT_S)
 
 
 class Switch:
@@ -20,14 +35,7 @@ class Switch:
         # Part of an interface's name, of which the kernel takes 15 characters.
         self.name, self.count = f"{os.getpid():x}{secrets.token_hex(2)}", 0
         self.links_cut: set[str] = set()
-        self.process = subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", "echo up; read -r _"],
-            stdin=subprocess.PIPE,  # closed when this process ends, however it ends: then the switch ends
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self.process.stdout
-        self.process.stdout.readline()
+        self.process, _ = start_bound(["unshare", "--net", "sh", "-c", "echo up; read -r _"])
         self.run("ip link add br0 type bridge")
         self.run("ip link set br0 up")
 
@@ -74,40 +82,4 @@ class Switch:
         self.run("nft -f -", f"flush ruleset\ntable bridge cuts {{\nchain forward {{\n{chain}\n}}\n}}\n")
 
     def close(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe:
-                pipe.close()
-        self.process.wait(TIMEOUT_S)
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 30) -> None:
-    """Poll until the condition holds. Raises TimeoutError after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not so after {timeout_s} s")
-        time.sleep(0.01)
-
-
-def send_to(number: signal.Signals, pids: Sequence[int]) -> None:
-    """Send a signal to the processes that are still alive."""
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            pass  # the process has ended by itself
-
-
-def state_of(pid: int) -> str:
-    """The process's state in /proc, such as R, S, D, T or Z; X if there is no such process."""
-    need_proc()
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether all threads of a process are stopped; True also if there is no such process."""
-    threads = Path(f"/proc/{pid}/task").glob("*")
-    return all(state_of(int(thread.name)) in "TX" for thread in threads)
+        end(self.process)

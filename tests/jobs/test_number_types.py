@@ -1,0 +1,84 @@
+"""The types of numbers and of devices: a restart keeps them, and in float16 the loss scale is state."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.jobs import read_metric
+from support.small_jobs import Begin, Finish, error_of, final_hash, generations, manifest
+
+from mingpt.snapshot.manifest import add_checksum
+from mingpt.tools.jobs import torchrun
+
+# In the first generation, the last worker overflows in step 13, and dies after step 17.
+OVERFLOW_AND_KILL = """
+import signal
+overflows = [False]
+def on_batch(step, micro_batch, **batch):
+    overflows[:] = [(step, micro_batch) == (12, 7)]
+events.subscribe("batch", on_batch)
+def on_run_start(state, strategy):
+    def on_output(module, inputs, output):
+        if overflows[0] and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * float("inf"))
+    state.model.h[0].register_forward_hook(on_output)
+events.subscribe("run_start", on_run_start)
+def on_step_end(step):
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if step == 17 and is_first and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+events.subscribe("step_end", on_step_end)
+"""
+
+
+@pytest.mark.slow
+def test_an_overflow_is_left_out_everywhere_with_one_hash_through_kills(
+    finish: Finish, tmp_path: Path
+) -> None:
+    """The settings are Muon's, whose products are in float16, too."""
+    hashes, settings = set(), {"trainer__dtype": "float16", "optimizer__name": "muon", "snapshot__every": 10}
+    cases: list[tuple[list[str], dict[str, Any]]] = [
+        ([sys.executable], {}),
+        (torchrun(2, restarts=1), {"trainer__shard_optimizer": True}),
+        (torchrun(3, restarts=1), {"trainer__parallel": "fsdp"}),
+    ]
+    for number, (launcher, way) in enumerate(cases):
+        run_dir, given = tmp_path / str(number), settings | way
+        job = finish(code=OVERFLOW_AND_KILL, launcher=launcher, run_dir=run_dir, trainer__workers=1, **given)
+        assert job.err().count("step 13: the gradient overflows float16: its update is left out") == 1, number
+        scales = read_metric(run_dir, "loss_scale")
+        assert (scales[12], scales[13], scales[30]) == (65_536, 32_768, 32_768)
+        assert manifest(run_dir, 30)["loss_scale"] == {"scale": 32_768, "good_steps": 17}
+        assert len(generations(run_dir)) == (1 if number == 0 else 2)
+        hashes.add(final_hash(run_dir))
+    assert len(hashes) == 1
+
+
+AUTO_IS_FLOAT16 = """
+from mingpt.distributed import context
+context.resolve_dtype = lambda wanted, device: "float16"
+"""
+
+
+@pytest.mark.slow
+def test_a_resume_keeps_float16_and_its_loss_scale(finish: Finish, run_dir: Path) -> None:
+    """The run resumes with trainer.dtype=auto, as where auto was float16 and is another type now."""
+    changed = {"snapshot__resume": "changed"}
+    for steps, options in ((10, {"code": AUTO_IS_FLOAT16}), (14, changed)):
+        finish(trainer__workers=1, trainer__max_steps=steps, **options)
+        assert manifest(run_dir, steps)["loss_scale"] == {"scale": 65_536, "good_steps": steps}
+        assert manifest(run_dir, steps)["software"]["dtype"] == "float16"
+
+
+@pytest.mark.slow
+def test_without_the_gpu_that_computed_the_snapshots_a_run_goes_on_only_if_that_is_asked_for(
+    begin: Begin, finish: Finish, copied: Path
+) -> None:
+    (copied / "snapshots" / "step_00000030.json").unlink()  # a finished run needs no such hardware
+    fields = manifest(copied, 25)
+    fields["software"] |= {"device_type": "cuda", "device": "NVIDIA H100"}
+    (copied / "snapshots" / "step_00000025.json").write_bytes(add_checksum(fields))
+    line = error_of(begin(trainer__workers=1))
+    assert "were computed on cuda" in line and "have cpu" in line and "snapshot.resume=changed" in line
+    assert "the bits may differ" in finish(trainer__workers=1, snapshot__resume="changed").err()
