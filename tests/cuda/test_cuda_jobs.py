@@ -12,29 +12,19 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    Start,
-    all_gone,
-    changed_program,
-    command,
-    final_hash,
-    manifest,
-    reached,
-    wait_until,
-)
 from support.cuda.run import Record, build, environment, read_records
-from support.jobs import Job, free_port, read_history, read_metric
+from support.jobs import Job, free_port, read_history, read_metric, wait_until
 from support.shards import write_nanogpt
+from support.small_jobs import Begin, Start, all_gone, command, final_hash, manifest, reached
 
-from mingpt.tools.jobs import torchrun
+from mingpt.tools.jobs import ROOT, torchrun
 
 pytestmark = [
     pytest.mark.weekly,
@@ -58,7 +48,6 @@ SETTINGS: dict[str, Any] = {
     "model__n_layer": 1,
     "data__block_size": 16,
 }
-Begin = Callable[..., Job]
 
 
 @pytest.fixture(scope="session")
@@ -79,13 +68,12 @@ def one_worker(libraries: Path, text: Path, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def begin(start: Start, text: Path, libraries: Path, tmp_path: Path) -> Iterator[Begin]:
-    """A function that starts a job on so many GPUs, of run folder `tmp_path / "run"`."""
+def on_gpus(begin: Begin, start: Start, libraries: Path, tmp_path: Path) -> Iterator[Begin]:
+    """A function that starts a job, or the command `words`, on so many GPUs, as `begin` does."""
 
-    def begin_job(*words: str, gpus: int = 2, env: dict[str, str] | None = None, **settings: Any) -> Job:
-        given: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text} | SETTINGS | settings
-        pretended = environment(libraries, tmp_path, gpus) | (env or {})
-        return start(words or command(**given), **pretended)
+    def begin_job(*words: str, gpus: int = 2, env: Mapping[str, str] | None = None, **settings: Any) -> Job:
+        pretended = environment(libraries, tmp_path, gpus) | dict(env or {})
+        return start(words, **pretended) if words else begin(env=pretended, **SETTINGS | settings)
 
     yield begin_job
     assert not of_kind(read_records(tmp_path), "FORBIDDEN", "MISMATCH", "HAZARD")
@@ -120,11 +108,10 @@ hooked_ddp.STRATEGIES["ddp", "fast"] = hooked_ddp.HookedDDP
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("parallel", STRATEGIES)
 def test_strategies_and_numbers_of_workers_have_one_hash(
-    parallel: str, workers: int, begin: Begin, one_worker: Path, tmp_path: Path
+    parallel: str, workers: int, on_gpus: Begin, one_worker: Path, tmp_path: Path
 ) -> None:
     """In the case `hook`, DDP has ExactHook in place of its own all-reduce."""
-    program = changed_program(tmp_path, SMALL_BUCKETS_AND_HOOK)
-    job = begin(gpus=4, trainer__workers=workers, program=program, **STRATEGIES[parallel])
+    job = on_gpus(gpus=4, trainer__workers=workers, code=SMALL_BUCKETS_AND_HOOK, **STRATEGIES[parallel])
     allocations = [r for r in of_kind(finished(job, tmp_path), "ALLOCATION") if "device" in r.what]
     assert final_hash(tmp_path / "run", STEPS) == final_hash(one_worker, STEPS)
     assert read_metric(tmp_path / "run", "val/loss") == read_metric(one_worker, "val/loss")
@@ -134,18 +121,19 @@ def test_strategies_and_numbers_of_workers_have_one_hash(
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_fast_reduction_learns_the_same(
-    parallel: str, begin: Begin, one_worker: Path, tmp_path: Path
+    parallel: str, on_gpus: Begin, one_worker: Path, tmp_path: Path
 ) -> None:
-    finished(begin(trainer__workers=2, trainer__reduction="fast", trainer__parallel=parallel), tmp_path)
+    finished(on_gpus(trainer__workers=2, trainer__reduction="fast", trainer__parallel=parallel), tmp_path)
     expected = read_metric(one_worker)
     assert read_metric(tmp_path / "run") == pytest.approx(expected, rel=2e-3) and len(expected) == STEPS
 
 
-def test_gpt2_learns_on_a_card_without_bfloat16_with_its_loss_in_chunks(begin: Begin, tmp_path: Path) -> None:
+def test_gpt2_learns_on_a_card_without_bfloat16_with_its_loss_in_chunks(
+    on_gpus: Begin, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"model__arch": "gpt2", "optimizer__name": "adamw", "model__dropout": 0.1}
-    program = changed_program(tmp_path, "import mingpt.model.operations as it\nit.MAX_LOGITS = 64")
-    settings |= {"program": program, "trainer__workers": 2}
-    finished(begin(env={"STANDIN_CAPABILITY": "7.5"}, **settings), tmp_path)
+    settings["code"] = "import mingpt.model.operations as it\nit.MAX_LOGITS = 64"
+    finished(on_gpus(env={"STANDIN_CAPABILITY": "7.5"}, trainer__workers=2, **settings), tmp_path)
     losses = list(read_metric(tmp_path / "run").values())
     assert losses[-1] < losses[0]
     assert manifest(tmp_path / "run", STEPS)["loss_scale"] == {"scale": 65_536, "good_steps": STEPS}
@@ -153,28 +141,9 @@ def test_gpt2_learns_on_a_card_without_bfloat16_with_its_loss_in_chunks(begin: B
     assert (gpu["card"], gpu["compute capability"], gpu["memory"]) == ("CUDA stand-in", "7.5", "80.0 GiB")
 
 
-DEVICES = """
-import torch
-from mingpt.distributed.device import find_device
-from mingpt.distributed.launch import Launch
-for rank in range(2):
-    print(find_device("auto", Launch(rank, 2, local_rank=rank, local_world_size=2)))
-print(torch.cuda.device_count())
-"""
-
-
-@pytest.mark.parametrize(
-    ("gpus", "expected"), [(1, "cpu cpu 1"), (2, "cuda:0 cuda:1 2"), (4, "cuda:0 cuda:1 4")]
-)
-def test_each_worker_has_its_gpu_or_all_have_the_cpu(gpus: int, expected: str, begin: Begin) -> None:
-    job = begin(sys.executable, "-c", DEVICES, gpus=gpus)
-    assert job.wait() == 0, job.err()
-    assert job.out().split() == expected.split()
-
-
 @pytest.mark.parametrize("kind", ["text", "shards"])
 def test_a_step_waits_for_the_gpu_twice_and_a_save_to_memory_at_most_twice(
-    kind: str, begin: Begin, tmp_path: Path
+    kind: str, on_gpus: Begin, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"trainer__workers": 2, "trainer__replay_every": 0, "trainer__eval_windows": 1}
     if kind == "shards":
@@ -182,7 +151,7 @@ def test_a_step_waits_for_the_gpu_twice_and_a_save_to_memory_at_most_twice(
             write_nanogpt(tmp_path / f"{name}.bin", np.random.default_rng(0).integers(0, 90, count))
         settings |= {"data__path": tmp_path, "data__vocab_size": 90}
     steps = 2 * STEPS
-    records = finished(begin(trainer__max_steps=steps, trainer__eval_every=steps, **settings), tmp_path)
+    records = finished(on_gpus(trainer__max_steps=steps, trainer__eval_every=steps, **settings), tmp_path)
     waits = Counter((record.pid, record.place) for record in of_kind(records, "WAIT"))
     often = {key: count // steps for key, count in waits.items() if count >= steps}
     for pid in {pid for pid, _ in often}:
@@ -193,10 +162,10 @@ def test_a_step_waits_for_the_gpu_twice_and_a_save_to_memory_at_most_twice(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_worker_costs_no_bit(
-    number: signal.Signals, begin: Begin, one_worker: Path, tmp_path: Path
+    number: signal.Signals, on_gpus: Begin, one_worker: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    job = begin(trainer__workers=2)
+    job = on_gpus(trainer__workers=2)
     job.wait_until(reached(run_dir, 2))
     victim, *others = job.workers()[::-1]
     os.kill(victim, number)
@@ -210,24 +179,24 @@ def test_a_lost_worker_costs_no_bit(
 
 
 def test_a_stop_is_resumed_by_another_number_of_workers(
-    begin: Begin, one_worker: Path, tmp_path: Path
+    on_gpus: Begin, one_worker: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    job = begin(trainer__workers=2)
+    job = on_gpus(trainer__workers=2)
     job.wait_until(reached(run_dir, 2))
     (run_dir / "STOP").touch()
     assert job.wait() == 0, job.err()
     assert read_history(run_dir)["status"] == "stopped"
-    assert begin(gpus=3, trainer__workers=3).wait() == 0
+    assert on_gpus(gpus=3, trainer__workers=3).wait() == 0
     assert final_hash(run_dir, STEPS) == final_hash(one_worker, STEPS)
 
 
 def test_two_nodes_that_see_one_gpu_each_have_the_same_hash(
-    begin: Begin, one_worker: Path, tmp_path: Path
+    on_gpus: Begin, one_worker: Path, tmp_path: Path
 ) -> None:
     endpoint = f"--rdzv_endpoint=localhost:{free_port()}"
     options = ["--nnodes=2", "--rdzv_backend=c10d", endpoint, "--rdzv_id=test"]
-    jobs = [begin(launcher=torchrun(1, 0, options), env={"CUDA_VISIBLE_DEVICES": card}) for card in "01"]
+    jobs = [on_gpus(launcher=torchrun(1, 0, options), env={"CUDA_VISIBLE_DEVICES": card}) for card in "01"]
     for job in jobs:
         finished(job, tmp_path)
     assert final_hash(tmp_path / "run", STEPS) == final_hash(one_worker, STEPS)
@@ -235,7 +204,6 @@ def test_two_nodes_that_see_one_gpu_each_have_the_same_hash(
 
 # Worker 1 changes a weight after step 2, as a GPU with bad memory would.
 FLIP = """
-import os
 def on_run_start(state, strategy):
     def flip(step):
         if step == 2 and os.environ["RANK"] == "1":
@@ -243,50 +211,30 @@ def on_run_start(state, strategy):
     events.subscribe("optimizer_end", flip)
 events.subscribe("run_start", on_run_start)
 """
-# Step 3 has gradients that are not finite.
-NOT_FINITE = """
-def on_run_start(state, strategy):
-    begun = []
-    events.subscribe("step_start", lambda step: begun.append(step))
-    def spoil(module, inputs, output):
-        if 2 in begun and output.requires_grad:
-            output.register_hook(lambda gradient: gradient * float("nan"))
-    state.model.h[0].register_forward_hook(spoil)
-events.subscribe("run_start", on_run_start)
-"""
 
 
-@pytest.mark.parametrize(
-    ("fault", "sentence"),
-    [
-        (FLIP, "holds a different copy of model.wte.weight"),
-        (NOT_FINITE, "the gradient of windows 16 to 23 is not finite"),
-    ],
-)
-def test_wrong_results_end_the_job(
-    fault: str, sentence: str, begin: Begin, tmp_path: Path, text: Path
-) -> None:
-    job = begin(trainer__workers=2, program=changed_program(tmp_path, fault))
-    assert job.wait() != 0 and sentence in job.err(), job.err()
+def test_a_copy_that_differs_ends_the_job(on_gpus: Begin) -> None:
+    job = on_gpus(trainer__workers=2, code=FLIP)
+    assert job.wait() != 0 and "holds a different copy of model.wte.weight" in job.err(), job.err()
 
 
 def test_evaluation_and_samples_of_a_snapshot_are_those_of_its_run(
-    begin: Begin, one_worker: Path, tmp_path: Path
+    on_gpus: Begin, one_worker: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(one_worker, tmp_path / "run")
-    assert begin(trainer__eval_only=True).wait() == 0
+    assert on_gpus(trainer__eval_only=True).wait() == 0
     assert read_metric(tmp_path / "run", "val/loss") == read_metric(one_worker, "val/loss")
     words = ["sample.py", str(one_worker), "--prompt", "O", "--tokens", "20", "--dtype", "float32"]
-    job = begin(sys.executable, *words, "--device", "cuda")
+    job = on_gpus(sys.executable, *words, "--device", "cuda")
     on_cpu = subprocess.run([sys.executable, *words, "--device", "cpu"], cwd=ROOT, capture_output=True)
     assert job.wait() == 0 and job.out() == on_cpu.stdout.decode() != ""
 
 
 def test_a_failure_of_nccl_is_told_in_its_own_words_and_costs_no_restart(
-    begin: Begin, tmp_path: Path
+    on_gpus: Begin, tmp_path: Path
 ) -> None:
     reason = "Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"
-    job = begin(trainer__workers=2, env={"STANDIN_NCCL_FAIL": reason})
+    job = on_gpus(trainer__workers=2, env={"STANDIN_NCCL_FAIL": reason})
     assert job.wait() not in (0, -signal.SIGABRT) and job.err().count(reason) == 1, job.err()
     assert "restart" not in job.err()
 
