@@ -146,11 +146,12 @@ events.subscribe("step_end", end)
 def test_two_workers_send_the_bytes_of_their_strategy_in_as_many_collectives(
     parallel: str, reduction: str, calls: dict[str, int], rings: int, finish: Finish, tmp_path: Path
 ) -> None:
-    """With gloo. Under fsdp this model is one unit. A ring's all-reduce sends as many bytes as a gradient has."""
+    """With gloo. Under fsdp this model is one unit. A ring's all-reduce sends the bytes of a gradient."""
     program = changed_program(tmp_path, COUNTING.replace("{folder!r}", repr(str(tmp_path))))
-    small = {"data__block_size": 16, "model__n_embd": 64, "trainer__batch_size": 4, "trainer__max_steps": 4}
+    small: dict[str, Any] = {"data__block_size": 16, "model__n_embd": 64, "trainer__batch_size": 4}
+    small |= {"trainer__max_steps": 4, "optimizer__name": "adamw"}
     small |= {"trainer__eval_at_start": False, "trainer__dtype": "float32", "trainer__log_every": 100}
-    small |= {"snapshot__every": 100, "snapshot__memory_every": 0, "optimizer__name": "adamw"}
+    small |= {"snapshot__every": 100, "snapshot__memory_every": 0}
     small |= {"trainer__parallel": parallel, "trainer__reduction": reduction}
     finish(launcher=torchrun(2), program=program, run_dir=tmp_path / "run", **small)
     given = [json.loads((tmp_path / f"given-{rank}").read_text()) for rank in range(2)]
