@@ -57,9 +57,9 @@ PROGRAM = ("mingpt", "anynode", "train.py", "sample.py", "launch")
 CORE = ("mingpt", "train.py")
 NOT_CORE = ("mingpt/tools", "mingpt/extras")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=10_840 + MARGIN["statements"], nodes=80_610 + MARGIN["nodes"]),
+    PROGRAM: Size(statements=10_905 + MARGIN["statements"], nodes=81_015 + MARGIN["nodes"]),
     CORE: Size(statements=8_160 + MARGIN["statements"], nodes=59_990 + MARGIN["nodes"]),
-    ("tests",): Size(statements=11_600),
+    ("tests",): Size(statements=10_060),
     ("benchmarks",): Size(lines=3_500),
 }
 
