@@ -12,45 +12,12 @@ from typing import Any
 
 import pytest
 from support.golden import Golden
-from support.jobs import Job, wait_until
+from support.jobs import Job
 from support.needs import FacilityMissing
 from support.nodes import Cluster, why_no_cluster
-from support.small_jobs import (
-    SMALL,
-    Begin,
-    Finish,
-    Start,
-    all_gone,
-    assert_same_run,
-    changed_program,
-    command,
-    contents,
-    error_of,
-    final_hash,
-    manifest,
-    reached,
-    snapshot_steps,
-)
+from support.small_jobs import SMALL, Begin, Finish, Start, changed_program, command
 
 from mingpt.tools.jobs import ROOT, torchrun
-
-__all__ = [  # some test files import these from here
-    "ROOT",
-    "SMALL",
-    "Finish",
-    "Start",
-    "all_gone",
-    "assert_same_run",
-    "changed_program",
-    "command",
-    "contents",
-    "error_of",
-    "final_hash",
-    "manifest",
-    "reached",
-    "snapshot_steps",
-    "wait_until",
-]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,9 +8,8 @@ import tomllib
 
 import pytest
 import yaml
-from conftest import ROOT
 
-from mingpt.tools.jobs import clean_environment
+from mingpt.tools.jobs import ROOT, clean_environment
 
 
 def test_the_proofs_that_run_every_week_are_programs_with_these_flags() -> None:

@@ -11,10 +11,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from support.pages import apply_additions, commands, halves_of_the_readme, run, run_all
 
-from mingpt.tools.jobs import clean_environment
+from mingpt.tools.jobs import ROOT, clean_environment
 
 
 @pytest.mark.slow

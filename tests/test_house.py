@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import ROOT
+from mingpt.tools.jobs import ROOT
 
 HOUSE = runpy.run_path(str(ROOT / ".ci" / "house.py"))
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, SMALL
 from support.jobs import free_port, read_history, read_metric
 from support.pages import NEEDED, finish, start
+from support.small_jobs import SMALL
+
+from mingpt.tools.jobs import ROOT
 
 NOTEBOOK = ROOT / "examples" / "colab_kaggle.ipynb"
 CELLS = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Finish, changed_program
+from support.small_jobs import Finish, changed_program
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mingpt.config import Config, ModelConfig
 from mingpt.distributed.device import autocast
 from mingpt.model import GPT
-from mingpt.tools.jobs import torchrun
+from mingpt.tools.jobs import ROOT, torchrun
 
 CONFIG = Config()
 SIZE = CONFIG.trainer.micro_batch_size

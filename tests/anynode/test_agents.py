@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Start, wait_until
-from support.jobs import Job, children
+from support.jobs import Job, children, wait_until
+from support.small_jobs import Start
+
+from mingpt.tools.jobs import ROOT
 
 WORKER = """
 import os, sys, time

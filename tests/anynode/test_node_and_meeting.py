@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import wait_until
+from support.jobs import wait_until
 
 from anynode import node as node_module
 from anynode.decisions import FINISHED, LEFT, RUNNING, Entry, Round

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 
 from anynode.command import run_node, torchrun_options
+from mingpt.tools.jobs import ROOT
 
 GOOD = ["--nnodes", "2:3", "--nproc", "4", "--rdzv", "n1:29400,n2:29400", "--local_addr", "127.0.0.1"]
 

@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from mingpt.__main__ import main
 from mingpt.base.command import run_command
 from mingpt.base.errors import UserError
 from mingpt.config.cli import parse
-from mingpt.tools.jobs import clean_environment
+from mingpt.tools.jobs import ROOT, clean_environment
 
 # The options of a locale without UTF-8, in which Python does not replace ASCII by UTF-8.
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from mingpt.base import events, extras
+from mingpt.tools.jobs import ROOT
 
 
 def test_subscribing_to_an_unknown_event_names_those_that_there_are() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Start, command
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.small_jobs import Start, command
 from support.web import serving
 
 from mingpt.base.urls import redact

@@ -9,8 +9,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import ROOT, Start
 from support.needs import need, need_proc
+from support.small_jobs import Start
 
 from mingpt.base.command import run_command
 from mingpt.base.errors import UserError
@@ -24,6 +24,7 @@ from mingpt.base.system import (
     try_within,
     usable_cores,
 )
+from mingpt.tools.jobs import ROOT
 
 
 def test_siblings_are_found_by_their_rank_and_killed_by_pidfd(start: Start) -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
 
 from mingpt.base.errors import UserError
 from mingpt.config import (
@@ -20,6 +19,7 @@ from mingpt.config import (
 )
 from mingpt.config.cli import build, help_text, parse
 from mingpt.data import make_corpus, read_bytes
+from mingpt.tools.jobs import ROOT
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
 
 from mingpt.base.errors import UserError
 from mingpt.config import DataConfig
 from mingpt.data import make_corpus
 from mingpt.data.corpus import open_data
+from mingpt.tools.jobs import ROOT
 
 TEXT = "Où? Ça, la mer; 海と空。 " * 40
 SIZE = len(set(TEXT))

@@ -8,7 +8,6 @@ import threading
 from unittest.mock import Mock
 
 import pytest
-from conftest import ROOT
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
@@ -20,6 +19,7 @@ from mingpt.distributed.exit import JOB_ENDED, STORAGE_S, before_first_step
 from mingpt.distributed.signals import StopSignal
 from mingpt.launch import agent
 from mingpt.launch.agent import StopRequest, job_exit, launch_config, register_rendezvous
+from mingpt.tools.jobs import ROOT
 
 
 def new_store() -> TCPStore:

@@ -23,12 +23,13 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from conftest import ROOT, Start, command, final_hash
 from kubeflow_trainer_api import models
 from support.jobs import free_port
+from support.small_jobs import Start, command, final_hash
 
 from anynode.command import torchrun_options
 from mingpt.config.cli import parse
+from mingpt.tools.jobs import ROOT
 
 LAUNCH = ROOT / "launch"
 KUBERNETES = [f"kubernetes/{path.name}" for path in sorted((LAUNCH / "kubernetes").glob("*.yaml"))]

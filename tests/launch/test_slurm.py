@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import command, final_hash, reached, snapshot_steps, wait_until
-from support.jobs import last_step, read_history, read_metric
+from support.jobs import last_step, read_history, read_metric, wait_until
 from support.slurm import MISSING, SlurmCluster
+from support.small_jobs import command, final_hash, reached, snapshot_steps
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,11 +10,11 @@ from unittest.mock import Mock, call
 
 import pytest
 import yaml
-from conftest import SMALL
 from support.events import read_scalars
 from support.faults import FaultyDisk
 from support.golden import Golden
 from support.runs import STATS, make_run
+from support.small_jobs import SMALL
 
 from mingpt.config import to_dict
 from mingpt.data import make_corpus

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SMALL
 
-from mingpt.tools.jobs import clean_environment
+from mingpt.tools.jobs import ROOT, clean_environment
 from support.jobs import free_port
+from support.small_jobs import SMALL
 
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHORT = {key: value for key, value in SMALL.items() if key not in ("data.block_size", "snapshot.every")}

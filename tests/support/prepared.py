@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from conftest import ROOT
-
 from mingpt.data.shards import TokenShards, open_shards
-from mingpt.tools.jobs import clean_environment
+from mingpt.tools.jobs import ROOT, clean_environment
 from mingpt.tools.prepare import main
 from support.commands import run_here
 

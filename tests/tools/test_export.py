@@ -4,12 +4,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT, contents
 from support.commands import refused, run_here
 from support.faults import FaultyDisk
 from support.golden import Golden
 from support.hf_models import load_with_transformers, save_run
 from support.models import ARCHITECTURES, Arch, generate
+from support.small_jobs import contents
 from support.vocabularies import cl100k_like, edited
 
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
@@ -19,6 +19,7 @@ from mingpt.snapshot import open_snapshot
 from mingpt.tools.export import export, main
 from mingpt.tools.hugging_face import FORMS
 from mingpt.tools.import_model import import_model
+from mingpt.tools.jobs import ROOT
 from mingpt.training.contents import make_tokenizer
 
 CHARACTERS = "\t\n !,.?abcdefghijklmnopqrstuvwxyz\u00e9\u4e2d\U0001f600"

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from safetensors.torch import load_file, save_file
 from support.commands import refusal, refused
 from support.faults import FaultyDisk
@@ -25,6 +24,7 @@ from mingpt.model import parameter_shapes
 from mingpt.snapshot import Snapshot, open_snapshot
 from mingpt.tools.hugging_face import from_hf, import_transformers
 from mingpt.tools.import_model import import_model, main
+from mingpt.tools.jobs import ROOT
 from mingpt.training.contents import check_model
 
 CONFIG = {arch: ModelConfig(arch=arch, n_layer=2, n_head=3, n_embd=24) for arch in ARCHITECTURES}

@@ -17,7 +17,6 @@ from pathlib import Path
 import pyarrow
 import pytest
 import zstandard
-from conftest import ROOT
 from pyarrow import parquet
 from support.commands import refusal, refused
 from support.faults import FaultyDisk
@@ -28,6 +27,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mingpt.data import open_shards
 from mingpt.tools import prepare
+from mingpt.tools.jobs import ROOT
 from mingpt.tools.prepare import main
 
 PLAY = ROOT / "data/README.md"

@@ -16,10 +16,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from conftest import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.golden import Golden
+from support.jobs import wait_until
 from support.needs import need_proc
 
 from mingpt.base.errors import LaterGeneration, SupersededError, UserError

@@ -9,10 +9,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from conftest import SMALL
 from support.ranks import results_of_threads
 from support.runs import make_run
 from support.single_process import SingleProcess
+from support.small_jobs import SMALL
 from support.snapshots import make_manifest
 
 from mingpt.base.errors import CorruptSnapshot

@@ -8,9 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import SMALL, Finish, Start, changed_program, command, error_of, final_hash
 from support.jobs import read_history
 from support.ranks import results_of_threads
+from support.small_jobs import SMALL, Finish, Start, changed_program, command, error_of, final_hash
 
 from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext

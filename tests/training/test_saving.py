@@ -12,10 +12,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from conftest import SMALL
 from support.golden import Golden
 from support.ranks import results_of_threads
 from support.single_process import SingleProcess
+from support.small_jobs import SMALL
 from support.snapshots import TENSORS, make_manifest, make_store, write
 
 from mingpt.base.errors import NonRetryableError

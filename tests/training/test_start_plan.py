@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.golden import Golden
+from support.small_jobs import SMALL
 from support.snapshots import make_manifest
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot

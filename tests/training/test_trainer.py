@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import SMALL
 from support.single_process import SingleProcess
+from support.small_jobs import SMALL
 from torch import Tensor, nn
 
 from mingpt.base.errors import NonFiniteError, UserError

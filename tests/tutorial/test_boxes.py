@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from conftest import ROOT
 from support.forked import WAYS
 from support.pages import blocks, command_of, not_printed
 
 from mingpt.config import ModelConfig
 from mingpt.model import GPT
+from mingpt.tools.jobs import ROOT
 
 FOLDER = ROOT / "tutorial"
 PAGE = FOLDER / "boxes.md"

@@ -7,9 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
-from mingpt.tools.jobs import clean_environment
+from mingpt.tools.jobs import ROOT, clean_environment
 
 FOLDER = Path(__file__).parent / "exercises"
 EXERCISES = sorted((ROOT / "tutorial" / "exercises").glob("[0-9]_*.py"))

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from support.forked import WAYS
 from support.pages import command_of
+
+from mingpt.tools.jobs import ROOT
 
 # What must hold for the two numbers that a program prints last.
 EFFECTS: dict[str, Callable[[float, float], bool]] = {

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from support.links import anchors, wrong_statements
 from support.pages import blocks
+
+from mingpt.tools.jobs import ROOT
 
 PAGES = [
     ROOT / "README.md",

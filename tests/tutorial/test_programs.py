@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from support.forked import WAYS
 from support.pages import command_of, not_printed, run_program
 
 from mingpt.config import ModelConfig
 from mingpt.model import GPT
+from mingpt.tools.jobs import ROOT
 
 FOLDER = ROOT / "tutorial"
 TALK = "2_spawn"  # trains nothing

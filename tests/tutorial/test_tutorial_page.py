@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from support.pages import blocks, command_of
 
+from mingpt.tools.jobs import ROOT
 from tutorial import pictures
 from tutorial.timeline import draw
 
