@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -237,3 +238,14 @@ def test_on_a_full_disk_the_next_generation_goes_on_with_the_claim_there_is(
     with pytest.raises(OSError, match="No space left"):
         claim(tmp_path, elsewhere("node1")).acquire()
     assert [path.name for path in tmp_path.iterdir()] == ["claim-000001.json"]
+
+
+def test_a_claim_is_lost_with_its_folder_and_who_holds_none_loses_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    held, other = claim(folder, DEAD), claim(folder, elsewhere("node1"))
+    held.acquire()
+    shutil.rmtree(folder)
+    other.check()
+    with pytest.raises(SupersededError, match="its claim was removed"):
+        held.check()
