@@ -111,9 +111,8 @@ def with_wte(folder: Path, change: Callable[[torch.Tensor], torch.Tensor], name:
     change_tensors(folder, lambda tensors: tensors | {name: change(tensors[WTE])})
 
 
-THEIRS = re.compile(
-    "It looks like.*|Error while.*|Exception:.*|(?<=rope_parameters is ).*"
-)  # what other packages say
+# What other packages say.
+THEIRS = re.compile("It looks like.*|Error while.*|Exception:.*|(?<=rope_parameters is ).*")
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
 # {what is wrong with a folder: how it comes to be so}
 SPOILT: dict[str, tuple[Arch, Callable[[Path], object]]] = {
