@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import properties as properties  # which registers the profiles of hypothesis
 from support.golden import Golden
 from support.jobs import Job
 from support.needs import FacilityMissing

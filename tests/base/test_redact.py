@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.properties import examples
 from support.small_jobs import Start, command
 from support.web import serving
 
@@ -38,7 +39,7 @@ def test_a_token_is_hidden_and_what_is_no_credential_is_kept(shown: str, url: st
     )
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@examples(100)
 @given(
     st.sampled_from(["https", "sftp", "simplecache::https"]), NAMES, PASSWORDS, NAMES, PATHS, NAMES, QUERIES
 )

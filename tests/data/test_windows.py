@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.properties import examples
 from support.shards import write_llmc
 from torch.utils.data import TensorDataset
 
@@ -27,7 +28,7 @@ def sampler(rank: int = 0, workers: int = 1, takes_turns: bool = False, seed: in
 ORDER = np.concatenate([sampler().window_starts(epoch * EPOCH, EPOCH) for epoch in range(12)])
 
 
-@settings(max_examples=50, derandomize=True, deadline=None)
+@examples(50)
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
 def test_a_permutation_meets_every_place_once(size: int, key: int) -> None:
     assert sorted(permute(np.arange(size, dtype=np.uint64), size, key).tolist()) == list(range(size))
@@ -50,7 +51,7 @@ def test_each_window_of_an_epoch_is_read_once_and_epochs_and_seeds_differ() -> N
     assert {int(order.min()) for order in orders} == set(range(8))
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@examples(30)
 @given(st.integers(1, 13), st.booleans(), st.integers(0, 80), st.sampled_from([1, 5, PREFETCH_STEPS + 2]))
 def test_from_any_step_on_any_number_of_workers_reads_the_windows_of_one(
     workers: int, takes_turns: bool, first: int, count: int
@@ -98,7 +99,7 @@ def test_a_window_is_an_input_and_its_targets_one_to_the_right() -> None:
     assert len(dataset) == 42
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@examples(100)
 @given(st.integers(9, 400), st.none() | st.integers(1, 60), st.integers(1, 5))
 def test_validation_predicts_each_token_but_the_first_once_or_takes_evenly_spaced_windows(
     length: int, max_windows: int | None, batch_size: int

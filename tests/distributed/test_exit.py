@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.properties import examples
 from torch.distributed import DistBackendError, DistNetworkError
 
 from mingpt.base.errors import (
@@ -223,7 +224,7 @@ def jobs(draw: st.DrawFn) -> list[Launch]:
     return [Launch(rank=rank, local_rank=rank % local, **usual) for rank in range(nodes * local)]
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@examples(300)
 @given(ERRORS, jobs(), st.sampled_from(["", LATE]), st.booleans(), st.booleans())
 def test_every_error_has_one_exit_code_on_all_ranks_and_is_told_by_somebody(
     error: BaseException | None, job: list[Launch], late: str, has_met: bool, is_restart: bool

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.properties import examples
 from support.ranks import results_of_threads
 from support.training import ARCHITECTURES, NAMES, Arch, Name, compute_gradients, make_model, pieces, train
 from torch import Tensor
@@ -148,7 +149,7 @@ def test_several_workers_compute_the_bits_of_one(workers: int, sharded: tuple[st
             assert torch.equal(together, expected), name
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@examples(300)
 @given(
     schedule=st.sampled_from([*SCHEDULES]),
     min_lr_fraction=st.floats(0, 1),

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.properties import examples
 from torch.nn.utils.rnn import pad_sequence
 
 from mingpt.base.rows import RowMap
@@ -35,7 +36,7 @@ def test_the_norm_of_a_row_does_not_depend_on_its_neighbours(shape: tuple[int, .
     assert float(total_norm(whole)) == pytest.approx(float(gradient.double().norm()), rel=1e-6)
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@examples(100)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 8), st.sampled_from(["", "1"]))
 def test_all_workers_have_the_norm_of_each_row_once_and_in_order(
     counts: list[int], workers: int, sharded: str

@@ -1,13 +1,14 @@
 from itertools import accumulate
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.properties import examples
 
 from mingpt.base.rows import RowMap
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@examples(300)
 @given(st.integers(1, 40), st.lists(st.integers(1, 5), max_size=2), st.integers(1, 9))
 def test_the_rows_of_the_ranks_are_those_of_torch_chunk(count: int, columns: list[int], workers: int) -> None:
     """FSDP2 shards a parameter like this; the last ranks may have no rows."""

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.properties import examples
 
 from mingpt.parallel.tree import PartialSums, add_nodes, cover, push
 
@@ -26,7 +27,7 @@ def leaves_of(level: int, index: int, leaves: int) -> range:
     return range(index << level, min((index + 1) << level, leaves))
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@examples(300)
 @given(st.integers(1, 80), st.lists(st.integers(0, 80), max_size=9))
 def test_the_sum_is_that_of_the_tree_and_each_part_of_the_leaves_is_held_in_the_fewest_nodes(
     leaves: int, cuts: list[int]

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.faults import FaultyDisk
 from support.forks import fork_ranks, results_of
+from support.properties import examples
 from support.snapshots import TENSORS, file_names, make_manifest, make_saver, make_store, newest, save, write
 from torch import Tensor
 
@@ -85,7 +86,7 @@ def test_a_save_is_due_as_the_settings_and_the_present_state_say(
 SAVES = st.tuples(st.integers(1, 3), st.sampled_from([None, 1.0, 2.0, 3.0]), st.none() | st.integers(0, 6))
 
 
-@settings(max_examples=20, derandomize=True, deadline=None)
+@examples(20)
 @given(saves=st.lists(SAVES, min_size=1, max_size=6), keep=st.integers(1, 3), keep_best=st.booleans())
 def test_the_newest_the_best_and_the_newest_up_to_the_last_replay_are_kept(
     saves: list[tuple[int, float | None, int | None]], keep: int, keep_best: bool

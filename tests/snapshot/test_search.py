@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.memory import FIELDS, check_values, make_state
+from support.properties import examples
 from support.ranks import run_ranks
 from support.single_process import SingleProcess
 from support.snapshots import make_manifest, make_store, search, write
@@ -34,7 +35,7 @@ OFFERS = st.builds(
 )
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@examples(100)
 @given(
     st.lists(OFFERS, max_size=8, unique_by=lambda one: (one.reader, one.store, one.step)),
     st.none() | st.integers(0, 5),

@@ -17,11 +17,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.golden import Golden
 from support.jobs import wait_until
 from support.needs import need_proc
+from support.properties import examples
 
 from mingpt.base.errors import LaterGeneration, SupersededError, UserError
 from mingpt.base.processes import Process, this_process
@@ -78,7 +79,7 @@ def elsewhere(name: str) -> Process:
     return Process(name, f"another machine, {name}", 4242, "17")
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@examples(300)
 @given(
     before=st.sampled_from(["nothing", "a job that was killed", "a job that has ended"]),
     steps=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["look", "take", "end"])), max_size=30),

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.golden import Golden
+from support.properties import examples
 from support.small_jobs import SMALL
 from support.snapshots import make_manifest
 
@@ -359,7 +360,7 @@ def without(facts: Sequence[StartFacts], faults: Mapping[Place, Exception]) -> l
     return found
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@examples(300)
 @given(facts_of())
 def test_every_start_has_one_answer_that_keeps_the_rules(facts: list[StartFacts]) -> None:
     nodes = {one.node for one in facts}
