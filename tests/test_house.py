@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.golden import sentences
+
 from mingpt.tools.jobs import ROOT
 
 HOUSE = runpy.run_path(str(ROOT / ".ci" / "house.py"))
@@ -44,3 +46,9 @@ def test_every_package_says_what_it_promises() -> None:
     packages = [*(ROOT / "mingpt").rglob("__init__.py")]
     assert len(packages) > 13
     assert [path for path in packages if not ast.get_docstring(ast.parse(path.read_text()))] == []
+
+
+def test_each_sentence_belongs_to_a_test() -> None:
+    texts = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    places = [key.partition("[")[0].split("::") for key in sentences()]
+    assert [place for place in places if f"def {place[1]}(" not in texts.get(place[0], "")] == []
