@@ -1,10 +1,7 @@
 """One job at a time may write to a run folder, whichever processes ask for it, and when."""
 
 import contextlib
-import errno
 import os
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,13 +10,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.golden import Golden
 from support.jobs import wait_until
 from support.needs import need_proc
 from support.properties import examples
@@ -108,20 +103,14 @@ def test_in_whatever_order_jobs_look_and_take_and_end_at_most_one_holds_the_fold
         assert len(os.listdir(name)) <= 1
 
 
-@pytest.mark.parametrize("has_proc", [True, False])
-def test_a_killed_job_is_succeeded_at_once(
-    has_proc: bool, tmp_path: Path, agents: Agents, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A zombie has ended. Without /proc, as on a Mac, host name and process id are all that is known."""
-    if has_proc:
-        need_proc()
-    else:
-        monkeypatch.setattr(Path, "read_text", Mock(side_effect=FileNotFoundError))
+def test_a_killed_job_is_succeeded_at_once(tmp_path: Path, agents: Agents, clock: Clock) -> None:
+    """A zombie has ended."""
+    need_proc()
     first = claim(tmp_path, agents[0])
     first.acquire()
     assert first.holder.is_alive()
     agents[0].kill()
-    os.waitid(os.P_PID, agents[0].pid, os.WEXITED | (os.WNOWAIT if has_proc else 0))
+    os.waitid(os.P_PID, agents[0].pid, os.WEXITED | os.WNOWAIT)
     claim(tmp_path, agents[1]).acquire()
     assert clock.now == 0.0
 
@@ -161,46 +150,28 @@ def test_a_later_generation_takes_over_and_a_job_that_has_ended_makes_way(
     ids=["another job that goes on", "one that is gone", "the same job"],
 )
 def test_a_holder_on_another_machine_is_waited_for_while_it_renews_its_claim(
-    jobs: str,
-    renewals: int,
-    waits_s: float,
-    lost: type[Exception] | None,
-    tmp_path: Path,
-    clock: Clock,
-    capsys: pytest.CaptureFixture[str],
-    golden: Golden,
+    jobs: str, renewals: int, waits_s: float, lost: type[Exception] | None, tmp_path: Path, clock: Clock
 ) -> None:
     first, second = (claim(tmp_path, elsewhere(f"node{n}"), job=job) for n, job in enumerate(jobs))
     first.acquire()
     os.utime(first.path(1), (0, 0))
     clock.events = dict.fromkeys([0.7] * renewals, first.renew)
-    with contextlib.nullcontext() if lost else pytest.raises(UserError) as refusal:
+    with contextlib.nullcontext() if lost else pytest.raises(UserError):
         second.acquire()
     assert waits_s <= clock.now < waits_s + 2
-    for line in (capsys.readouterr().err, str(refusal.value) if refusal else ""):
-        golden(re.sub(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d", "DATE", line))
     with pytest.raises(lost) if lost else contextlib.nullcontext():
         first.check()
 
 
-def test_a_claim_is_renewed_where_times_cannot_be_set_and_a_failure_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_claim_is_renewed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # time passes
     monkeypatch.setattr(claim_module, "RENEW_S", 0.01)
     own = claim(tmp_path, elsewhere("node1"))
     own.acquire()
-    os.utime(own.path(1), (0, 0))
-    monkeypatch.setattr(os, "utime", Mock(side_effect=PermissionError))
-    wait_until(lambda: own.path(1).stat().st_mtime)
-    assert read_newest(tmp_path).holder == own.holder
-    monkeypatch.setattr(own, "may_write", lambda: True)
-    away = Mock(side_effect=OSError(errno.ENOTCONN, "away"))
-    monkeypatch.setattr(claim_module, "open", away, raising=False)
-    wait_until(lambda: away.call_count > 2)
+    for _ in range(2):
+        os.utime(own.path(1), (0, 0))
+        wait_until(lambda: own.path(1).stat().st_mtime)
     own.number = 0
-    (line,) = caplog.messages
-    assert "cannot be renewed (away): a job on another host may take the folder over" in line
 
 
 @pytest.mark.parametrize(
@@ -218,35 +189,3 @@ def test_a_damaged_claim_is_somebodys_until_the_lease_ends(
     assert own.number == number + 1 and clock.now >= LEASE_S
     own.release()
     assert path.exists() == (size > 0)  # it may be a user's, unless it was being written
-
-
-def test_on_a_full_disk_the_next_generation_goes_on_with_the_claim_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is room for no other file, and a file that was created stays empty."""
-    claim(tmp_path, DEAD).acquire()
-
-    def open_without_room(path: Path, mode: str) -> Any:
-        file: Any = open(path, mode)  # noqa: SIM115
-        if "x" in mode:
-            file.write = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-        return file
-
-    monkeypatch.setattr(claim_module, "open", open_without_room, raising=False)
-    later = claim(tmp_path, DEAD)
-    later.acquire()
-    later.check()
-    with pytest.raises(OSError, match="No space left"):
-        claim(tmp_path, elsewhere("node1")).acquire()
-    assert [path.name for path in tmp_path.iterdir()] == ["claim-000001.json"]
-
-
-def test_a_claim_is_lost_with_its_folder_and_who_holds_none_loses_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    held, other = claim(folder, DEAD), claim(folder, elsewhere("node1"))
-    held.acquire()
-    shutil.rmtree(folder)
-    other.check()
-    with pytest.raises(SupersededError, match="its claim was removed"):
-        held.check()
