@@ -31,7 +31,6 @@ from mingpt.training.plan import (
     StartFacts,
     plan_start,
     settings_digest,
-    skipped_snapshots,
 )
 
 RUN, OTHER, DATA = 32 * "a", 32 * "b", 64 * "0"
@@ -134,10 +133,6 @@ def test_a_run_that_does_not_start_is_refused_in_one_sentence(
     assert found.nodes == (None if nodes is None else frozenset(nodes))
     assert found.hosts == ", ".join(f"host{node}" for node in nodes or ())
     assert found.may_pass == (kind == "unreadable")
-
-
-def test_each_reason_has_a_case() -> None:
-    assert {case.values[0] for case in CASES} == {*REFUSALS}
 
 
 def started(*known: StartFacts) -> Start:
@@ -251,31 +246,6 @@ def test_a_run_begins_at_0_if_it_has_no_later_snapshot_or_is_told_to(
     known: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     assert started(facts(0, settings, **known)).found.choice is None
-
-
-def test_a_snapshot_that_cannot_be_read_is_named_once_and_not_set_aside() -> None:
-    """Another rank sees the same step as corrupt. A run that trains names corrupt ones as it renames them."""
-    away = bad(-1, "the folder cannot be read", False)
-    offers = [offer(), bad(30, "damaged"), bad(25, "stale", False, 1), bad(25, "damaged"), away]
-    found = started(facts(offers=[*offers, away])).found
-    said = [f"snapshot of step 25 in {URL} skipped: stale", "the folder cannot be read"]
-    assert skipped_snapshots(found, facts().config) == said
-    assert found.corrupt(0) == {30: "damaged"}
-    (first, *_) = skipped_snapshots(found, facts(0, EVALUATES).config)
-    assert first == f"snapshot of step 30 in {URL} skipped: damaged"
-
-
-@pytest.mark.parametrize(
-    "known",
-    [
-        [facts(offers=[offer()], threads=2)],
-        [facts(program="a"), facts(1, program="b"), facts(2, program="a")],
-        [facts(**DIFFERED), facts(1, offers=[offer(1)], threads=3, **DIFFERED)],
-    ],
-    ids=["other threads", "different code", "after a difference"],
-)
-def test_what_may_change_the_bits_is_noted(known: list[StartFacts], golden: Golden) -> None:
-    golden("\n".join(started(*known).notes))
 
 
 RUNS, FINGERPRINTS = (RUN, OTHER), (DATA, 64 * "1")
