@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +12,12 @@ from support.ranks import results_of_threads
 from support.single_process import SingleProcess
 from support.snapshots import make_manifest, snapshot_of
 from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model, pieces, train
-from support.vocabularies import cl100k_like
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.base.rows import RowMap
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, SnapshotConfig, to_dict
-from mingpt.data import CharTokenizer, Corpus
-from mingpt.data.corpus import open_data
+from mingpt.data import CharTokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.transport import Transport
 from mingpt.model import parameter_shapes
@@ -29,9 +26,8 @@ from mingpt.parallel import ExactReduction, StrategySetup
 from mingpt.parallel.strategy import Strategy
 from mingpt.snapshot import Manifest, Snapshot, StoredState, search
 from mingpt.snapshot.layout import TensorSpec, lay_out
-from mingpt.training.contents import check_model, describe_tokenizer, make_tokenizer
+from mingpt.training.contents import check_model, describe_tokenizer
 from mingpt.training.run import match_weights
-from mingpt.training.run_data import load_corpus
 from mingpt.training.state import TrainState, load_state
 
 Tensors = dict[str, Tensor]
@@ -103,14 +99,6 @@ def test_all_ranks_get_their_rows_of_what_one_of_them_can_read(
             assert torch.equal(part, expected), name
 
 
-def test_learned_positions_are_cut_to_the_block_size() -> None:
-    """Positions beyond it are not needed."""
-    tensors = trained_tensors()
-    name = "model.wpe.weight"
-    found = loaded(tensors | {name: torch.cat([tensors[name], torch.ones(4, 16)])})
-    assert torch.equal(found[name], tensors[name])
-
-
 @pytest.mark.parametrize("kind", ["another", "incomplete", "none"])
 def test_the_state_of_another_optimizer_is_left_out(kind: str) -> None:
     tensors = trained_tensors("muon" if kind == "another" else "adamw")
@@ -121,27 +109,6 @@ def test_the_state_of_another_optimizer_is_left_out(kind: str) -> None:
     for name, tensor in loaded(tensors).items():
         expected = tensors[name] if name.startswith("model.") else torch.zeros_like(tensor)
         assert torch.equal(tensor, expected), name
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model.h.1.mlp.c_fc.weight": None},
-        {"model.lm_head.weight": torch.ones(11, 16)},
-        {"model.wte.weight": torch.ones(12, 16)},
-        {"model.wpe.weight": torch.ones(5, 16)},
-    ],
-    ids=["missing", "more", "shape", "too few positions"],
-)
-def test_the_weights_of_another_model_are_refused(change: dict[str, Tensor | None], golden: Golden) -> None:
-    """No weight is taken over."""
-    changed = trained_tensors() | change
-    stored = make_stored({name: tensor for name, tensor in changed.items() if tensor is not None})
-    state, before = make_state("adamw", "gpt2"), make_state("adamw", "gpt2").tensors()
-    with pytest.raises(UserError) as error:
-        load_state(state, stored, SingleProcess())
-    golden(str(error.value))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors().items())
 
 
 VOCABULARY = "abcdefghijk"
@@ -175,49 +142,6 @@ def test_the_tensors_of_a_run_are_those_that_its_manifest_describes(name: Name, 
     for sentence, changed in wrong:
         with pytest.raises(CorruptSnapshot, match=sentence):
             check_model(manifest, changed, CHARACTERS)
-
-
-@pytest.mark.parametrize(
-    ("change", "vocab_size"),
-    [
-        ({"n_layer": 3}, 11),
-        ({"n_layer": 10**9}, 11),
-        ({"n_embd": 10**12}, 11),
-        ({"arch": "gpt2"}, 11),
-        ({}, 3),
-        ({}, 2_000_000),
-    ],
-)
-def test_a_configuration_or_a_vocabulary_of_another_model_is_refused_whatever_its_size(
-    change: dict[str, Any], vocab_size: int
-) -> None:
-    """The snapshot is refused at once, and nothing is allocated for it."""
-    manifest, entries = make_snapshot("muon", "modern")
-    config = manifest.config | {"model": manifest.config["model"] | change}
-    other = make_manifest(3, config=config, tokenizer={"kind": "char", "vocab_size": vocab_size})
-    with pytest.raises(CorruptSnapshot):
-        check_model(other, entries, CHARACTERS)
-
-
-@pytest.mark.parametrize(
-    ("content", "more"),
-    [
-        (bytes(range(7)), {}),
-        (cl100k_like("ab", 257), {"sha256": "0" * 64}),
-        (cl100k_like("ab", 257), {"vocab_size": 1}),
-        (None, {}),
-        (b"ba", {"kind": "char"}),
-        (b"", {"kind": "unknown"}),
-    ],
-    ids=["no tokenizer", "other bytes", "too large", "none", "no characters", "of no kind"],
-)
-def test_a_tokenizer_that_a_snapshot_carries_and_that_cannot_be_used_is_one_sentence(
-    content: bytes | None, more: dict[str, Any], golden: Golden
-) -> None:
-    manifest = make_manifest(3, tokenizer={"kind": "json", "vocab_size": 11, **more})
-    with pytest.raises(UserError) as error:
-        make_tokenizer(manifest, content)
-    golden(str(error.value).partition(": Exception")[0])  # what follows is of the package tokenizers
 
 
 CONFIG = Config(model=MODEL, snapshot=SnapshotConfig(init_from="there"))
@@ -259,27 +183,3 @@ def test_weights_to_start_with_of_another_model_or_tokenizer_are_one_sentence(
     with pytest.raises(UserError) as error:
         match_weights(initial, CONFIG, SHAPES, TOKENIZER)
     golden(str(error.value))
-
-
-def load(path: Path, initial: Snapshot, **data: Any) -> Corpus:
-    config = Config(
-        data=DataConfig(path=str(path), block_size=4, **data), snapshot=SnapshotConfig(init_from="there")
-    )
-    origin = initial.manifest, initial.read_tokenizer()
-    return load_corpus(config, open_data(config.data), None, False, origin, None, is_told=False)
-
-
-@pytest.mark.parametrize(("rows", "vocab_size", "expected"), [(9, None, 9), (9, 8, 8)])
-def test_a_text_is_encoded_with_the_tokenizer_of_the_weights_and_the_embedding_keeps_its_rows(
-    rows: int, vocab_size: int | None, expected: int, tmp_path: Path
-) -> None:
-    (tmp_path / "text.txt").write_text("the sea " * 50)
-    weights, characters = {"wte.weight": torch.zeros(rows, 4)}, CharTokenizer(" aehstz")
-    corpus = load(tmp_path / "text.txt", make_initial(weights, characters), vocab_size=vocab_size)
-    assert corpus.tokenizer and corpus.tokenizer.fingerprint() == characters.fingerprint()
-    assert corpus.vocab_size == expected
-    with pytest.raises(UserError, match=r"have no tokenizer that can be read: name it by data\."):
-        load(tmp_path / "text.txt", make_initial(weights, None))
-    # `match_weights` refuses weights with fewer rows than the tokenizer has tokens.
-    few = make_initial({"wte.weight": torch.zeros(5, 4)}, None)
-    assert load(tmp_path / "text.txt", few, tokenizer="char").vocab_size == 6
