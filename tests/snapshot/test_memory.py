@@ -1,6 +1,5 @@
 """The folders of runs and of their generations in a node's memory."""
 
-import errno
 import os
 import shutil
 import time
@@ -8,7 +7,6 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 from support.snapshots import make_manifest, write
@@ -68,50 +66,25 @@ def test_memory_must_have_room_for_two_states_and_older_snapshots_count_as_room(
     assert steps_in(memory) == [[], [5]], "the generation that has no room has no folder"
 
 
-def test_where_there_is_no_such_folder_that_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        make_generation(make_folder(tmp_path / "absent"))
-
-
-def test_what_a_run_left_is_removed_after_a_day_and_what_a_user_put_there_stays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folders, notes = {}, [tmp_path / "mingpt-distributed" / "notes.txt"]
+def test_what_a_run_left_is_removed_after_a_day_and_what_a_user_put_there_stays(tmp_path: Path) -> None:
+    folders = {}
     for name, hours in {"old": 24.1, "mixed": 24.1, "recent": 23.9, "own": 100}.items():
         folders[name] = make_folder(tmp_path, uuid.uuid4().hex)
         store = make_generation(folders[name])
         write(store, make_manifest(5))
         then = time.time() - 3600 * hours
         os.utime(store.root, (then, then))
-    notes += [folders[name].root / "notes.txt" for name in ("mixed", "own")]
-    for path in notes:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
-    (tmp_path / f"mingpt-{uuid.uuid4().hex}-01234567").symlink_to(folders["old"].root)
+    (folders["mixed"].root / "notes.txt").write_text("mine")
     folders["own"].remove_leftovers()
     assert [name for name, folder in folders.items() if folder.root.exists()] == ["mixed", "recent", "own"]
     assert os.listdir(folders["mixed"].root) == ["notes.txt"]
-    assert len(caplog.records) == 2 and str(folders["old"].root) in caplog.text
     assert steps_in(folders["recent"]) == steps_in(folders["own"]) == [[5]]
-    folders["own"].clear()
-    assert [path.read_text() for path in notes] == ["mine"] * 3
-
-
-def put_a_link_there(root: Path) -> None:
-    root.symlink_to(root.rename(root.parent / "target"))
 
 
 @pytest.mark.parametrize(
     "plant",
-    [
-        put_a_link_there,
-        lambda root: root.chmod(0o777),
-        pytest.param(
-            lambda root: os.chown(root, 12345, 12345),
-            marks=pytest.mark.skipif(os.getuid() > 0, reason="only root can give a folder to another user"),
-        ),
-    ],
-    ids=["a link", "writable by others", "another user's"],
+    [lambda root: root.symlink_to(root.rename(root.parent / "target")), lambda root: root.chmod(0o777)],
+    ids=["a link", "writable by others"],
 )
 def test_a_folder_to_which_another_user_can_write_is_neither_used_nor_touched(
     plant: Callable[[Path], None], memory: MemoryFolder
@@ -125,13 +98,3 @@ def test_a_folder_to_which_another_user_can_write_is_neither_used_nor_touched(
     with pytest.raises(OSError, match="there is a link, or another user can write to it"):
         make_generation(memory)
     assert {path: path.lstat().st_mtime_ns for path in memory.root.resolve().rglob("*")} == content != {}
-
-
-def test_a_folder_that_cannot_be_listed_is_left_and_ends_no_job(
-    memory: MemoryFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(make_generation(memory), make_manifest(10))
-    with monkeypatch.context() as broken:
-        broken.setattr(Store, "names", Mock(side_effect=OSError(errno.EIO, "broken")))
-        memory.clear()
-    assert steps_in(memory) == [[10]]

@@ -8,9 +8,8 @@ from pathlib import Path
 from unittest.mock import DEFAULT, Mock
 
 import pytest
-import torch
 from support.faults import FaultyDisk
-from support.snapshots import TENSORS, file_names, make_manifest, make_store, newest, write
+from support.snapshots import file_names, make_manifest, make_store, newest, write
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.snapshot import Store, open_snapshot
@@ -46,20 +45,9 @@ def test_every_flipped_bit_and_every_cut_is_noticed_and_the_snapshot_before_is_u
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda path: None,
-        os.mkfifo,
-        Path.mkdir,
-        lambda path: path.symlink_to(path),
-        lambda path: path.symlink_to(path.parent / "nowhere"),
-        lambda path: path.symlink_to("/dev/zero"),
-    ],
-    ids=["nothing", "FIFO", "folder", "loop", "link to nothing", "link to a device"],
-)
+@pytest.mark.parametrize("make", [lambda path: None, os.mkfifo], ids=["nothing", "FIFO"])
 def test_a_snapshot_with_another_thing_in_place_of_a_file_is_quarantined_by_name(
-    make: Callable[[Path], None], kind: str, store: Store, caplog: pytest.LogCaptureFixture
+    make: Callable[[Path], None], kind: str, store: Store
 ) -> None:
     """Reading it does not hang. A second corrupt snapshot of the same step does not overwrite the first."""
     write(store, make_manifest(1))
@@ -72,54 +60,9 @@ def test_a_snapshot_with_another_thing_in_place_of_a_file_is_quarantined_by_name
         step, corrupt = newest(store)
         assert (step, list(corrupt)) == (1, [2])
         store.quarantine(2, corrupt[2])
-        target = store.path(f"damaged-{attempt}-step_00000002.")
-        assert f"snapshot of step 2 set aside as {target}" in caplog.text
         aside = {f"damaged-{attempt}-step_00000002.{other}" for other in KINDS if other != kind}
         assert aside <= set(file_names(store))
     assert store.steps() == store.steps("safetensors") == [1]
-
-
-@pytest.mark.parametrize(
-    ("place", "sentence"),
-    [
-        ("TMP/file/snapshots", "cannot be written to: TMP/file is not a folder"),
-        ("TMP/link", "cannot be written to: TMP/link is a link to nowhere, which is not a folder"),
-        ("TMP/new", "cannot be written to: broken"),
-        ("s4://bucket/snapshots", "needs a driver that is not installed: .*s4"),
-    ],
-)
-def test_a_place_that_cannot_be_used_is_refused_and_no_file_is_left(
-    place: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("nowhere")
-    monkeypatch.setattr("mingpt.base.files.fsync_path", Mock(side_effect=OSError(errno.EIO, "broken")))
-    with pytest.raises(UserError, match=sentence.replace("TMP", str(tmp_path))):
-        Store(place.replace("TMP", str(tmp_path))).prepare()
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
-
-
-def test_a_listing_that_fails_once_is_tried_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    listing = Mock(side_effect=[OSError(errno.ETIMEDOUT, "timed out"), ["here/step_00000001.json"]])
-    monkeypatch.setattr(store.files, "ls", listing)
-    assert store.steps() == [1]
-
-
-@pytest.mark.parametrize("function", ["mkdir", "fsync"])
-def test_a_full_disk_at_the_start_is_a_line_and_it_is_tried_again_with_the_first_snapshot(
-    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = Store(str(tmp_path / "snapshots"))
-    if function == "fsync":
-        (tmp_path / "snapshots").mkdir()
-    disk = FaultyDisk(monkeypatch, function, "snapshots")
-    store.prepare()
-    assert caplog.messages == [f"there is no room for snapshots in {store.url} (No space left on device)"]
-    with pytest.raises(OSError, match="No space left on device"):
-        write(store, make_manifest(1))
-    disk.broken = False
-    write(store, make_manifest(2))
-    assert file_names(store) == [f"step_00000002.{kind}" for kind in sorted(KINDS)]
 
 
 def test_at_the_start_only_what_a_killed_job_left_is_removed(store: Store) -> None:
@@ -133,14 +76,11 @@ def test_at_the_start_only_what_a_killed_job_left_is_removed(store: Store) -> No
     assert file_names(store) == sorted([*users, "partial-x"])
 
 
-def test_an_upload_that_keeps_failing_or_is_truncated_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_is_truncated_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(f"memory://{uuid.uuid4().hex}/snapshots", retries_s=(0.0,))
     monkeypatch.setattr(store.files, "put_file", lambda _, path: store.files.pipe_file(path, b"conten"))
     with pytest.raises(OSError, match="has 6 bytes of 7 after writing"):
         store.write_atomic("step_00000001.json", b"content")
-    monkeypatch.setattr("mingpt.snapshot.file_store.write_chunks", FaultyDisk(monkeypatch, "write", "").call)
-    with pytest.raises(UserError, match=r"kept in TMPDIR until it is uploaded \(No space left on device"):
-        store.write_atomic("step_00000002.json", b"content")
 
 
 def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -> None:
@@ -157,16 +97,9 @@ def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.yaml").write_text(json.dumps({"snapshot": {"path": store.root}}))
     assert open_snapshot(str(tmp_path / "other")).manifest.step == 7
-    (tmp_path / "ckpt.pt").touch()
-    with pytest.raises(
-        UserError, match=r"there is no snapshot in .*/ckpt.pt: .* import it first: .*data\.md"
-    ):
-        open_snapshot(str(tmp_path / "ckpt.pt"))
 
 
-def test_the_best_snapshot_has_the_lowest_validation_loss_of_its_own_step(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_best_snapshot_has_the_lowest_validation_loss_of_its_own_step(store: Store) -> None:
     write(store, make_manifest(5))
     with pytest.raises(UserError, match="there is no best snapshot in"):
         open_snapshot(store.root, best=True)
@@ -175,8 +108,6 @@ def test_the_best_snapshot_has_the_lowest_validation_loss_of_its_own_step(
     assert open_snapshot(f"{store.root}@best").manifest.step == 2
     Path(store.path("step_00000002.safetensors")).write_bytes(b"damaged")
     assert open_snapshot(store.root, best=True).manifest.step == 1
-    (line,) = caplog.messages
-    assert line.startswith(f"snapshot of step 2 in {store.root} skipped: ")
 
 
 def test_the_manifest_of_a_snapshot_is_removed_first(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,24 +121,14 @@ def test_the_manifest_of_a_snapshot_is_removed_first(store: Store, monkeypatch: 
     assert file_names(store) == []
 
 
-def test_weights_are_used_though_the_optimizer_state_beside_them_is_damaged(store: Store) -> None:
-    write(store, make_manifest(2))
-    path = Path(store.path("step_00000002.optimizer.safetensors"))
-    path.write_bytes(path.read_bytes()[:-1] + b"!")
-    weights = open_snapshot(store.root, weights_only=True).tensors("model.")
-    assert list(weights) == ["wte", "half"] and torch.equal(weights["wte"], TENSORS["model.wte"])
-
-
 @pytest.mark.parametrize("failures", [1, 2])
 def test_an_upload_that_breaks_off_is_repeated_once_and_otherwise_leaves_nothing(
-    failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A weekly job saves to a server of S3."""
-    caplog.set_level("INFO")
     store = Store(f"memory://{uuid.uuid4().hex}/snapshots", retries_s=(0.0,))
     outcomes = [*failures * [OSError("connection lost")], *9 * [DEFAULT]]
     monkeypatch.setattr(store, "upload", Mock(wraps=store.upload, side_effect=outcomes))
     with pytest.raises(OSError, match="connection lost") if failures > 1 else contextlib.nullcontext():
         write(store, make_manifest(1))
     assert store.names() == ([] if failures > 1 else [f"step_00000001.{kind}" for kind in sorted(KINDS)])
-    assert "and is retried" in caplog.text
