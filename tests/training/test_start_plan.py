@@ -94,6 +94,7 @@ CASES = [
     *(refused(kind, faulty(kind)) for kind in (*FAULTS, "device", "claimed", "data", "snapshots")),
     refused("data", facts(), faulty("data", 1)),
     refused("data", faulty("data"), facts(1, **STARTED), nodes=[0]),
+    refused("data", faulty("data", round=2), facts(1, round=2), nodes=[0]),
     refused("data", faulty("data"), faulty("data", 1, **STARTED), facts(2), nodes=[0, 1]),
     refused("data", faulty("data"), faulty("data", 1, **STARTED)),
     refused("devices", facts(), facts(1, device="cuda")),
