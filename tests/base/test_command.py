@@ -10,6 +10,7 @@ from mingpt.base.command import run_command
     ("words", "sentence"),
     [
         (["export", "$RUN", "out"], "argument RUN: the path '$RUN' has a variable in it"),
+        (["export", "run\x1b", "out"], "argument RUN: the path 'run\\x1b' has a line end or another control"),
         (["export", "run", "None"], "argument OUT_DIR: the path 'None' is not a path"),
         (["compare", "~/run", "run"], "/home/nobody-here/run is not there"),
         (["prepare", "text", "--out="], "argument --out: the path '' is not a path"),
