@@ -1,19 +1,15 @@
 """Windows of tokens, and their order, which depends on the seed alone: not on who reads them."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.properties import examples
-from support.shards import write_llmc
 from torch.utils.data import TensorDataset
 
-from mingpt.base.errors import UserError
-from mingpt.data import CharDataset, ElasticSampler, mix, open_shards
+from mingpt.data import CharDataset, ElasticSampler, mix
 from mingpt.data.windows import PREFETCH_BATCHES, PREFETCH_STEPS, permute
 
 DATASET = CharDataset(np.zeros(1000, dtype=np.uint8), 8)  # 124 windows an epoch, offsets 0..7
@@ -68,26 +64,10 @@ def test_from_any_step_on_any_number_of_workers_reads_the_windows_of_one(
     assert read.ravel().tolist() == ORDER[first * BATCH : (first + count) * BATCH].tolist()
 
 
-@pytest.mark.parametrize("workers", range(1, 12))
-def test_a_workers_micro_batches_are_neighbours_or_one_of_each_round(workers: int) -> None:
-    """The tree of parallel/tree.py relies on the first, the sum of parallel/fsdp.py on the second."""
-    shares = sampler(0, workers).micro_batches_by_rank()
-    assert list(itertools.chain(*shares)) == list(range(6)) and len(shares) == workers
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    rounds = [range(rank, 6, workers) for rank in range(workers)]
-    assert sampler(0, workers, takes_turns=True).micro_batches_by_rank() == rounds
-
-
 def test_samples_of_any_data_set_are_each_read_once_in_an_epoch() -> None:
     one = ElasticSampler(TensorDataset(torch.arange(10)), batch_size=4, micro_batch_size=1, seed=3)
     read = list(itertools.islice(one, 20))
     assert sorted(read[:10]) == sorted(read[10:]) == list(range(10)) and read[:10] != read[10:]
-
-
-@pytest.mark.parametrize(("count", "batch_size"), [(10, 5), (0, 4)])
-def test_a_step_needs_samples_and_whole_micro_batches(count: int, batch_size: int) -> None:
-    with pytest.raises(ValueError, match="do not make micro-batches of 2"):
-        ElasticSampler(TensorDataset(torch.zeros(count)), batch_size=batch_size, micro_batch_size=2, seed=1)
 
 
 def test_a_window_is_an_input_and_its_targets_one_to_the_right() -> None:
@@ -127,17 +107,3 @@ def test_batches_are_the_windows_in_the_order_asked_for() -> None:
     assert [len(batch[0]) for batch in batches] == [3] * PREFETCH_BATCHES + [1]
     for number, expected in enumerate(dataset.__getitems__(starts)):
         assert torch.equal(torch.cat([batch[number] for batch in batches]), expected)
-
-
-def test_batches_before_one_that_cannot_be_used_come_first(tmp_path: Path) -> None:
-    tokens = np.arange(400) % 50
-    tokens[205] = 50
-    write_llmc(tmp_path / "train_0.bin", tokens)
-    write_llmc(tmp_path / "val_0.bin", tokens)
-    dataset, first = CharDataset(open_shards(tmp_path, 0.5).train, 8, vocab_size=50), list[int]()
-    with pytest.raises(
-        UserError, match=r"token 205 of .*train_0.bin is 50, and the vocabulary has 50 tokens"
-    ):
-        for inputs, *_ in dataset.batches(range(0, 390, 8), 4):
-            first.append(int(inputs[0, 0]))
-    assert first == [start % 50 for start in range(0, 192, 32)]

@@ -1,13 +1,9 @@
 import math
 import signal
-from datetime import timedelta
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.properties import examples
@@ -24,7 +20,7 @@ from mingpt.base.errors import (
     SupersededError,
     UserError,
 )
-from mingpt.distributed.exit import ExitPlan, PeerLost, ProcessExit, SignalReceived, how_to_exit, is_lost_peer
+from mingpt.distributed.exit import ExitPlan, PeerLost, SignalReceived, how_to_exit, is_lost_peer
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.signals import REASONS, SIGNALS
 
@@ -57,38 +53,6 @@ def test_a_lost_peer_is_told_by_the_type_and_the_place_of_an_error_not_by_its_wo
     with pytest.raises(type(error)) as raised:
         exec("raise error", {"__name__": module, "error": error})
     assert is_lost_peer(raised.value) == is_loss
-
-
-def test_a_peer_that_does_not_come_is_a_lost_peer() -> None:
-    with pytest.raises(RuntimeError) as raised:
-        dist.init_process_group(
-            "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.5)
-        )
-    assert is_lost_peer(raised.value)
-
-
-STACKS = {
-    "notes.txt": "",  # a user's
-    "worker-0-earlier1.txt": "stacks",
-    "worker-1-earlier1.txt": "",
-    "worker-0-present1.txt": "stacks",
-    "worker-1-present1.txt": "",
-}
-
-
-def test_empty_stack_files_are_removed_but_not_those_of_the_present_generation(tmp_path: Path) -> None:
-    """Its workers have their files open, and others may have opened theirs first."""
-    folder = tmp_path / "stacks"
-    folder.mkdir()
-    for name, content in STACKS.items():
-        (folder / name).write_text(content)
-    rendezvous: Any = SimpleNamespace(generation="present1-and-more", is_restart=bool)
-    process_exit = ProcessExit(Launch(rank=3, world_size=4))
-    process_exit.join(rendezvous, timeout_s=60.0)
-    process_exit.start_run(tmp_path, lambda: 0, lambda why: None)
-    assert process_exit.stacks is not None
-    process_exit.stacks.close()  # which removes this worker's own, empty file
-    assert {path.name for path in folder.iterdir()} == STACKS.keys() - {"worker-1-earlier1.txt"}
 
 
 WRONG, FULL, VANISHED = (

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mingpt.extras.cpu_ops import CHUNK, CPU, ROWS, dropout_threshold
+from mingpt.extras.cpu_ops import CHUNK, CPU, ROWS
 from mingpt.model.operations import EPSILON, PositionTables
 
 
@@ -73,11 +73,6 @@ def test_dropout_drops_its_part_everywhere_and_keeps_the_mean(probability: float
     again, other = CPU.dropout(x, probability), CPU.dropout(x, probability)
     assert torch.equal(again, y) and not torch.equal(other, y)
     assert CPU.dropout(x, 0.0) is x
-
-
-@pytest.mark.parametrize(("dropout", "byte"), [(0.001, 1), (0.1, 26), (0.5, 128), (0.999, 255)])
-def test_a_dropout_probability_is_rounded_to_a_multiple_of_a_256th(dropout: float, byte: int) -> None:
-    assert dropout_threshold(dropout) == (byte, 256 / (256 - byte))
 
 
 def test_gelu_of_every_bfloat16_number_is_the_nearest_to_the_exact_one() -> None:
