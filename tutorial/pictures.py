@@ -1,8 +1,6 @@
 """Draw the pictures of the tutorial into tutorial/pictures/.
 
     python -m tutorial.pictures
-
-A test compares the files there with what this program draws.
 """
 
 import importlib
