@@ -1,6 +1,8 @@
 """Draw the pictures of the tutorial into tutorial/pictures/.
 
     python -m tutorial.pictures
+
+Run this program again after a change of it.
 """
 
 import importlib
