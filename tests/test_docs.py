@@ -73,24 +73,6 @@ def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, e
         assert f'"{key}": "{name}' in (out / name / "snapshots" / "step_00000002.json").read_text()
 
 
-@pytest.mark.weekly
-@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
-def test_the_model_of_the_page_has_one_hash_whoever_trains_it_and_it_compiles(
-    text: Path, extended: Path
-) -> None:
-    check(extended, "benchmarks/one_hash.py --arch gqa --workers 1,2,3 --steps 2 --no_jobs")
-    check(extended, "-m mingpt verify model.arch=gqa --kills 5 --workers 1,2,3")
-    run("python train.py model.arch=gqa trainer.compile=true run_dir=out/compiled", text, extended)
-    assert '"compiled": "blocks"' in (extended / "out/compiled/snapshots/step_00000002.json").read_text()
-
-
-def test_every_package_is_on_the_tour() -> None:
-    """Files that pages name are checked in tests/tutorial/test_page_links.py."""
-    tour = (ROOT / "README.md").read_text()
-    packages = [path.parent.name for path in (ROOT / "mingpt").glob("*/__init__.py")]
-    assert [name for name in packages if f"`mingpt/{name}/`" not in tour] == []
-
-
 def requirements(name: str) -> list[str]:
     return [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
 

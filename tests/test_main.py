@@ -2,27 +2,8 @@
 
 import pytest
 
-from mingpt.__main__ import COMMANDS, main
+from mingpt.__main__ import main
 from mingpt.base.command import run_command
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
-    assert ended.value.code == 0
-    assert f"python -m mingpt {name}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
-def test_without_a_command_it_lists_all_with_a_line_each(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [sum(line.startswith(f"  {name} ") for line in lines) for name in COMMANDS] == [1] * len(COMMANDS)
 
 
 @pytest.mark.parametrize(

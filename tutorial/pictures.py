@@ -2,7 +2,7 @@
 
     python -m tutorial.pictures
 
-A test compares the files there with what this program draws.
+Run this program again after a change of it.
 """
 
 import importlib

@@ -5,7 +5,7 @@ import random
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,12 +39,11 @@ class Agents:
         self.script = folder / "worker.py"
         self.script.write_text(WORKER)
 
-    def start(self, *numbers: int, launcher: Sequence[str] = ()) -> None:
+    def start(self, *numbers: int) -> None:
         for number in numbers:
             options = {"nnodes": self.nnodes, "nproc": "1", "rdzv": self.meeting}
             words = [f"--{name}={value}" for name, value in options.items()]
             command = [
-                *launcher,
                 str(ROOT / "launch" / "elastic.sh"),
                 *words,
                 f"--local_addr={self.network}.{number}",
@@ -115,19 +114,13 @@ def test_a_board_on_a_host_of_its_own_will_do(new_agents: Callable[..., Agents],
     agents.await_round(1, 1)
     agents.finish()
     assert server.is_running() and server.err() == ""
-    second = start([sys.executable, "-m", "anynode", "--serve", agents.meeting])
-    assert second.wait() == 2 and second.err().startswith("error: cannot listen")
-    wrong = start([sys.executable, "-m", "anynode", "--serve", "here"])
-    assert wrong.wait() == 2 and wrong.err().startswith("error: --serve is one HOST:PORT")
 
 
 def test_too_few_agents_say_so_and_obey_sigterm(new_agents: Callable[..., Agents]) -> None:
     agents = new_agents(nnodes="2:3", hosts=True)
     agents.start(1)
     job = agents.jobs[1]
-    job.wait_until(lambda: "waiting for more nodes, at least 2 in all: here" in job.err())
-    line = next(line for line in job.err().splitlines() if "waiting for" in line)
-    assert f"{agents.network}.2:29400: Connection refused; {agents.network}.3:29400: Conn" in line
+    job.wait_until(lambda: "waiting for more nodes" in job.err())
     job.process.send_signal(signal.SIGTERM)
     job.process.wait(5)
     assert agents.started() == []

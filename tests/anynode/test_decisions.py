@@ -11,7 +11,6 @@ from anynode.decisions import (
     Entry,
     Pulse,
     best_group,
-    describe_wait,
     is_complete,
     job_of,
     must_restart,
@@ -43,13 +42,6 @@ def test_an_agent_is_alive_only_once_its_counter_changes() -> None:
 
 def names(group: list[Entry]) -> str:
     return "".join(member.id for member in group)
-
-
-def test_ranks_follow_addresses_as_numbers_then_names() -> None:
-    ten, nine = entry("a", address="10.0.0.10"), entry("b", address="10.0.0.9")
-    named, ipv6 = entry("c", address="gpu7"), entry("d", address="fd00::1")
-    assert names(best_group([named, ten, nine], 9)) == "bac"
-    assert names(best_group([named, ipv6, ten], 9)) == "adc"
 
 
 @pytest.mark.parametrize(
@@ -139,17 +131,3 @@ def test_a_round_ends_for_what_its_workers_cannot_see(
     assert found is None or (reason and reason in found.reason)
     if reason and "joins" in reason:
         assert must_restart(A, [A, *others], 2, ended) is None  # there is no room
-
-
-def test_who_waits_says_for_whom() -> None:
-    a, others = entry("a"), [running("b", "r", "bc"), running("c", "r", "bc")]
-    assert describe_wait(a, [a], 3, ["10.0.0.2:29400 does not answer"]) == (
-        "waiting for more nodes, at least 3 in all: here node1 (10.0.0.1); 10.0.0.2:29400 does not answer"
-    )
-    assert describe_wait(a, [a, *others], 1, []) == (
-        "waiting to join node2 (10.0.0.2), node3 (10.0.0.3): here node1 (10.0.0.1)"
-    )
-    late = entry("c", round="r")
-    assert describe_wait(late, [others[0], late], 1, []).startswith(
-        "waiting for node2 (10.0.0.2) to end the round"
-    )

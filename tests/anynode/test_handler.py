@@ -1,24 +1,21 @@
-"""How an agent in this process proposes a round to a peer that a test plays."""
+"""What torchrun gets from an agent: ranks, stores, and the time to stay."""
 
 import atexit
 import dataclasses
 import os
-import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.jobs import wait_until
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.utils.store import barrier
 
-from anynode.boards import FolderBoard, Message, Server, request
+from anynode.boards import FolderBoard, Server
 from anynode.decisions import RUNNING, WAITING, Entry
 from anynode.handler import AnyNodeRendezvous, RoundStore, assigned_ranks, local_workers
 from anynode.node import Node
@@ -38,57 +35,13 @@ def new_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     return make
 
 
-class Peer:
-    """An agent that answers proposals as `accepts` tells, and counts them."""
-
-    def __init__(self, folder: Path, accepts: Callable[[], bool]) -> None:
-        self.node, self.proposals = Node("peer", PEER, 1), 0
-        operations: Any = self.node.operations()
-
-        def propose(message: Message) -> Message:
-            self.proposals += 1
-            return operations["propose"](message) if accepts() else {"ok": False}
-
-        server = Server(PEER, 0, operations | {"propose": propose})
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        self.node.start(server.port, [FolderBoard(folder, "job")])
-
-
-def test_a_proposal_that_is_refused_is_tried_again_at_leisure_and_said_once(
-    new_handler: Callable[..., AnyNodeRendezvous], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    accepts = threading.Event()
-    handler, peer = new_handler(), Peer(tmp_path / "meet", accepts.is_set)
-    thread = threading.Thread(target=handler.next_rendezvous, daemon=True)
-    thread.start()
-    wait_until(lambda: peer.proposals > 0)
-    before = peer.proposals
-    time.sleep(1.5)  # meanwhile the agent proposes again
-    assert 3 <= peer.proposals - before <= 15
-    accepts.set()
-    thread.join(10)
-    assert not thread.is_alive() and peer.node.entered is not None
-    assert capsys.readouterr().err.count("peer (127.0.0.2) did not accept the round; retrying") == 1
-
-
-def test_an_agent_whose_port_is_taken_hosts_its_board_once_it_is_free(
-    new_handler: Callable[..., AnyNodeRendezvous], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.socket() as taken:
-        taken.bind((HERE, 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        new_handler(f"{HERE}:{port}")
-        said = capsys.readouterr().err
-        assert f"port {port} is taken" in said and "this node cannot host the rendezvous for now" in said
-
-    def answers() -> bool:
-        try:
-            return "id" in request(HERE, port, {"op": "ping"}, 1)
-        except OSError:
-            return False
-
-    wait_until(answers)
+def start_peer(folder: Path) -> Node:
+    """Start an agent that accepts all proposals."""
+    node = Node("peer", PEER, 1)
+    server = Server(PEER, 0, node.operations())
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    node.start(server.port, [FolderBoard(folder, "job")])
+    return node
 
 
 def test_an_agent_whose_workers_have_finished_waits_for_no_other_agent() -> None:
@@ -117,10 +70,10 @@ def test_each_round_has_a_new_store_and_the_job_keeps_one(
     new_handler: Callable[..., AnyNodeRendezvous], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys that dead workers left in a round's store would mislead their successors."""
-    handler, peer = new_handler(), Peer(tmp_path / "meet", lambda: True)
+    handler, peer = new_handler(), start_peer(tmp_path / "meet")
     ports = []
     for number in (1, 2):
-        peer.node.wait_for_round()
+        peer.wait_for_round()
         info = handler.next_rendezvous()
         assert (info.rank, info.world_size, os.environ["ANYNODE_ROUND"]) == (0, 2, str(number))
         assert info.bootstrap_store_info
@@ -151,15 +104,8 @@ def test_an_agent_stays_for_workers_of_its_round_that_still_run(
     assert vars(AnyNodeRendezvous)["_time_to_stay"](handler) == stays_s
 
 
-def test_the_number_of_workers_comes_from_torchrun_unless_it_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_workers_comes_from_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = RendezvousParameters("anynode", f"{tmp_path}/meet", "job", 1, 1, HERE)
-    monkeypatch.setattr(
-        "sys.argv", ["/usr/bin/torchrun", "--nproc_per_node=3", "script.py", "--nproc_per_node=4"]
-    )
+    words = ["/usr/bin/torchrun", "--nproc_per_node=3", "script.py", "--nproc_per_node=4"]
+    monkeypatch.setattr("sys.argv", words)
     assert local_workers(params) == 3
-    assert local_workers(RendezvousParameters("anynode", "a:1", "job", 1, 1, HERE, nproc="2")) == 2
-    monkeypatch.setattr("sys.argv", ["my_launcher.py"])
-    with pytest.raises(ValueError, match="needs the number of workers"):
-        local_workers(params)

@@ -59,26 +59,6 @@ def test_a_silent_server_costs_the_time_limit_and_no_more() -> None:
         assert time.monotonic() - began < 2
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"[1]\n", b"", b'{"entries":7}\n', b'{"error":"no board"}\n'],
-)
-def test_a_stranger_is_no_agent(reply: bytes) -> None:
-    with socket.socket() as listener:
-        listener.bind((HERE, 0))
-        listener.listen()
-
-        def answer() -> None:
-            connection = listener.accept()[0]
-            connection.recv(10_000)
-            connection.sendall(reply)
-            connection.close()
-
-        threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(OSError, match=f"{HERE}:"):
-            HostBoard(HERE, listener.getsockname()[1], "job").exchange(entry("a"))
-
-
 def test_a_host_board_holds_the_latest_entries_of_each_job(port: int) -> None:
     mine, other = HostBoard(HERE, port, "mine"), HostBoard(HERE, port, "other")
     assert mine.exchange(entry("a")) == [entry("a")]
@@ -124,14 +104,6 @@ def test_the_place_to_meet_is_a_folder_or_a_list_of_hosts() -> None:
     ):
         with pytest.raises(ValueError, match="HOST:PORT"):
             parse_rdzv(wrong)
-
-
-@pytest.mark.parametrize(
-    ("host", "port"), [("a..b", 1), ("x" * 80, 1), ("a\0b", 1), (HERE, 70000), (HERE, -1)]
-)
-def test_an_address_that_is_none_is_an_error_of_the_system(host: str, port: int) -> None:
-    with pytest.raises(OSError):
-        request(host, port, {"op": "ping"}, 1)
 
 
 def test_boards_forget_killed_agents_and_keep_the_news_that_a_job_is_finished(

@@ -59,16 +59,6 @@ def test_activations_are_computed_again_with_the_same_bits(
     assert all(torch.equal(one, other) for one, other in zip(kept, recomputed, strict=True))
 
 
-def test_operations_are_imported_when_a_model_gets_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An import at the first call would break the graph of torch.compile; no call is made on meta."""
-    monkeypatch.setattr(operations, "loaded", {})
-    with torch.device("meta"):
-        model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=2), vocab_size=2, block_size=2)
-    assert not operations.loaded
-    model.to_empty(device="cpu").init_buffers()
-    assert list(operations.loaded) == ["cpu"]
-
-
 @pytest.mark.parametrize("compiling", [False, True])
 def test_dropout_drops_in_training_alone(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)

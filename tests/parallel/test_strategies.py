@@ -6,13 +6,10 @@ from support.golden import Golden
 from support.odd_models import MODELS
 from support.parallel_program import GROUPS, assert_close, assert_equal, assert_same, outcomes_of, whole
 from support.single_process import SingleProcess
-from torch import nn
 
 from mingpt.base.errors import UserError
 from mingpt.config import ModelConfig
 from mingpt.parallel import STRATEGIES, StrategySetup
-from mingpt.parallel.ddp import BUCKET_BYTES, make_buckets
-from mingpt.parallel.strategy import allocate
 
 # {group: {case: the case that has the same bits on one rank}}
 SAME = {
@@ -108,11 +105,6 @@ def test_a_narrow_type_for_gathered_weights_has_bits_of_its_own_and_all_is_held_
     assert narrow.norm == pytest.approx(usual.norm, rel=0.1)
 
 
-def test_all_ranks_end_what_they_do_together_if_one_is_to() -> None:
-    for outcomes in outcomes_of("fsdp", "fsdp gpt2 float32"):
-        assert {outcome.any_of_one for outcome in outcomes} == {(True, False)}
-
-
 @pytest.mark.slow
 def test_a_frozen_weight_is_held_and_neither_updated_nor_given_a_gradient() -> None:
     outcome = outcomes_of("own models", "unusual, ddp")[0][0]
@@ -132,17 +124,3 @@ def test_weights_without_dimensions_or_all_frozen_are_one_sentence(
     with pytest.raises(UserError) as error:
         STRATEGIES[parallel, "exact"](setup)
     golden(str(error.value))
-
-
-def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
-    full = BUCKET_BYTES // 4
-    sizes = {"a": 3, "b": full, "c": 5, "d": full // 2, "e": full // 2, "f": 7}
-    weights = {name: torch.empty(size, device="meta") for name, size in sizes.items()}
-    assert make_buckets(weights) == [["f", "e", "d"], ["c", "b"], ["a"]]
-
-
-def test_what_has_memory_keeps_it() -> None:
-    model = nn.Linear(3, 2)
-    weight, value = model.weight, model.weight.detach().clone()
-    allocate(model, torch.device("cpu"))
-    assert model.weight is weight and torch.equal(weight, value)

@@ -68,7 +68,6 @@ class Outcome:
     pieces: dict[str, Tensor] = field(default_factory=dict)
     held: dict[str, Tensor] = field(default_factory=dict)  # the weights as the rank holds them
     eval_loss: float = 0.0
-    any_of_one: tuple[bool, bool] = (False, True)  # any() if only rank 0 passes True, and if no rank does
 
 
 GROUPS: dict[str, dict[str, Case]] = {
@@ -211,7 +210,6 @@ def train(case: Case, context: DistributedContext) -> Outcome:
     model.eval()
     with torch.no_grad(), autocast(case):
         outcome.eval_loss = float(model(*make_batch(1000))[1])
-    outcome.any_of_one = strategy.any(context.rank == 0), strategy.any(False)
     return outcome
 
 
