@@ -78,13 +78,3 @@ def test_a_second_job_is_told_of_the_first_which_ends_when_its_claim_is_removed(
     assert "mingpt/training/trainer.py" not in job.err()  # we print no traceback; torchrun prints its own
     assert len(generations(run_dir)) == 1 and snapshot_steps(run_dir)
     assert "is in use" not in (run_dir / "log.txt").read_text()
-
-
-@pytest.mark.slow
-def test_a_new_run_dir_goes_on_with_the_run_of_the_snapshots_elsewhere(
-    finish: Finish, copied: Path, tmp_path: Path
-) -> None:
-    elsewhere = {"snapshot__path": copied / "snapshots", "snapshot__resume": "changed"}
-    finish(run_dir=tmp_path / "new", trainer__workers=1, trainer__max_steps=32, **elsewhere)
-    assert read_history(tmp_path / "new")["id"] == read_history(copied)["id"]
-    assert generations(tmp_path / "new")[0]["from_step"] == 30
