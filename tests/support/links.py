@@ -1,4 +1,4 @@
-"""Finds the files, headings, names and commands that a page mentions and the repository does not have."""
+"""Finds the files and headings that a page mentions and the repository does not have."""
 
 import re
 from collections.abc import Set
@@ -12,27 +12,19 @@ TARGET = re.compile(
     r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)"
 )  # [text](target), ![text](target "title")
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-NAME_LINK = re.compile(r"\[`([^`\n]+)`\]\(([^)\s#]+\.py)(?:#[^)\s]*)?\)")
-NAME = re.compile(r"(?!.*\.py$)[A-Za-z_][\w.]*(\(\))?")
-MODULE = re.compile(r"python3? -m ((?:mingpt|tutorial)(?:\.\w+)+)")
-COMMAND = re.compile(r"-m\s+mingpt\s+([a-z]\w*)")
 FOLDERS = ("benchmarks", "configs", "data", "docs", "launch", "mingpt", "tests", "tutorial")
 SUFFIXES = (".py", ".yaml", ".sbatch", ".sh", ".txt", ".md", ".svg")
 
 
 def wrong_statements(page: Path, root: Path, added: Set[str] = frozenset()) -> list[str]:
-    """Return an error text for each file, heading, name or command on the page that does not exist.
+    """Return an error text for each file or heading on the page that does not exist.
 
     `root` is the repository's folder. `added` are paths of files that the page tells the reader to write.
     """
-    text = page.read_text()
-    prose = COMMENT.sub("", FENCED.sub("", text))
+    prose = COMMENT.sub("", FENCED.sub("", page.read_text()))
     errors = [
         *(wrong_link(target, page, root) for target in TARGET.findall(prose)),
         *(wrong_path(name, root) for name in dict.fromkeys(CODE.findall(prose)) if name not in added),
-        *(wrong_name(name, target, page) for name, target in NAME_LINK.findall(prose)),
-        *(wrong_module(module, root) for module in dict.fromkeys(MODULE.findall(text))),
-        *(wrong_command(command, root) for command in dict.fromkeys(COMMAND.findall(text))),
     ]
     return [error for error in errors if error]
 
@@ -71,38 +63,3 @@ def wrong_path(name: str, root: Path) -> str:
         return "" if list(root.glob(name)) else f"`{name}`: no such file or folder"
     is_file = name.endswith(".py") or ("/" in name and name.endswith(SUFFIXES))
     return f"`{name}`: no such file" if is_file and not list(root.rglob(name)) else ""
-
-
-def wrong_name(name: str, target: str, page: Path) -> str:
-    """An error text for a link [`name`](file.py) to an existing file that does not define the name.
-
-    If the name ends in .py, the file's path must end in the name.
-    """
-    file = (page.parent / target).resolve()
-    if not file.exists():
-        return ""  # wrong_link reports it
-    if name.endswith(".py") and not file.as_posix().endswith(f"/{name}"):
-        return f"`{name}`: leads to {target}"
-    is_code = NAME.fullmatch(name) and not is_defined(name.removesuffix("()"), file.read_text())
-    return f"`{name}`: not defined in {target}" if is_code else ""
-
-
-def is_defined(name: str, program: str) -> bool:
-    """Whether a line of `program` begins with `name`, perhaps after def or class.
-
-    For `Class.name`, the line must begin with four spaces and `name`; the class is not looked up.
-    """
-    last, indent = name.rpartition(".")[2], "    " * name.count(".")
-    return re.search(rf"^{indent}(?:async def |def |class )?{last}\b", program, re.MULTILINE) is not None
-
-
-def wrong_module(module: str, root: Path) -> str:
-    path = root / module.replace(".", "/")
-    is_there = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
-    return "" if is_there else f"python -m {module}: no such program"
-
-
-def wrong_command(command: str, root: Path) -> str:
-    main = root / "mingpt" / "__main__.py"
-    is_there = main.exists() and f'\n    "{command}": (' in main.read_text()
-    return "" if is_there else f"python -m mingpt {command}: no such command"
