@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 from support.jobs import children, descendants, read_history, wait_until
-from support.small_jobs import SMALL, Begin, all_gone, assert_same_run, error_of, generations, reached
+from support.small_jobs import Begin, all_gone, assert_same_run, error_of, generations, reached
 
 from mingpt.base.system import usable_cores
+from mingpt.config.cli import build
+from mingpt.distributed import Launch
+from mingpt.launch.agent import choose_workers
 
 
 def test_a_killed_worker_costs_no_bit(begin: Begin, undisturbed: Path, run_dir: Path) -> None:
@@ -34,6 +37,11 @@ def test_tasks_that_srun_has_not_told_of_each_other_are_refused(begin: Begin, ru
     assert len(job.err().splitlines()) == 1 and not run_dir.exists()
 
 
+def test_auto_is_no_more_workers_than_a_step_has_micro_batches() -> None:
+    config = build({"trainer.device": "cpu", "trainer.batch_size": 2, "trainer.micro_batch_size": 2})
+    assert choose_workers(config, Launch()) == 1
+
+
 @pytest.mark.slow
 def test_by_default_the_machine_is_used_and_under_nohup_a_hangup_changes_nothing(
     begin: Begin, undisturbed: Path, run_dir: Path
@@ -43,6 +51,5 @@ def test_by_default_the_machine_is_used_and_under_nohup_a_hangup_changes_nothing
     os.kill(job.pid, signal.SIGHUP)
     assert job.wait() == 0, job.err()
     (generation,) = generations(run_dir)
-    micro_batches = SMALL["trainer.batch_size"] // SMALL["trainer.micro_batch_size"]
-    assert generation["workers"] == min(usable_cores(), micro_batches, 8)
+    assert generation["workers"] == min(usable_cores(), 8)
     assert_same_run(run_dir, undisturbed)
