@@ -30,8 +30,7 @@ def test_a_finished_run_says_so_and_trains_on_only_if_a_longer_one_is_asked_for(
     assert f"val/loss {read_metric(undisturbed, 'val/loss')[30]:.4f}" in evaluation.err()
     assert "already stands at step 30" in finish(trainer__workers=1).err()
     assert_same_run(copied, undisturbed)
-    longer = finish(trainer__workers=1, trainer__max_steps=32, snapshot__resume="changed")
-    assert "trainer.max_steps: 30 -> 32" in longer.err()
+    finish(trainer__workers=1, trainer__max_steps=32, snapshot__resume="changed")
     changes = read_history(copied)["changes"]
     assert changes == [{"step": 30, "settings": ["trainer.max_steps: 30 -> 32"]}]
     assert max(read_metric(copied)) == 32
