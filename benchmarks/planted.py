@@ -26,7 +26,7 @@ from mingpt.tools.jobs import ROOT
 
 # Jobs of real workers in tests/jobs/ that go through a package, in addition to the tests in tests/<package>.
 JOBS = {
-    "anynode": ["test_nodes"], "extras": ["test_any_number_of_workers", "test_without_extras"],
+    "anynode": ["test_nodes"], "extras": ["test_any_number_of_workers"],
     "base": ["test_bad_input"], "config": ["test_bad_input", "test_resuming"],
     "data": ["test_any_number_of_workers", "test_token_data"],
     "distributed": ["test_stopping", "test_restarts", "test_bad_input"], "launch": ["test_plain_python"],

@@ -1,4 +1,4 @@
-"""Copies of the program: what `pip install .` installs, and a checkout without mingpt/extras/."""
+"""What `pip install .` installs."""
 
 import shutil
 import subprocess
@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.jobs import read_metric
-from support.small_jobs import Finish, Start, command
+from support.small_jobs import Start, command
 
 from mingpt.tools.jobs import ROOT
 
@@ -35,27 +34,3 @@ def test_what_pip_installs_finds_its_program_configuration_and_text(
     ):
         job = start(["env", "-C", str(tmp_path), str(env / "bin" / words[0]), *words[1:]])
         assert job.wait() == 0 and (job.out() or job.err()).strip().endswith(said), job.err()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_without_extras_two_workers_reach_the_same_loss(
-    parallel: str, finish: Finish, undisturbed: Path, run_dir: Path, tmp_path: Path
-) -> None:
-    """The log of the copy names what is missing, which also shows that its own mingpt/ has run."""
-    copy = tmp_path / "copy"  # Python searches the folder of a script before all others
-    shutil.copytree(ROOT / "mingpt", copy / "mingpt", ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (ROOT / "train.py", ROOT / "gpt2_train_cfg.yaml"):
-        shutil.copy(path, copy)
-    for path in (copy / "mingpt" / "extras").glob(
-        "[!_]*.py"
-    ):  # without __init__.py, it would be the checkout's
-        path.unlink()
-    finish(program=copy / "train.py", trainer__workers=2, trainer__parallel=parallel)
-    assert read_metric(run_dir, "val/loss")[30] == pytest.approx(
-        read_metric(undisturbed, "val/loss")[30], abs=0.002
-    )
-    log = (run_dir / "log.txt").read_text()
-    assert "Traceback" not in log
-    (line,) = [line for line in log.splitlines() if "this copy of the program lacks" in line]
-    assert "going on without " in line and "mingpt.extras.shared_memory" in line

@@ -1,4 +1,4 @@
-"""The types of numbers and of devices: a restart keeps them, and in float16 the loss scale is state."""
+"""Training in float16: the loss scale is a part of the state."""
 
 import sys
 from pathlib import Path
@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 from support.jobs import read_metric
-from support.small_jobs import Begin, Finish, error_of, final_hash, generations, manifest
+from support.small_jobs import Finish, final_hash, generations, manifest
 
-from mingpt.snapshot.manifest import add_checksum
 from mingpt.tools.jobs import torchrun
 
 # In the first generation, the last worker overflows in step 13, and dies after step 17.
@@ -53,32 +52,3 @@ def test_an_overflow_is_left_out_everywhere_with_one_hash_through_kills(
         assert len(generations(run_dir)) == (1 if number == 0 else 2)
         hashes.add(final_hash(run_dir))
     assert len(hashes) == 1
-
-
-AUTO_IS_FLOAT16 = """
-from mingpt.distributed import context
-context.resolve_dtype = lambda wanted, device: "float16"
-"""
-
-
-@pytest.mark.slow
-def test_a_resume_keeps_float16_and_its_loss_scale(finish: Finish, run_dir: Path) -> None:
-    """The run resumes with trainer.dtype=auto, as where auto was float16 and is another type now."""
-    changed = {"snapshot__resume": "changed"}
-    for steps, options in ((10, {"code": AUTO_IS_FLOAT16}), (14, changed)):
-        finish(trainer__workers=1, trainer__max_steps=steps, **options)
-        assert manifest(run_dir, steps)["loss_scale"] == {"scale": 65_536, "good_steps": steps}
-        assert manifest(run_dir, steps)["software"]["dtype"] == "float16"
-
-
-@pytest.mark.slow
-def test_without_the_gpu_that_computed_the_snapshots_a_run_goes_on_only_if_that_is_asked_for(
-    begin: Begin, finish: Finish, copied: Path
-) -> None:
-    (copied / "snapshots" / "step_00000030.json").unlink()  # a finished run needs no such hardware
-    fields = manifest(copied, 25)
-    fields["software"] |= {"device_type": "cuda", "device": "NVIDIA H100"}
-    (copied / "snapshots" / "step_00000025.json").write_bytes(add_checksum(fields))
-    line = error_of(begin(trainer__workers=1))
-    assert "were computed on cuda" in line and "have cpu" in line and "snapshot.resume=changed" in line
-    assert "the bits may differ" in finish(trainer__workers=1, snapshot__resume="changed").err()

@@ -30,8 +30,7 @@ def test_a_finished_run_says_so_and_trains_on_only_if_a_longer_one_is_asked_for(
     assert f"val/loss {read_metric(undisturbed, 'val/loss')[30]:.4f}" in evaluation.err()
     assert "already stands at step 30" in finish(trainer__workers=1).err()
     assert_same_run(copied, undisturbed)
-    longer = finish(trainer__workers=1, trainer__max_steps=32, snapshot__resume="changed")
-    assert "trainer.max_steps: 30 -> 32" in longer.err()
+    finish(trainer__workers=1, trainer__max_steps=32, snapshot__resume="changed")
     changes = read_history(copied)["changes"]
     assert changes == [{"step": 30, "settings": ["trainer.max_steps: 30 -> 32"]}]
     assert max(read_metric(copied)) == 32
@@ -78,13 +77,3 @@ def test_a_second_job_is_told_of_the_first_which_ends_when_its_claim_is_removed(
     assert "mingpt/training/trainer.py" not in job.err()  # we print no traceback; torchrun prints its own
     assert len(generations(run_dir)) == 1 and snapshot_steps(run_dir)
     assert "is in use" not in (run_dir / "log.txt").read_text()
-
-
-@pytest.mark.slow
-def test_a_new_run_dir_goes_on_with_the_run_of_the_snapshots_elsewhere(
-    finish: Finish, copied: Path, tmp_path: Path
-) -> None:
-    elsewhere = {"snapshot__path": copied / "snapshots", "snapshot__resume": "changed"}
-    finish(run_dir=tmp_path / "new", trainer__workers=1, trainer__max_steps=32, **elsewhere)
-    assert read_history(tmp_path / "new")["id"] == read_history(copied)["id"]
-    assert generations(tmp_path / "new")[0]["from_step"] == 30

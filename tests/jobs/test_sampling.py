@@ -40,30 +40,11 @@ def test_it_prints_the_prompt_and_the_text_and_nothing_else(run: Path) -> None:
     assert one.stdout == again.stdout != other.stdout
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--nonsense"],
-        ["--tokens", "many"],
-        ["--tokens", "-1"],
-        ["--prompt", ""],
-        ["--temperature", "inf"],
-        ["--top_p", "0"],
-        ["--prompt=--"],
-        ["--device", "nonsense"],
-    ],
-)
+@pytest.mark.parametrize("words", [["--prompt", ""], ["--top_p", "0"]])
 def test_wrong_arguments_are_one_sentence(words: list[str], run: Path, golden: Golden) -> None:
     done = sample(run, *words)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done
-    golden(done.stderr.partition(" RuntimeError: ")[0])  # what follows is torch's
-
-
-def test_several_samples_each_have_the_prompt_and_the_first_is_the_one_of_the_seed(run: Path) -> None:
-    options = [run, "--prompt", "The ", "--tokens", "30"]
-    one, two = sample(*options).stdout, sample(*options, "--num_samples", "2").stdout
-    first, other = two.split("---------------\n")
-    assert first == one != other and other.startswith("The ") and len(other) == len(one)
+    golden(done.stderr)
 
 
 def test_the_newest_snapshot_is_used_or_the_best_if_it_is_asked_for(tmp_path: Path) -> None:

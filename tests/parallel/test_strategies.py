@@ -29,8 +29,6 @@ SAME = {
         "narrow": "narrow",  # weights gathered in a narrow type: bits of its own
     },
     "own models": {
-        "lstm, ddp": "lstm, ddp",
-        "lstm, fsdp": "lstm, ddp",
         "experts, idle": "experts, idle",
         **{f"experts, {case}": "experts, ddp" for case in ("ddp", "sharded", "hook", "fsdp")},
         **{f"unusual, {case}": "unusual, ddp" for case in ("ddp", "sharded", "hook")},

@@ -1,4 +1,4 @@
-"""Models that a user may register: a mixture of experts, an LSTM, and a model with weights of unusual kinds.
+"""Models that a user may register: a mixture of experts, and a model with weights of unusual kinds.
 
 `register` puts one of them in the place of model.arch=gpt2.
 """
@@ -10,7 +10,6 @@ import mingpt.model.gpt2  # noqa: F401 - before `register`, because it enters it
 from mingpt.base.rows import Shape
 from mingpt.config import ModelConfig
 from mingpt.model.gpt import ARCHITECTURES, GPT, MLP, Block, CausalSelfAttention, Linear
-from mingpt.model.operations import KeyValues, Positions
 
 
 class Experts(nn.Module):
@@ -28,23 +27,6 @@ class Experts(nn.Module):
             taken = chosen == number
             if taken.any():
                 y[taken] = share[taken].unsqueeze(-1) * expert(x[taken])
-        return y
-
-
-class LSTM(nn.LSTM):
-    def initial_weight(self, name: str, shape: Shape, generator: torch.Generator) -> Tensor:
-        return torch.empty(shape).uniform_(-0.3, 0.3, generator=generator)
-
-
-class Recurrence(nn.Module):
-    """An LSTM in the place of attention."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.lstm = LSTM(config.n_embd, config.n_embd, batch_first=True)
-
-    def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
-        y: Tensor = self.lstm(x)[0]
         return y
 
 
@@ -85,17 +67,12 @@ class MixtureOfExperts(Odd):
         return Block(config, self.norm, CausalSelfAttention(config, False), Experts(config))
 
 
-class Recurrent(Odd):
-    def make_block(self, config: ModelConfig) -> Block:
-        return Block(config, self.norm, Recurrence(config), MLP(config, "gelu", bias=False))
-
-
 class UnusualWeights(Odd):
     def make_block(self, config: ModelConfig) -> Block:
         return Block(config, self.norm, CausalSelfAttention(config, False), Unusual(config))
 
 
-MODELS = {"experts": MixtureOfExperts, "lstm": Recurrent, "unusual": UnusualWeights}
+MODELS = {"experts": MixtureOfExperts, "unusual": UnusualWeights}
 
 
 def register(name: str) -> None:

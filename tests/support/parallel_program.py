@@ -120,7 +120,7 @@ GROUPS: dict[str, dict[str, Case]] = {
             "fast": Case(reduction="fast"),
             "fsdp": Case("fsdp"),
         }.items()
-        if (model, name) != ("unusual", "fsdp") and (model != "lstm" or name in ("ddp", "fsdp"))
+        if (model, name) != ("unusual", "fsdp")
     }
     | {
         "experts, idle": Case(micro_batches=2, model="experts"),
