@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -15,13 +16,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.cuda.run import Record, build, environment, read_records
-from support.jobs import Job, read_history, read_metric, wait_until
-from support.small_jobs import Begin, Start, all_gone, command, final_hash, reached
+from support.jobs import Job, free_port, read_history, read_metric, wait_until
+from support.shards import write_nanogpt
+from support.small_jobs import Begin, Start, all_gone, command, final_hash, manifest, reached
 
-from mingpt.tools.jobs import ROOT
+from mingpt.tools.jobs import ROOT, torchrun
 
 pytestmark = [
     pytest.mark.weekly,
@@ -102,23 +105,51 @@ hooked_ddp.STRATEGIES["ddp", "fast"] = hooked_ddp.HookedDDP
 """
 
 
+@pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("parallel", STRATEGIES)
-def test_three_workers_have_the_hash_of_one_under_any_strategy(
-    parallel: str, on_gpus: Begin, one_worker: Path, tmp_path: Path
+def test_strategies_and_numbers_of_workers_have_one_hash(
+    parallel: str, workers: int, on_gpus: Begin, one_worker: Path, tmp_path: Path
 ) -> None:
     """In the case `hook`, DDP has ExactHook in place of its own all-reduce."""
-    job = on_gpus(gpus=4, trainer__workers=3, code=SMALL_BUCKETS_AND_HOOK, **STRATEGIES[parallel])
+    job = on_gpus(gpus=4, trainer__workers=workers, code=SMALL_BUCKETS_AND_HOOK, **STRATEGIES[parallel])
     allocations = [r for r in of_kind(finished(job, tmp_path), "ALLOCATION") if "device" in r.what]
     assert final_hash(tmp_path / "run", STEPS) == final_hash(one_worker, STEPS)
     assert read_metric(tmp_path / "run", "val/loss") == read_metric(one_worker, "val/loss")
     cards = {(record.pid, record.what.split()[-1]) for record in allocations}
-    assert sorted(card for _, card in cards) == ["0", "1", "2"]
+    assert sorted(card for _, card in cards) == [str(rank) for rank in range(workers)]
 
 
-def test_a_step_waits_for_the_gpu_twice_and_a_save_to_memory_at_most_twice(
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_fast_reduction_learns_the_same(
+    parallel: str, on_gpus: Begin, one_worker: Path, tmp_path: Path
+) -> None:
+    finished(on_gpus(trainer__workers=2, trainer__reduction="fast", trainer__parallel=parallel), tmp_path)
+    expected = read_metric(one_worker)
+    assert read_metric(tmp_path / "run") == pytest.approx(expected, rel=2e-3) and len(expected) == STEPS
+
+
+def test_gpt2_learns_on_a_card_without_bfloat16_with_its_loss_in_chunks(
     on_gpus: Begin, tmp_path: Path
 ) -> None:
+    settings: dict[str, Any] = {"model__arch": "gpt2", "optimizer__name": "adamw", "model__dropout": 0.1}
+    settings["code"] = "import mingpt.model.operations as it\nit.MAX_LOGITS = 64"
+    finished(on_gpus(env={"STANDIN_CAPABILITY": "7.5"}, trainer__workers=2, **settings), tmp_path)
+    losses = list(read_metric(tmp_path / "run").values())
+    assert losses[-1] < losses[0]
+    assert manifest(tmp_path / "run", STEPS)["loss_scale"] == {"scale": 65_536, "good_steps": STEPS}
+    gpu = read_history(tmp_path / "run")["gpu"]
+    assert (gpu["card"], gpu["compute capability"], gpu["memory"]) == ("CUDA stand-in", "7.5", "80.0 GiB")
+
+
+@pytest.mark.parametrize("kind", ["text", "shards"])
+def test_a_step_waits_for_the_gpu_twice_and_a_save_to_memory_at_most_twice(
+    kind: str, on_gpus: Begin, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"trainer__workers": 2, "trainer__replay_every": 0, "trainer__eval_windows": 1}
+    if kind == "shards":
+        for name, count in (("train", 5000), ("val", 500)):
+            write_nanogpt(tmp_path / f"{name}.bin", np.random.default_rng(0).integers(0, 90, count))
+        settings |= {"data__path": tmp_path, "data__vocab_size": 90}
     steps = 2 * STEPS
     records = finished(on_gpus(trainer__max_steps=steps, trainer__eval_every=steps, **settings), tmp_path)
     waits = Counter((record.pid, record.place) for record in of_kind(records, "WAIT"))
@@ -145,6 +176,108 @@ def test_a_lost_worker_costs_no_bit(
     assert final_hash(run_dir, STEPS) == final_hash(one_worker, STEPS)
     assert [entry["from_step"] > 0 for entry in read_history(run_dir)["generations"]] == [False, True]
     assert "SIGABRT" not in job.err()
+
+
+def test_a_stop_is_resumed_by_another_number_of_workers(
+    on_gpus: Begin, one_worker: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    job = on_gpus(trainer__workers=2)
+    job.wait_until(reached(run_dir, 2))
+    (run_dir / "STOP").touch()
+    assert job.wait() == 0, job.err()
+    assert read_history(run_dir)["status"] == "stopped"
+    assert on_gpus(gpus=3, trainer__workers=3).wait() == 0
+    assert final_hash(run_dir, STEPS) == final_hash(one_worker, STEPS)
+
+
+def test_two_nodes_that_see_one_gpu_each_have_the_same_hash(
+    on_gpus: Begin, one_worker: Path, tmp_path: Path
+) -> None:
+    endpoint = f"--rdzv_endpoint=localhost:{free_port()}"
+    options = ["--nnodes=2", "--rdzv_backend=c10d", endpoint, "--rdzv_id=test"]
+    jobs = [on_gpus(launcher=torchrun(1, 0, options), env={"CUDA_VISIBLE_DEVICES": card}) for card in "01"]
+    for job in jobs:
+        finished(job, tmp_path)
+    assert final_hash(tmp_path / "run", STEPS) == final_hash(one_worker, STEPS)
+
+
+# Worker 1 changes a weight after step 2, as a GPU with bad memory would.
+FLIP = """
+def on_run_start(state, strategy):
+    def flip(step):
+        if step == 2 and os.environ["RANK"] == "1":
+            next(state.model.parameters()).data.view(-1)[0].add_(1)
+    events.subscribe("optimizer_end", flip)
+events.subscribe("run_start", on_run_start)
+"""
+
+
+def test_a_copy_that_differs_ends_the_job(on_gpus: Begin) -> None:
+    job = on_gpus(trainer__workers=2, code=FLIP)
+    assert job.wait() != 0 and "holds a different copy of model.wte.weight" in job.err(), job.err()
+
+
+def test_evaluation_and_samples_of_a_snapshot_are_those_of_its_run(
+    on_gpus: Begin, one_worker: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(one_worker, tmp_path / "run")
+    assert on_gpus(trainer__eval_only=True).wait() == 0
+    assert read_metric(tmp_path / "run", "val/loss") == read_metric(one_worker, "val/loss")
+    words = ["sample.py", str(one_worker), "--prompt", "O", "--tokens", "20", "--dtype", "float32"]
+    job = on_gpus(sys.executable, *words, "--device", "cuda")
+    on_cpu = subprocess.run([sys.executable, *words, "--device", "cpu"], cwd=ROOT, capture_output=True)
+    assert job.wait() == 0 and job.out() == on_cpu.stdout.decode() != ""
+
+
+def test_a_failure_of_nccl_is_told_in_its_own_words_and_costs_no_restart(
+    on_gpus: Begin, tmp_path: Path
+) -> None:
+    reason = "Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"
+    job = on_gpus(trainer__workers=2, env={"STANDIN_NCCL_FAIL": reason})
+    assert job.wait() not in (0, -signal.SIGABRT) and job.err().count(reason) == 1, job.err()
+    assert "restart" not in job.err()
+
+
+# Work on two streams, right and with one call left out each; prints how many hazards and what the host reads.
+ORDER = """
+import os, torch
+def work(fault):
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    x = torch.ones(1000, device="cuda")
+    host = torch.zeros(1000).pin_memory()
+    if fault != "wait before":
+        side.wait_stream(main)
+    with torch.cuda.stream(side):
+        if fault != "record_stream":
+            x.record_stream(side)
+        y = x * 2
+    del x
+    z = torch.ones(1000, device="cuda")
+    if fault != "wait after":
+        main.wait_stream(side)
+    host.copy_(y + z, non_blocking=True)
+    if fault != "synchronize":
+        torch.cuda.synchronize()
+    read = int(host.sum())
+    torch.cuda.synchronize()
+    hazards = open(f"{os.environ['STANDIN_DIR']}/{os.getpid()}.records").read().count("HAZARD")
+    print(fault, hazards - sum(found), read, sep=":")
+    found.append(hazards - sum(found))
+found = []
+for fault in ("none", "wait before", "record_stream", "wait after", "synchronize"):
+    work(fault)
+"""
+
+
+def test_the_stand_in_notices_each_way_to_break_the_order_of_streams(
+    start: Start, libraries: Path, tmp_path: Path
+) -> None:
+    job = start([sys.executable, "-c", ORDER], **environment(libraries, tmp_path))
+    assert job.wait() == 0, job.err()
+    none, before, record, after, synchronize = (line.split(":") for line in job.out().splitlines())
+    assert none[1:] == ["0", "3000"] and synchronize[1:] == ["0", "0"]
+    assert all(int(hazards) > 0 for _, hazards, _ in (before, record, after)), job.out()
 
 
 def test_the_parts_of_the_gpu_benchmark_run_and_no_figure_passes_for_a_gpus(

@@ -1,4 +1,4 @@
-"""The agent of plain `python train.py` obeys a signal, whenever it comes, and needs no host name."""
+"""The agent of plain `python train.py` obeys a signal, whenever it comes."""
 
 import os
 import signal
@@ -10,15 +10,12 @@ from unittest.mock import Mock
 import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.launcher.api import elastic_launch
 
 from mingpt.config.cli import build
-from mingpt.distributed import GenerationEnd, Launch, Worker
+from mingpt.distributed import GenerationEnd, Launch
 from mingpt.distributed.exit import JOB_ENDED, STORAGE_S, before_first_step
-from mingpt.distributed.signals import StopSignal
-from mingpt.launch import agent
-from mingpt.launch.agent import StopRequest, job_exit, launch_config, register_rendezvous
+from mingpt.launch.agent import StopRequest, choose_workers, job_exit, launch_config, register_rendezvous
 from mingpt.tools.jobs import ROOT
 
 
@@ -59,6 +56,7 @@ NO_RESTART = "and no restart is left (trainer.max_restarts)\n"
     [
         (None, {}, None, (1, "error: the workers ended without training: train.py\n")),
         (None, {}, end("finished", 0), (0, "")),
+        (None, {}, end("stopped by STOP", 0), (0, "")),
         (TERM, {}, end("stopped by SIGUSR1", 0), (0, "")),
         (TERM, {}, end("told to stop by SIGTERM", 0), (0, "")),
         (TERM, {}, end("told to stop by SIGTERM before the first step", 0), (0, EARLY)),
@@ -79,6 +77,12 @@ def test_the_exit_code_of_plain_python(
 ) -> None:
     """A worker that failed has printed why."""
     assert job_exit(told, codes, end, "train.py") == expected
+
+
+def test_auto_starts_no_more_workers_than_a_step_has_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mingpt.launch.agent.usable_cores", lambda: 64)
+    settings = {"trainer.device": "cpu", "trainer.batch_size": 12, "trainer.micro_batch_size": 4}
+    assert choose_workers(build(settings), Launch()) == 3
 
 
 NO_TRAINING = """
@@ -125,22 +129,3 @@ def test_an_agent_obeys_signals_at_any_time_and_succeeds_only_with_a_run(
         process.send_signal(number)
     shown = process.communicate(timeout=20)[1]
     assert process.returncode == code and all(words in shown for words in said), shown
-
-
-@pytest.mark.parametrize("program", ["-", "-c", "", "no/such/file.py", str(ROOT / "sample.py")])
-def test_workers_are_started_by_the_path_of_a_file(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python - seed=1 < train.py` has read its program from standard input, which is empty for workers."""
-    run_agent = Mock()
-    monkeypatch.setattr(agent, "run_agent", run_agent)
-    worker = Mock(spec=Worker, launch=Launch(), stop_signal=Mock(spec=StopSignal))
-    agent.start_workers(worker, build({"trainer.workers": 2}), [program, "seed=1"])
-    started = [program] if program.endswith("sample.py") else ["-m", "mingpt.launch.train"]
-    assert run_agent.call_args.args[2] == [*started, "seed=1"]
-
-
-def test_the_store_of_the_workers_is_at_an_address_not_at_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mingpt.launch.agent.BACKEND", "test-address")
-    register_rendezvous(new_store(), StopRequest())
-    parameters = RendezvousParameters("test-address", "", "id", 1, 1)
-    info = rendezvous_handler_registry.create_handler(parameters).next_rendezvous()
-    assert info.bootstrap_store_info is not None and info.bootstrap_store_info.master_addr == "127.0.0.1"

@@ -67,12 +67,10 @@ def output(folder: Path) -> str:
     return (folder / "output").read_text()
 
 
-@pytest.mark.parametrize("script", ["one_node.sbatch", "several_nodes.sbatch"])
-def test_a_job_finishes_with_the_bits_of_one_process(
-    script: str, cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
+def test_a_job_on_one_node_finishes_with_the_bits_of_one_process(
+    cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    options = ["--cpus-per-task=2"] if script == "one_node.sbatch" else []
-    job = submit(cluster, script, tmp_path, text, *options)
+    job = submit(cluster, "one_node.sbatch", tmp_path, text, "--cpus-per-task=2")
     assert cluster.wait_for_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
     assert final_hash(tmp_path / "run", STEPS) == final_hash(undisturbed, STEPS)
     (generation,) = read_history(tmp_path / "run")["generations"]
@@ -107,7 +105,7 @@ def test_a_job_that_is_preempted_twice_finishes_with_the_same_bits(
     assert not (run_dir / "STOP").exists()
 
 
-@pytest.mark.parametrize("script", ["one_node.sbatch", "several_nodes.sbatch", "preemptible.sbatch"])
+@pytest.mark.parametrize("script", ["one_node.sbatch", "preemptible.sbatch"])
 def test_a_job_that_is_cancelled_leaves_a_snapshot_and_no_process(
     script: str, cluster: SlurmCluster, text: Path, tmp_path: Path
 ) -> None:
@@ -123,7 +121,7 @@ def test_a_job_that_is_cancelled_leaves_a_snapshot_and_no_process(
     assert stopped_at >= 5 and read_history(run_dir)["status"] == "stopped", output(tmp_path)
 
 
-@pytest.mark.parametrize("script", ["one_node.sbatch", "several_nodes.sbatch", "preemptible.sbatch"])
+@pytest.mark.parametrize("script", ["one_node.sbatch", "preemptible.sbatch"])
 def test_a_mistake_in_the_settings_is_one_line_and_not_tried_again(
     script: str, cluster: SlurmCluster, text: Path, tmp_path: Path
 ) -> None:

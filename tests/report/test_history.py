@@ -8,7 +8,7 @@ import pytest
 from support.runs import make_run
 
 from mingpt.distributed import GenerationEnd
-from mingpt.report import load_history, mark_ended, read_job_start
+from mingpt.report import load_history, read_job_start
 from mingpt.report.history import RunHistory
 
 RUN_ID = "abc123"
@@ -174,17 +174,11 @@ def test_three_nodes_that_join_at_the_same_step_are_no_failures(tmp_path: Path) 
     [
         "{",
         "3",
-        '{"id": "abc123", "generations": 3}',
-        '{"id": "abc123", "generations": []}',
         '{"id": "../elsewhere", "generations": []}',
-        '{"id":' + "[" * 100_000,
-        WHOLE % '"seconds_lost": "x"',
         WHOLE % '"seconds_lost": 1e400',
-        WHOLE % '"changes": [3]',
         WHOLE % '"changes": [{"step": 1, "settings": ["seed"]}]',
-        WHOLE % '"job_began": null',
     ],
-    ids=range(11),
+    ids=range(5),
 )
 def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Also if another one has been."""
@@ -195,37 +189,3 @@ def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytes
     assert (tmp_path / "damaged-run.json").read_text() == content
     assert [path.read_text() for path in tmp_path.glob("damaged-run-*.json")] == [content + " "]
     assert "it is set aside as damaged-run.json" in caplog.text and len(read(tmp_path)["generations"]) == 1
-
-
-def test_a_job_that_ends_before_its_last_generation_has_begun_is_noted(tmp_path: Path) -> None:
-    mark_ended(tmp_path, "stopped")  # there is no run.json to write to
-    assert list(tmp_path.iterdir()) == []
-    history = open_history(tmp_path)
-    begin(history)
-    mark_ended(tmp_path, "stopped")
-    assert (read(tmp_path)["status"], read(tmp_path)["generations"][-1]["end"]) == ("stopped", "running")
-    history.end("finished", 3, "finished")
-    mark_ended(tmp_path, "stopped")
-    assert read(tmp_path)["status"] == "finished"
-
-
-def test_a_thread_may_record_while_another_thread_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thread that ends the process records a failure while the main thread trains."""
-    history = open_history(tmp_path)
-    begin(history)
-    encode, other = history.encode, threading.Thread(target=history.note_skipped, args=[3])
-
-    def slow_encode() -> str:
-        content = encode()
-        if not other.ident:
-            other.start()
-            other.join(0.3)
-        return content
-
-    monkeypatch.setattr(history, "encode", slow_encode)
-    history.note_missing(1, 2)
-    other.join()
-    content = read(tmp_path)
-    assert (content["updates_skipped"], content["generations"][0]["metrics_missing"]) == (3, [1, 2])

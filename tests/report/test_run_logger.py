@@ -1,7 +1,6 @@
 import hashlib
 import json
 import logging
-import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,13 +11,13 @@ import pytest
 import yaml
 from support.events import read_scalars
 from support.faults import FaultyDisk
-from support.golden import Golden
 from support.runs import STATS, make_run
 from support.small_jobs import SMALL
 
 from mingpt.config import to_dict
 from mingpt.data import make_corpus
 from mingpt.distributed.device import Environment
+from mingpt.report.log import FileHandler
 from mingpt.report.metrics import PEAK_FLOPS, Sink, training_values
 from mingpt.report.run_logger import RunLogger
 from mingpt.report.writing import read_records
@@ -83,22 +82,13 @@ def test_a_run_is_followed_where_it_is_asked_for_and_by_rank_0_alone(
     assert read_scalars(tmp_path / "one")["train/loss"] == [(STATS.step, STATS.loss)]
 
 
-def test_the_plan_of_a_run_names_what_is_going_to_happen(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, golden: Golden
-) -> None:
-    caplog.set_level(logging.INFO, "mingpt")
-    monkeypatch.setattr("mingpt.report.run_logger.usable_cores", lambda: 4)
-    logger = make_logger(tmp_path, step=5, changes=["model.dropout: 0.0 -> 0.1"])
-    assignment = [range(5), range(5, 8), range(0), range(1, 8, 2)]
-    logger.plan(5, 48, "not compiled: so it is", assignment, "the folder")
-    golden("\n".join(caplog.messages))
-
-
 @pytest.mark.parametrize("function", ["write", "fsync", "replace", "rename"])
 def test_a_run_folder_that_cannot_be_written_ends_no_run(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each file is reported once, and all are complete once there is room."""
+    """Each file is reported once, log.txt too, and all are complete once there is room."""
+    to_file = FileHandler(tmp_path / "log.txt", lambda: True)
+    monkeypatch.setattr(logging.getLogger("mingpt"), "handlers", [to_file])
     make_logger(tmp_path).log_values(1, {"train/loss": 1.0})
     disk = FaultyDisk(monkeypatch, function, str(tmp_path))
     logger = make_logger(tmp_path)
@@ -115,42 +105,10 @@ def test_a_run_folder_that_cannot_be_written_ends_no_run(
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == to_dict(logger.start.config)
     assert sum(message.endswith("is written again") for message in caplog.messages) == len(names)
     assert not any(".partial" in path.name for path in tmp_path.iterdir())
+    assert all(name in (tmp_path / "log.txt").read_text() for name in names)
 
 
-@pytest.mark.parametrize("best", [(1.8486, 170), (math.inf, -1)])
-def test_the_end_of_a_run_tells_its_best_snapshot_and_the_next_command(
-    best: tuple[float, int], tmp_path: Path, caplog: pytest.LogCaptureFixture, golden: Golden
-) -> None:
-    caplog.set_level(logging.INFO, "mingpt")
-    (tmp_path / "my run").mkdir()
-    make_logger(tmp_path / "my run").ended(340, "SIGINT", "snapshots", best=best)
-    golden("\n".join(caplog.messages))
-
-
-def test_metrics_that_were_never_written_are_told_by_run_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logger = make_logger(tmp_path)
-    logger.log_values(1, {"train/loss": 1.0})
-    with monkeypatch.context() as patch:
-        FaultyDisk(patch, "write", str(tmp_path))
-        for step in (2, 3):
-            logger.log_values(step, {"train/loss": float(step)})
-        logger.ended(3, None, "snapshots")
-    make_logger(tmp_path, step=3, is_restart=True, logged_step=3)
-    assert read(tmp_path)["generations"][-1]["metrics_missing"] == [2, 3]
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA GB200", "GB200"),
-        ("Tesla V100-PCIE-16GB", "V100-PCIE"),
-    ],
-)
+@pytest.mark.parametrize(("name", "part"), [("NVIDIA H200", "H200"), ("NVIDIA H100 PCIe", "H100 PCIe")])
 def test_every_metric_has_its_value_and_utilization_is_the_part_of_the_peak_of_all_devices(
     name: str, part: str
 ) -> None:

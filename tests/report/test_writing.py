@@ -1,4 +1,3 @@
-import itertools
 from pathlib import Path
 
 import pytest
@@ -18,21 +17,11 @@ def test_a_file_whose_folder_changed_hands_during_the_write_is_left_alone(tmp_pa
     assert answers == [] and path.read_text() == "the other job's"
 
 
-def test_records_are_read_one_at_a_time_and_a_damaged_line_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The file is not read at once: the first records come before a line that is written later."""
+def test_a_damaged_line_is_left_out_of_the_records(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    others = ["no record", "[1]", f'{{"step": {10**400}}}', f'{{"step": 1, "val/loss": {10**400}}}']
-    good = [f'{{"step": {n}}}' for n in range(1, 50_000)]
-    path.write_text("\n".join([good[0], *others, " " * (3 << 20), *good[1:], ""]))
-    records = read_records(path)
-    assert [record["step"] for record in itertools.islice(records, 3)] == [1, 2, 3]
-    with open(path, "a") as file:
-        file.write('{"step": 50000}\n')
-    assert [record["step"] for record in records][-1] == 50_000
-    assert list(read_records(tmp_path / "absent.jsonl")) == []
-    assert caplog.text.count("is not a record is ignored") == len(others) + 4
+    damaged = ["no record", "[1]", f'{{"step": {10**400}}}', f'{{"step": 1, "val/loss": {10**400}}}']
+    path.write_text("\n".join(['{"step": 1}', *damaged, " " * (3 << 20), '{"step": 2}', ""]))
+    assert [record["step"] for record in read_records(path)] == [1, 2]
 
 
 def test_a_resume_drops_the_records_past_its_step_which_needs_no_room_and_knows_the_last_ones(

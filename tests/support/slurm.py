@@ -1,6 +1,6 @@
 """A Slurm cluster on this machine: slurmctld and a slurmd per node, without munge, systemd and cgroups.
 
-The nodes n1 and n2 have the addresses 127.0.0.1 and 127.0.0.2; every slurmd has its own port.
+The nodes are n1, n2, ... with the addresses 127.0.0.1, 127.0.0.2, ...; every slurmd has its own port.
 """
 
 import re
@@ -49,11 +49,11 @@ class SlurmCluster:
     """A context manager that starts the daemons, and ends the daemons and all jobs after its block.
 
     `settings` are further settings of slurm.conf. Each element of `partitions` is a partition's line in
-    slurm.conf, without `PartitionName=` and `Nodes=ALL`. There are two nodes with two CPUs each.
+    slurm.conf, without `PartitionName=` and `Nodes=ALL`. Each node has two CPUs.
     """
 
-    def __init__(self, folder: Path, *, settings: Mapping[str, object], partitions: Sequence[str]) -> None:
-        self.folder, self.nodes = folder, ("n1", "n2")
+    def __init__(self, folder: Path, settings: Mapping[str, object], partitions: Sequence[str]) -> None:
+        self.folder, self.nodes = folder, ["n1", "n2"]
         self.settings, self.partitions = settings, partitions
         self.conf = folder / "slurm.conf"
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -88,7 +88,7 @@ class SlurmCluster:
         for number, node in enumerate(self.nodes, 1):
             lines.append(
                 f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.{number} Port={free_port()} "
-                f"CPUs=2 State=UNKNOWN"
+                "CPUs=2 State=UNKNOWN"
             )
         lines += [f"PartitionName={partition} Nodes=ALL" for partition in self.partitions]
         user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()

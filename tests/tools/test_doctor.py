@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 from mingpt.base.errors import PeersMissing
 from mingpt.distributed import Launch
 from mingpt.tools import doctor
-from mingpt.tools.doctor import Facts, all_gather, find_address, report
+from mingpt.tools.doctor import Facts, all_gather, report
 
 
 def cluster(*changes: dict[str, Any]) -> list[Facts]:
@@ -49,11 +49,3 @@ def test_a_worker_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(doctor, "ANSWER_S", 0.1)
     with pytest.raises(PeersMissing, match="workers 1, 2 did not answer within"):
         all_gather(HashStore(), Launch(world_size=3), "facts", {})
-
-
-def test_the_address_is_the_named_interface_or_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert find_address() == "eth7"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr("platform.node", lambda: "nowhere.invalid")
-    assert find_address() == "127.0.0.1"

@@ -1,6 +1,5 @@
 import json
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,17 +33,9 @@ FILES = [
 ]
 END = "<|endoftext|>"
 NAMES_END = f"Enter BEATRIX, with {END} in her hand. "
-# What other programs than ours obey in a tokenizer.json.
 PADDING = {"strategy": {"Fixed": 900}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
 PADDING |= {"pad_type_id": 0, "pad_token": "!"}
-START = {"SpecialToken": {"id": END, "type_id": 0}}
-TEXT, PAIR = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}
-TEMPLATE = {
-    "type": "TemplateProcessing",
-    "single": [START, TEXT],
-    "pair": [START, TEXT, PAIR],
-    "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}},
-}
+TRUNCATION = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
 CLASSES = {"gpt2": "GPT2LMHeadModel", "modern": "NanoChatForCausalLM"}
 
 
@@ -82,18 +73,10 @@ def test_transformers_loads_what_was_exported_and_computes_the_same(arch: Arch, 
 def test_the_tokenizer_acts_in_transformers_as_in_the_run_and_generation_ends_at_the_end_of_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without dropout, truncation, padding, a start token, or special tokens that a text names."""
     text = (ROOT / "data" / "input.txt").read_text()[:20_000]
     plain = cl100k_like(text)
-    bpe = JsonTokenizer(
-        edited(
-            plain,
-            truncation={"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
-            padding=PADDING,
-            post_processor=TEMPLATE,
-            model={**json.loads(plain)["model"], "dropout": 0.5},
-        )
-    )
+    # Other programs obey these, and training does not.
+    bpe = JsonTokenizer(edited(plain, truncation=TRUNCATION, padding=PADDING))
     rows = len(bpe) + 7  # more rows than tokens
     save(tmp_path / "run", "gpt2", "".join(map(chr, range(0x100, 0x100 + rows))))
     monkeypatch.setattr("mingpt.tools.export.make_tokenizer", lambda *_: bpe)
@@ -110,44 +93,30 @@ def test_the_tokenizer_acts_in_transformers_as_in_the_run_and_generation_ends_at
     assert theirs.config.n_ctx == theirs.config.n_positions == 240  # llama.cpp's converter needs both
 
 
-@pytest.mark.parametrize("has_modes", [True, False])
-def test_the_command_adds_all_files_of_a_run_at_a_url_to_a_folder_and_says_so_in_one_line(
-    has_modes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_command_adds_all_files_of_a_run_at_a_url_to_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder and its other files stay as they are, here the working directory, also without modes."""
-    model, out = save(tmp_path / "run", "gpt2"), tmp_path / "out"
+    """The folder, here the working directory, and its other files stay as they are."""
+    save(tmp_path / "run", "gpt2")
+    out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    out.chmod(0o2750)
     monkeypatch.chdir(out)
-    if not has_modes:
-        monkeypatch.setattr("shutil.copymode", Mock(side_effect=PermissionError))
-    before = out.stat()
     done = run_here(main, f"file://{tmp_path}/run", ".", "--best")
     said = f"step 30 of file://{tmp_path}/run written to . as GPT2LMHeadModel\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, "", said)
-    assert (out.stat().st_ino, out.stat().st_mode) == (before.st_ino, before.st_mode)
     assert sorted(path.name for path in out.iterdir()) == sorted([*FILES, "notes.txt"])
-    assert not has_modes or len({path.stat().st_mode for path in out.iterdir()}) == 1
-    text = (out / "README.md").read_text()
-    parameters = sum(weight.numel() for weight in model.parameters())
-    assert f"# GPT2LMHeadModel, {parameters:,} parameters" in text
-    assert "- steps: 30\n- validation loss, nats per token: 0.5000\n" in text
     assert b"secret" not in b"".join(path.read_bytes() for path in out.iterdir())
 
 
 @pytest.mark.parametrize(
     ("run", "out"),
     [
-        ("run", ""),
         ("other", "out"),
         ("run", "file"),
-        ("run", "file/out"),
         ("run", "s3://name:secret@host/out"),
         ("missing", "out"),
         ("missing", "README.md"),
-        ("missing", "tokenizer.json"),
-        ("missing", "special_tokens_map.json"),
         ("run", "full"),
     ],
 )
@@ -161,7 +130,7 @@ def test_a_failure_leaves_no_model_and_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     FaultyDisk(monkeypatch, "rename", "/model.safetensors")
     (tmp_path / "file").touch()
-    if out in ("README.md", "tokenizer.json", "special_tokens_map.json"):
+    if out == "README.md":
         (tmp_path / out).mkdir()
         (tmp_path / out / out).write_text("mine")
     before = contents(tmp_path)

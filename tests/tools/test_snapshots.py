@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from support.commands import refused, run_here
 from support.golden import Golden
 from support.snapshots import file_names, make_manifest, make_store, write
@@ -10,9 +9,8 @@ from support.snapshots import file_names, make_manifest, make_store, write
 from mingpt.tools.snapshots import main
 
 
-@pytest.mark.parametrize("where", ["{0}", "file://{0}/snapshots"])
 def test_a_list_of_snapshots_has_a_line_for_each_with_its_loss_size_and_state(
-    where: str, tmp_path: Path, golden: Golden
+    tmp_path: Path, golden: Golden
 ) -> None:
     """All bytes are checked; nothing is renamed. Files that belong to no snapshot are left out."""
     store = make_store(tmp_path)
@@ -24,6 +22,6 @@ def test_a_list_of_snapshots_has_a_line_for_each_with_its_loss_size_and_state(
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
     Path(store.path("partial-step_00000350")).touch()
     before = file_names(store)
-    golden(run_here(main, where.format(tmp_path)).stdout)
+    golden(run_here(main, tmp_path).stdout)
     assert file_names(store) == before
     golden(refused(main, tmp_path / "none"))

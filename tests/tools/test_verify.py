@@ -6,14 +6,13 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from support.commands import refusal
 from support.snapshots import TENSORS, make_manifest, make_store, write
 
 from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.tools import verify
 from mingpt.tools.fault_injection import STEPS, FaultInjector, Kill
-from mingpt.tools.verify import PHASES, find_problems, make_schedule, train_undisturbed
+from mingpt.tools.verify import find_problems
 from mingpt.training.run import make_sampler
 
 
@@ -54,14 +53,3 @@ def test_each_way_in_which_the_disturbed_run_can_differ_is_a_problem(
     kills = [Kill("forward", 9, 0, 1)] * (changed == "kill")
     problems = "; ".join(find_problems(1, kills, 1, tmp_path, settings)[0])
     assert bool(problems) == bool(changed) and re.search(sentence, problems), problems
-
-
-def test_a_schedule_depends_on_its_seed_alone_and_has_every_phase() -> None:
-    assert all({kill.phase for kill in make_schedule(seed, 5, [2])} == {*PHASES} for seed in range(20))
-    assert make_schedule(3, 5, [1, 2]) == make_schedule(3, 5, [1, 2])
-    assert make_schedule(3, 5, [1, 2]) != make_schedule(4, 5, [1, 2])
-
-
-def test_a_setting_that_verify_needs_for_itself_is_refused(tmp_path: Path) -> None:
-    said = refusal(train_undisturbed, tmp_path, ["model.arch=gpt2", "trainer.max_steps=20"])
-    assert said == "verify sets trainer.max_steps itself"

@@ -57,10 +57,11 @@ def build(folder: Path) -> None:
     subprocess.run([*compiler, "-o", str(driver), str(HERE / "driver.cpp")], check=True)
 
 
-def environment(libraries: Path, records: Path, gpus: int = 1) -> dict[str, str]:
+def environment(libraries: Path, records: Path, gpus: int = 1, **more: str) -> dict[str, str]:
     """Return the environment variables with which a command uses the stand-in.
 
     `libraries` is the folder that `build` has filled; `records` is an existing folder, for `read_records`.
+    `more` has further variables; STANDIN_ is put before their names.
     """
     path = os.pathsep.join(filter(None, [str(HERE / "hook"), os.environ.get("PYTHONPATH")]))
     return {
@@ -70,7 +71,7 @@ def environment(libraries: Path, records: Path, gpus: int = 1) -> dict[str, str]
         "PYTHONPATH": path,
         "STANDIN_DIR": str(records),
         "STANDIN_GPUS": str(gpus),
-    }
+    } | {f"STANDIN_{name}": value for name, value in more.items()}
 
 
 def read_records(folder: Path) -> list[Record]:
