@@ -1,4 +1,4 @@
-"""The agent of plain `python train.py` obeys a signal, whenever it comes, and needs no host name."""
+"""The agent of plain `python train.py` obeys a signal, whenever it comes."""
 
 import os
 import signal
@@ -12,9 +12,10 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher.api import elastic_launch
 
-from mingpt.distributed import GenerationEnd
+from mingpt.config.cli import build
+from mingpt.distributed import GenerationEnd, Launch
 from mingpt.distributed.exit import JOB_ENDED, STORAGE_S, before_first_step
-from mingpt.launch.agent import StopRequest, job_exit, launch_config, register_rendezvous
+from mingpt.launch.agent import StopRequest, choose_workers, job_exit, launch_config, register_rendezvous
 from mingpt.tools.jobs import ROOT
 
 
@@ -55,6 +56,7 @@ NO_RESTART = "and no restart is left (trainer.max_restarts)\n"
     [
         (None, {}, None, (1, "error: the workers ended without training: train.py\n")),
         (None, {}, end("finished", 0), (0, "")),
+        (None, {}, end("stopped by STOP", 0), (0, "")),
         (TERM, {}, end("stopped by SIGUSR1", 0), (0, "")),
         (TERM, {}, end("told to stop by SIGTERM", 0), (0, "")),
         (TERM, {}, end("told to stop by SIGTERM before the first step", 0), (0, EARLY)),
@@ -75,6 +77,12 @@ def test_the_exit_code_of_plain_python(
 ) -> None:
     """A worker that failed has printed why."""
     assert job_exit(told, codes, end, "train.py") == expected
+
+
+def test_auto_starts_no_more_workers_than_a_step_has_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mingpt.launch.agent.usable_cores", lambda: 64)
+    settings = {"trainer.device": "cpu", "trainer.batch_size": 12, "trainer.micro_batch_size": 4}
+    assert choose_workers(build(settings), Launch()) == 3
 
 
 NO_TRAINING = """
