@@ -1,5 +1,7 @@
 """Jobs over nodes, one of which dies, is cut off, or joins: the others go on, with the same bits."""
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -26,11 +28,11 @@ SETTINGS: dict[str, Any] = {"trainer__timeout_s": TIMEOUT_S, "trainer__eval_ever
 def on_three_nodes(cluster: Callable[..., Cluster], text: Path, tmp_path: Path) -> MakeJob:
     """A function that starts a job in namespaces, whose steps take a twentieth of a second or longer."""
 
-    def make_job(**more: Any) -> NodesJob:
+    def make_job(launch: str, disk: str, **more: Any) -> NodesJob:
         own = {"data__path": text, "snapshot__memory_path": "/dev/shm", "snapshot__memory_every": 5}
         given = SMALL | {key.replace("__", "."): value for key, value in (SETTINGS | own | more).items()}
         program = str(changed_program(tmp_path, SLOW_STEPS))
-        job = NodesJob(cluster(3, shared=False), "hosts", "own", 1, given, LIMIT_S, program)
+        job = NodesJob(cluster(3, shared=disk == "shared"), launch, disk, 1, given, LIMIT_S, program)
         job.start(*job.nodes)
         assert job.reach(23), job.errors()
         return job
@@ -47,18 +49,28 @@ def assert_ends_as(job: NodesJob, run_dir: Path, expected: Path) -> None:
     assert job.hashes(step) == {tensor_hash(expected, step)[:16]}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.weekly)])
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [
+        ("ddp", signal.SIGKILL),
+        pytest.param("fsdp", signal.SIGKILL, marks=pytest.mark.weekly),
+        pytest.param("fsdp", signal.SIGTERM, marks=pytest.mark.weekly),
+    ],
+)
 def test_without_a_shared_disk_the_loss_of_rank_0s_node_costs_few_steps_and_no_bit(
-    strategy: str, on_three_nodes: MakeJob, reference: Reference
+    strategy: str, how: signal.Signals, on_three_nodes: MakeJob, reference: Reference
 ) -> None:
-    """Under fsdp its part of the state is gone: another node has a copy."""
+    """Under fsdp its part of the state is gone: another node has a copy, also after an orderly stop."""
     given = {"trainer__max_steps": 150, "snapshot__every": 50}
-    job = on_three_nodes(trainer__parallel=strategy, **given)
+    job = on_three_nodes("hosts", "own", trainer__parallel=strategy, **given)
     assert job.reach(67), job.errors()
     (victim,) = [node for node in job.nodes if job.rank(node) == 0]
     others = [node for node in job.nodes if node is not victim]
     since = time.time()
-    victim.kill()
+    if how == signal.SIGKILL:
+        victim.kill()
+    else:
+        os.kill(job.running.pop(victim).pid, how)
     died_at = job.last_step()
     on_s = job.seconds_until(lambda: job.goes_on(others, since, 2), since)
     assert on_s is not None, job.errors()
@@ -68,6 +80,30 @@ def test_without_a_shared_disk_the_loss_of_rank_0s_node_costs_few_steps_and_no_b
     first, second = generations(run_dir)
     assert first["workers"] == 3 and second["from_step"] >= died_at - most_lost
     assert read_history(run_dir)["steps_lost"] == first["to_step"] - second["from_step"] <= most_lost + 1
+
+
+@pytest.mark.weekly
+def test_a_node_whose_network_is_cut_is_left_out_and_rejoins_when_healed(
+    on_three_nodes: MakeJob, reference: Reference
+) -> None:
+    """The node sees the shared folder all the time."""
+    given = {"trainer__max_steps": 600, "snapshot__every": 25}
+    job = on_three_nodes("folder", "shared", **given)
+    (run_dir,) = job.run_dirs(job.nodes)
+    victim, *others = job.nodes
+    since = time.time()
+    victim.cut_network()
+    on_s = job.seconds_until(lambda: job.goes_on(others, since, 2), since)
+    assert on_s is not None and on_s <= TIMEOUT_S + 15, job.errors()
+    assert job.reach(job.last_step() + 20), job.errors()
+    since = time.time()
+    victim.heal()
+    rejoined_s = job.seconds_until(lambda: job.goes_on(job.nodes, since, 3), since)
+    assert rejoined_s is not None and job.reach(job.last_step() + 20), job.errors()
+    (run_dir / "STOP").touch()
+    assert_ends_as(job, run_dir, reference(1, **SETTINGS, **given))
+    assert [entry["workers"] for entry in generations(run_dir)] == [3, 2, 3]
+    assert generations(run_dir)[1]["end"] == "stopped by SIGTERM", "so that the node could join"
 
 
 LONG: dict[str, Any] = {"trainer__max_steps": 1_000_000, "model__n_embd": 64, "trainer__timeout_s": 20}
