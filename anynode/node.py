@@ -267,6 +267,7 @@ class Node:
                     alive.append(entry)
                     if id not in me.reach:
                         troubles.add(f"{entry.address}:{entry.port} does not answer")
+            ended |= {*me.members} - {me.id, *self._peers}  # forgotten while this agent was frozen
             troubles |= {
                 self._trouble.get(board.name) or f"{board.name} does not answer"
                 for board in self._boards

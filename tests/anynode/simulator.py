@@ -14,7 +14,8 @@ It also stands in for workers: those of a round train while all of them are up a
 
 A schedule fails if one of these promises is broken:
 
-- Two rounds never train at once if MIN is a majority. Else they may, for SETTLED_S seconds after a fault.
+- Two rounds never train at once if MIN is a majority, and no agent is killed without its workers. Else they
+  may, during a fault and for SETTLED_S seconds after it.
 - All agents that enter a round know the same members of it. The numbers of an agent's rounds grow.
 - A round trains when a fault has lasted for CONVERGE_S seconds, if MIN nodes reach each other and a board.
 - Once all faults are healed, one round of all nodes trains within CONVERGE_S seconds.
@@ -371,7 +372,8 @@ class Simulator:
 
     def check_training(self) -> None:
         is_quiet = not self.faults and self.now - self.healed_at > SETTLED_S
-        is_majority = 2 * self.schedule.minimum > self.schedule.nodes
+        has_orphans = any(fault.kind == "orphan" for fault in self.schedule.faults)
+        is_majority = 2 * self.schedule.minimum > self.schedule.nodes and not has_orphans
         if (is_majority or is_quiet) and len(self.training()) > 1:
             raise Failure("two rounds train at once")
 
