@@ -37,7 +37,7 @@ from support.nodes import Cluster, why_no_cluster
 from support.nodes_job import NodesJob
 from support.switch import Switch
 
-STEPS, FAULT_STEP, LIMIT_S = 80, 12, 400.0
+STEPS, FAULT_STEP, LIMIT_S = 80, 12, 900.0
 PAUSE = "import time; events.subscribe('step_end', lambda step: time.sleep(1.5))"
 SETTINGS = SMALL | {
     "trainer.batch_size": 6, "trainer.max_steps": STEPS, "trainer.eval_every": 10_000,
