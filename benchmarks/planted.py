@@ -36,6 +36,9 @@ JOBS = {
     "tools": ["test_doctor_jobs", "test_own_models", "test_token_data"],
     "training": ["test_resuming", "test_stopping"],
 }  # fmt: skip
+ELSEWHERE = {
+    "extras": ["tests/parallel/test_strategies.py"]
+}  # which compares the hook for DDP with strategies
 PYTEST = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider"]
 
 
@@ -66,7 +69,8 @@ def find(tree: Path, file: str, on_cuda: bool) -> str | None:
     """Return the test that notices the fault planted in a file, or None."""
     top, below = Path(file).parts[:2]
     package = below if top == "mingpt" else top
-    units, jobs = [f"tests/{package}"], [f"tests/jobs/{name}.py" for name in JOBS[package]]
+    units = [f"tests/{package}", *ELSEWHERE.get(package, [])]
+    jobs = [f"tests/jobs/{name}.py" for name in JOBS[package]]
     rounds = [(units, "not slow and not weekly"), (jobs, "not weekly"), (units, "slow"), (jobs, "weekly")]
     rounds = [(["tests/cuda"], "weekly")] if on_cuda else rounds
     return next(filter(None, (first_failure(tree, paths, marker) for paths, marker in rounds)), None)

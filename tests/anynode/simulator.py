@@ -33,6 +33,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -306,7 +307,7 @@ class Simulator:
         agent = self.newest[number] = self.agents[node.id] = Agent(number, node)
         self.boards.pop(str(number), None)  # the memory of an earlier agent is gone
         names = [str(host) for host in self.schedule.hosts] or ["folder"]
-        boards: list[Any] = [type("SimulatedBoard", (), {"name": name})() for name in names]
+        boards: list[Any] = [SimpleNamespace(name=name) for name in names]
         node.start(29400, boards)
         self.resume(agent, self.live(agent))
 

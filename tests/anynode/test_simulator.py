@@ -38,8 +38,16 @@ def whoever(entries: Sequence[Entry], max_nodes: int) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.key)[:max_nodes]
 
 
-class LateWitness(Node):
-    """A node that did not count an agent as ended if it died before it was seen running, until 2026-11-29."""
+class Forgetful(Node):
+    """A node for which an agent that it had forgotten was neither here nor gone, until 2026-11-29."""
+
+    def view(self) -> View:
+        seen = super().view()
+        return dataclasses.replace(seen, ended=seen.ended & self._peers.keys())
+
+
+class LateWitness(Forgetful):
+    """A forgetful node for which an agent that died before it was seen running had not ended."""
 
     def view(self) -> View:
         seen = super().view()
@@ -57,8 +65,9 @@ class LateWitness(Node):
         (decisions, "busy", lambda alive: ([], []), range(10, 20)),
         (node, "PROMISE_S", 1e9, range(10, 20)),
         (simulator, "Node", LateWitness, range(140, 150)),
+        (simulator, "Node", Forgetful, range(2117, 2118)),
     ],
-    ids=["joins", "larger group", "ended agent", "links", "busy", "promise", "late witness"],
+    ids=["joins", "larger group", "ended agent", "links", "busy", "promise", "late witness", "forgetful"],
 )
 def test_a_fault_in_the_protocol_breaks_a_promise(
     module: Any, name: str, fault: Any, seeds: range, monkeypatch: pytest.MonkeyPatch
