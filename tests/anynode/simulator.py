@@ -50,7 +50,7 @@ CONVERGE_S = 60.0
 SETTLED_S = 15.0
 # Fewer looks at the same things, to have more schedules per second.
 COARSE: dict[str, Any] = {
-    "POLL_S": {WAITING: 0.4, RUNNING: 1.0, FINISHED: 0.4, LEFT: 0.4}, "PING_S": 1.5, "MEET_POLL_S": 0.3,
+    "POLL_S": {WAITING: 0.5, RUNNING: 1.2, FINISHED: 0.5, LEFT: 0.5}, "PING_S": 1.5, "MEET_POLL_S": 0.4,
 }  # fmt: skip
 DEATHS = ("kill", "orphan", "lose")  # orphan: the agent alone; lose: the host
 FAULTS = (*DEATHS, "freeze", "cut", "one way", "storage", "slow")
@@ -159,7 +159,7 @@ class Simulator:
                 work()
             elif agent.is_alive:
                 agent.backlog.append(work)
-            if self.now > checked_at + 0.25:
+            if self.now > checked_at + 0.5:
                 checked_at = self.now
                 self.check_training()
                 if self.now > healed and self.has_converged():

@@ -1,6 +1,6 @@
 import pytest
 
-from mingpt.distributed.ends import LOST_PEER, TIMED_OUT, TOLD, GenerationEnd
+from mingpt.distributed.ends import LOST_PEER, TIMED_OUT, TOLD, GenerationEnd, stuck_place
 
 FAILED = "failed (OSError: planted)"
 NO_PEER = f"{LOST_PEER} (Connection closed by peer)"
@@ -33,3 +33,23 @@ def test_the_last_step_is_the_furthest_that_any_rank_has_reported() -> None:
     reasons = [{"why": NO_PEER, "step": 10 + rank} for rank in (0, 1)]
     assert GenerationEnd([*reasons, None]).step() == 11
     assert GenerationEnd([None, None]).step() is None
+
+
+STACKS = """Timeout (0:00:30)!
+Thread 0x00007f02 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+Thread 0x00007f01 (most recent call first):
+{}"""
+LIBRARY, OWN = 'File "/usr/lib/python3.11/socket.py", line 7 in read\n', 'File "/home/me/data.py", line 9 in fetch\n'
+
+
+@pytest.mark.parametrize(
+    ("stacks", "place"),
+    [
+        (STACKS.format(LIBRARY + OWN), "data.py:9 in fetch"),
+        (STACKS.format(LIBRARY), "socket.py:7 in read"),
+        (OWN, "it wrote no stacks (stopped, or its machine is lost)"),  # without a time-out, somebody asked
+    ],
+)
+def test_a_worker_that_hung_did_so_at_the_innermost_line_outside_libraries(stacks: str, place: str) -> None:
+    assert stuck_place(stacks) == place

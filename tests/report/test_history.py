@@ -9,7 +9,7 @@ from support.runs import make_run
 
 from mingpt.distributed import GenerationEnd
 from mingpt.report import load_history, read_job_start
-from mingpt.report.history import RunHistory
+from mingpt.report.history import RunHistory, mark_ended
 
 RUN_ID = "abc123"
 GENERATION = '{"end": "running", "from_step": 0, "to_step": 4, "restart": false, "began": 1.0, "seen": 2.0}'
@@ -189,3 +189,13 @@ def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytes
     assert (tmp_path / "damaged-run.json").read_text() == content
     assert [path.read_text() for path in tmp_path.glob("damaged-run-*.json")] == [content + " "]
     assert "it is set aside as damaged-run.json" in caplog.text and len(read(tmp_path)["generations"]) == 1
+
+
+def test_a_job_that_ends_before_its_training_notes_that_only_in_a_history_that_runs(tmp_path: Path) -> None:
+    mark_ended(tmp_path, "failed")
+    assert list(tmp_path.iterdir()) == []
+    history = open_history(tmp_path)
+    begin(history)
+    for status in ("failed", "finished"):
+        mark_ended(tmp_path, status)
+        assert read(tmp_path)["status"] == "failed"

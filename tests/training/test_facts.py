@@ -108,3 +108,14 @@ def test_the_lowest_rank_that_sees_a_folder_keeps_it(
     assert [one.is_kept for one in sites] == [bool(one.claim.number) for one in sites] == keeps
     keeps = [keeper == rank for rank, keeper in enumerate(snapshot_keepers)]
     assert [one.keeps_snapshots for one in sites] == keeps
+
+
+def test_a_node_takes_over_the_records_of_another_and_goes_on_if_it_cannot_write_them(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    (here / "run.json").write_text("{}")
+    site(there).write_history(site(here).read_history())  # there is no such folder
+    there.mkdir()
+    site(there).write_history(site(here).read_history())
+    assert site(there).read_history() == site(here).read_history()
+    assert (there / "run.json").read_text() == "{}"
