@@ -1,4 +1,4 @@
-"""What a function cannot do is refused in one sentence, which tests/sentences.json has; one row per mistake."""
+"""What a function cannot do is refused in one sentence; one row per mistake."""
 
 import os
 import threading
@@ -79,7 +79,9 @@ def check(manifest: Manifest, tokenizer: bytes | None = None, is_whole: bool = F
 def with_large_tokenizer() -> Manifest:
     kinds = ("safetensors", "optimizer.safetensors", "tokenizer")
     names = [f"step_00000001.{kind}" for kind in kinds]
-    return make_manifest(1).with_files([FileRecord(name=name, sha256="ab" * 32, bytes=10**9) for name in names])
+    return make_manifest(1).with_files(
+        [FileRecord(name=name, sha256="ab" * 32, bytes=10**9) for name in names]
+    )
 
 
 # {mistake: what is refused in a temporary folder}

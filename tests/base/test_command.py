@@ -1,4 +1,9 @@
-"""The frame of the commands: their paths."""
+"""The frame of the commands: their paths, and where they print."""
+
+import os
+import subprocess
+import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,3 +28,25 @@ def test_the_paths_of_every_command_are_read_alike(
     assert run_command(main, words) == 2
     shown = capsys.readouterr().err
     assert shown.startswith(f"error: {sentence}") and shown.count("\n") == 1
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
+    assert run_command(Mock(side_effect=KeyboardInterrupt), []) == 130
+
+
+@pytest.mark.parametrize(
+    ("is_read", "code", "said"),
+    [(True, 1, ""), (False, 2, "error: standard output cannot be written: No space left on device\n")],
+)
+def test_output_that_cannot_be_written_is_one_sentence_unless_its_reader_has_had_enough(
+    is_read: bool, code: int, said: str
+) -> None:
+    read_end, pipe = os.pipe()
+    os.close(read_end)
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "mingpt", "plan", "--help"]
+        done = subprocess.run(
+            command, stdout=pipe if is_read else full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    os.close(pipe)
+    assert (done.returncode, done.stderr) == (code, said)

@@ -8,7 +8,7 @@ import pytest
 from support.needs import need, need_proc
 from support.small_jobs import Start
 
-from mingpt.base.processes import kill_by_pidfd, open_siblings, wait_readable
+from mingpt.base.processes import kill_by_pidfd, open_siblings, read_stat, wait_readable
 from mingpt.base.system import OutOfTime, cgroup_quota, run_within, try_within, usable_cores
 
 
@@ -24,6 +24,7 @@ def test_siblings_are_found_by_their_rank_and_killed_by_pidfd(start: Start) -> N
     assert wait_readable(found, 10.0) == [7]
     assert worker.wait() == -9 and other.is_running()
     kill_by_pidfd(found[7])  # the process has ended: nothing happens
+    assert read_stat(2**22 + 1) == (None, None, None)  # no process has this id
 
 
 def test_work_gives_its_result_or_its_error_in_time_or_is_given_up() -> None:

@@ -26,6 +26,13 @@ def test_what_is_printed_is_what_a_run_keeps(capsys: pytest.CaptureFixture[str])
     assert stop.value.code == 0 and capsys.readouterr().out == to_yaml(parse(["model.n_layer=5"]))
 
 
+def test_the_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = capsys.readouterr().out
+    assert [name for name in settings() if f" {name}=" not in shown] == []
+
+
 def refusal(words: Sequence[str]) -> str:
     """The sentence with which these words are refused."""
     with pytest.raises(UserError) as error:

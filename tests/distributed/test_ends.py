@@ -40,7 +40,10 @@ Thread 0x00007f02 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
 Thread 0x00007f01 (most recent call first):
 {}"""
-LIBRARY, OWN = 'File "/usr/lib/python3.11/socket.py", line 7 in read\n', 'File "/home/me/data.py", line 9 in fetch\n'
+LIBRARY, OWN = (
+    'File "/usr/lib/python3.11/socket.py", line 7 in read\n',
+    'File "/home/me/data.py", line 9 in fetch\n',
+)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +10,7 @@ from support.forks import fork_ranks
 from support.ranks import run_ranks
 from torch.distributed import TCPStore
 
-from mingpt.base.errors import StopRequested, UserError
+from mingpt.base.errors import PeersMissing, StopRequested, UserError
 from mingpt.distributed import DistributedContext, Launch, group
 from mingpt.distributed.rendezvous import Rendezvous
 
@@ -84,3 +86,20 @@ def test_a_store_tells_only_of_the_generation_right_before() -> None:
         )
         known.append(Rendezvous(launch, timeout_s=10).previous_generation is not None)
     assert known == [False, True, False, True]
+
+
+@pytest.mark.parametrize(("there", "missing"), [((0, 1), [2]), ((1, 2), [0])])
+def test_the_ranks_that_do_not_come_are_named_by_all_that_wait(
+    there: tuple[int, int], missing: list[int]
+) -> None:
+    """If rank 0 does not come, nobody knows who else is missing."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def meet(rank: int) -> Sequence[int]:
+        place: dict[str, Any] = {"master_addr": "127.0.0.1", "master_port": store.port}
+        with pytest.raises(PeersMissing) as error:
+            Rendezvous(Launch(rank=rank, world_size=3, agent_hosts_store=True, **place), timeout_s=1)
+        return error.value.ranks
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(meet, there)) == [missing] * 2

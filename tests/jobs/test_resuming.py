@@ -20,7 +20,6 @@ from support.small_jobs import (
 from mingpt.tools.jobs import torchrun
 
 
-@pytest.mark.slow
 def test_a_finished_run_says_so_and_trains_on_only_if_a_longer_one_is_asked_for(
     finish: Finish, undisturbed: Path, copied: Path
 ) -> None:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from support.golden import Golden
 from support.models import loss_and_gradients, make_model, make_tokens
+from support.single_process import SingleProcess
 
 from mingpt.base.errors import UserError
 from mingpt.config.cli import build
 from mingpt.model import GPT, can_compile_block, compile_blocks
 from mingpt.model.compile import COMPILE_FLOPS, choose_compile
+from mingpt.training.run import compile_on_all_ranks
 
 SHAKESPEARE: dict[str, Any] = {
     "model.arch": "gpt2", "model.n_layer": 6, "model.n_head": 6, "model.n_embd": 384, "data.block_size": 256,
@@ -87,6 +89,18 @@ def test_a_compiler_that_computes_something_else_is_not_used(
         torch, "compile", lambda compute, **_: lambda *arguments: factor * compute(*arguments)
     )
     assert compiles(make_model("modern", dropout=dropout)) is is_used
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_all_blocks_are_compiled_or_none_is(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch, "compile", lambda compute, **_: lambda *arguments: factor * compute(*arguments)
+    )
+    model, settings = make_model("modern"), {"model.n_embd": 48, "model.n_head": 4, "data.block_size": 24}
+    methods = [block.compute for block in model.h]
+    assert compile_on_all_ranks(build(settings), SingleProcess(), model) is (factor == 1)
+    changed = [block.compute != method for block, method in zip(model.h, methods, strict=True)]
+    assert changed == [factor == 1] * len(methods)
 
 
 @pytest.mark.weekly

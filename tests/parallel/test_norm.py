@@ -55,7 +55,9 @@ def test_all_workers_have_the_norm_of_each_row_once_and_in_order(
     assert gatherer.length == gathered.size(1)
 
 
-@pytest.mark.parametrize(("max_norm", "factor"), [(0.5, 0.1), (5.1, 1.0), (1000.0, 1.0), (0.0, 1.0)])
+@pytest.mark.parametrize(
+    ("max_norm", "factor"), [(0.5, 0.1), (4.5, 0.9), (5.1, 1.0), (1000.0, 1.0), (0.0, 1.0)]
+)
 def test_gradients_are_scaled_down_to_the_largest_norm_and_never_up(max_norm: float, factor: float) -> None:
     before = [torch.tensor([[3.0], [0.0]]), torch.tensor([4.0]), torch.empty(0, 2), torch.tensor(0.0)]
     gradients = {str(number): gradient.clone() for number, gradient in enumerate(before)}

@@ -132,3 +132,25 @@ def test_an_upload_that_breaks_off_is_repeated_once_and_otherwise_leaves_nothing
     with pytest.raises(OSError, match="connection lost") if failures > 1 else contextlib.nullcontext():
         write(store, make_manifest(1))
     assert store.names() == ([] if failures > 1 else [f"step_00000001.{kind}" for kind in sorted(KINDS)])
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start_but_a_full_one_may_have_room_later(
+    code: int, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FaultyDisk(monkeypatch, "replace", "partial-probe", code)
+    with contextlib.nullcontext() if code == errno.ENOSPC else pytest.raises(UserError, match="written to"):
+        store.prepare()
+    assert file_names(store) == []
+
+
+def test_files_of_a_failed_save_that_cannot_be_removed_stay(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(store.path("step_00000002.safetensors")).touch()
+    with monkeypatch.context() as patch:
+        FaultyDisk(patch, "remove", "safetensors", errno.EIO)
+        store.discard(2)
+    assert file_names(store) == ["step_00000002.safetensors"]
+    store.discard(2)
+    assert file_names(store) == []

@@ -35,7 +35,6 @@ def refused(main: Callable[[Sequence[str]], int], *words: object) -> str:
 
 
 def refusal(function: Callable[..., object], *words: Any) -> str:
-    """Call the function; return the one line of the UserError that it raises."""
     with pytest.raises(UserError) as caught:
         function(*words)
     (line,) = str(caught.value).splitlines()

@@ -76,11 +76,6 @@ def fork_ranks(
 def results_of(
     world_size: int, work: Callable[[DistributedContext], T], timeout_s: float = TIMEOUT_S
 ) -> list[T]:
-    """Run `work` in `world_size` forks; return, by rank, what it returned.
-
-    Raises an exception that a rank has raised, AssertionError if a rank died or returned None, and
-    TimeoutError as `fork_ranks` does.
-    """
     values: list[T] = []
     for result in fork_ranks(world_size, work, timeout_s):
         if isinstance(result, Exception):

@@ -7,7 +7,6 @@ SENTENCES = Path(__file__).parent.parent / "sentences.json"
 
 
 def sentences() -> dict[str, list[str]]:
-    """For each test, `file::name`, what it has to see, in order."""
     found: dict[str, list[str]] = json.loads(SENTENCES.read_text())
     return found
 

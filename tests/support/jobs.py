@@ -29,7 +29,6 @@ def state_of(pid: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie; False also if /proc cannot be read."""
     return state_of(pid) not in "ZX"
 
 
@@ -45,14 +44,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def send_to(number: signal.Signals, pids: Iterable[int]) -> None:
-    """Send a signal to the processes that are still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 30) -> None:
-    """Poll until the condition holds. Raises TimeoutError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -80,10 +77,6 @@ class Job:
         self.pid = self.process.pid
 
     def workers(self) -> list[int]:
-        """Return the process ids of the command's living children that run train.py, sorted.
-
-        This is usually the order of the ranks.
-        """
         need_proc()
         found = []
         for pid in filter(is_alive, children(self.pid)):
@@ -106,10 +99,6 @@ class Job:
             ) from None
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float = 90) -> Any:
-        """Poll until `condition` returns a true value; return this value.
-
-        Raises RuntimeError if the job ends first, and TimeoutError after `timeout_s`.
-        """
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
             if not self.is_running():
@@ -122,7 +111,6 @@ class Job:
         return value
 
     def kill(self) -> None:
-        """Send SIGKILL to the command and its descendants, and wait for the end of the command."""
         send_to(signal.SIGKILL, [*descendants(self.pid), self.pid])
         self.process.wait()
 
@@ -175,7 +163,6 @@ def recorded(run_dir: Path, name: str = "train/loss") -> list[tuple[int, float]]
 
 
 def read_metric(run_dir: Path, name: str = "train/loss") -> dict[int, float]:
-    """{step: value} of a metric: the last value that is recorded for each step."""
     return dict(recorded(run_dir, name))
 
 

@@ -47,7 +47,6 @@ def wrong_link(target: str, page: Path, root: Path) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub spells them."""
     found: list[str] = []
     for heading in HEADING.findall(COMMENT.sub("", FENCED.sub("", text))):
         words = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)

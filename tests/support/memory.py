@@ -28,7 +28,6 @@ def make_state(step: int) -> dict[str, Tensor]:
 
 
 def check_values(found: StoredState, context: DistributedContext) -> int:
-    """Assert that `found` has the tensors of `make_state` for its step; return the step. Collective."""
     step = found.manifest.step
     expected = make_state(step)
     assert found.shapes == SHAPES

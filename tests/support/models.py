@@ -28,7 +28,6 @@ def make_model(
 
 
 def add_noise(model: nn.Module) -> None:
-    """Add noise to all weights, so that biases, norms and matrices that begin at zero are random, too."""
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
@@ -49,7 +48,6 @@ def loss_and_gradients(model: GPT, tokens: Tensor, dtype: torch.dtype = torch.fl
 
 
 def generate(model: GPT, prompt: Sequence[int], count: int, seed: int = 0, **options: Any) -> Iterator[int]:
-    """Yield the tokens that `generate_batch` samples after `prompt`, for a single seed."""
     for (token,) in generate_batch(model, prompt, count, [seed], **options):
         assert token is not None, "nothing follows the end"
         yield token

@@ -62,12 +62,6 @@ def why_no_cluster() -> str | None:
 
 
 class NodeJob(Job):
-    """A command that the constructor starts on a node.
-
-    The program nsenter enters the node's namespaces, runs the command and waits for its end. `pid` is the
-    command's process id outside the node; if the command ended at once, `pid` is nsenter's process id.
-    """
-
     def __init__(self, node: "Node", command: Sequence[str], output: Path, env: dict[str, str]) -> None:
         super().__init__([*node.enter, "setsid", "env", f"--chdir={ROOT}", *command], output, cwd=ROOT, **env)
         # nsenter waits for the command as its child, and ends as that does.
@@ -134,22 +128,18 @@ class Node:
 
     @property
     def enter(self) -> list[str]:
-        """The words to put before a command so that the command runs on the node."""
         return ["nsenter", "-t", str(self.init), "--net", "--uts", "--ipc", "--pid", "--mount"]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables TMPDIR and HOME, which name folders on the node's disk."""
         disk = self.cluster.disk
         return {"TMPDIR": str(disk / "tmp"), "HOME": str(disk / "home")}
 
     def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> NodeJob:
-        """Start a command on the node, in the repository's folder; return its job, also kept in `jobs`."""
         output = self.cluster.folder / "output" / f"{self.name}-{len(self.jobs)}"
         self.jobs.append(NodeJob(self, command, output, self.environment() | dict(env or {})))
         return self.jobs[-1]
 
     def run(self, *command: str) -> str:
-        """Run a command on the node; return its stdout. Raises CalledProcessError if the command fails."""
         env = clean_environment(**self.environment())
         whole = [*self.enter, "env", f"--chdir={ROOT}", *command]
         return subprocess.run(whole, env=env, check=True, capture_output=True, text=True).stdout.rstrip("\n")
@@ -184,7 +174,6 @@ class Node:
         self.cluster.switch.unplug(self.link)
 
     def cut_network(self) -> None:
-        """Drop the IP packets to and from the node: connections, and attempts to connect, time out."""
         self.cluster.switch.cut(self.link)
 
     def cut_storage(self) -> None:
@@ -196,12 +185,10 @@ class Node:
         wait_until(lambda: all(state_of(thread) in "TX" for thread in threads))  # until then it may answer
 
     def cut(self) -> None:
-        """Call `cut_network` and `cut_storage`."""
         self.cut_network()
         self.cut_storage()
 
     def heal(self) -> None:
-        """Undo `cut_network` and `cut_storage`."""
         self.cluster.switch.heal(self.link)
         if self.daemon:
             send_to(signal.SIGCONT, [*children(self.daemon.pid), self.daemon.pid])
@@ -220,8 +207,6 @@ class Node:
         wait_until(are_still)
 
     def thaw(self) -> None:
-        """Undo `freeze`. An nsenter has stopped when its command stopped."""
-
         def go_on() -> bool:
             outer = [job.process.pid for job in self.jobs]
             stopped = [pid for pid in [*outer, *self.pids()] if state_of(pid) == "T"]
@@ -264,7 +249,6 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Kill all nodes and close the switch; the folder stays."""
         for node in self.nodes:
             node.kill()
         self.switch.close()

@@ -54,7 +54,6 @@ class NodesJob:
             self.running[node] = node.start([*self.launcher(node), self.program, *given], env)
 
     def launcher(self, node: Node) -> list[str]:
-        """The words that stand before the program in the node's command line."""
         nodes, shared = f"{self.minimum}:{len(self.nodes)}", self.cluster.shared
         if self.launch in ("folder", "hosts"):
             hosts = ",".join(f"{other.address}:{PORT}" for other in self.nodes)
@@ -68,7 +67,6 @@ class NodesJob:
         return [*command, "--max-restarts=100", "--rdzv_backend=c10d", "--rdzv_id=job", *where]
 
     def run_dirs(self, nodes: Sequence[Node]) -> list[Path]:
-        """The run folders of these nodes, as this machine sees them."""
         if self.disk == "shared":
             return [self.cluster.shared / "run"]
         return [node.disk / "run" for node in nodes]
@@ -108,7 +106,6 @@ class NodesJob:
         return is_whole and now.seen > since and now.step > now.from_step
 
     def last_step(self) -> int:
-        """The highest of the last steps in the nodes' metrics.jsonl files; 0 if no step is recorded."""
         return max(0, *map(last_step, self.run_dirs(self.nodes)))
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
@@ -126,11 +123,9 @@ class NodesJob:
         return False
 
     def reach(self, step: int) -> bool:
-        """Wait, as `wait_until` does, until `last_step` is at least `step`; return whether it is."""
         return self.wait_until(lambda: self.last_step() >= step)
 
     def seconds_until(self, condition: Callable[[], bool], since: float) -> float | None:
-        """The seconds from `since` until the condition holds; None if `wait_until` returns False."""
         holds = self.wait_until(condition)
         return round(time.time() - since, 2) if holds else None
 
@@ -157,7 +152,6 @@ class NodesJob:
         return round(max(b - a for a, b in itertools.pairwise(moments)), 2) if do_train else None
 
     def rank(self, node: Node) -> int | None:
-        """The rank in the environment of the node's worker; None if there is no worker."""
         ranks = [rank_of(pid) for pid in self.running[node].workers()]
         return next((rank for rank in ranks if rank is not None), None)
 
@@ -175,11 +169,9 @@ class NodesJob:
         return codes
 
     def hashes(self, step: int) -> set[str]:
-        """The first 16 digits of `tensor_hash`, from each run folder that has a snapshot of this step."""
         return {tensor_hash(run_dir, step)[:16] for run_dir in self.run_dirs(self.nodes)} - {"none"}
 
     def errors(self) -> str:
-        """The last 25 lines of the job's stderr on each node, without the lines about steps."""
         texts = []
         for node, job in self.running.items():
             lines = [line[:500] for line in job.err().splitlines() if not line.startswith("step ")]
@@ -188,13 +180,11 @@ class NodesJob:
 
 
 def has_moved(last: Any, now: Any) -> bool:
-    """Whether the progress `now` has a completed step that the progress `last` does not have."""
     has_step = now is not None and now.step > now.from_step
     return has_step and (last is None or (now.began, now.step) > (last.began, last.step))
 
 
 def listens(node: Node, port: int) -> bool:
-    """Whether a process of the node listens on this TCP port."""
     text = "".join(Path(f"/proc/{node.init}/net/{name}").read_text() for name in ("tcp", "tcp6"))
     entries = [line.split() for line in text.splitlines()]
     return any(entry[1].endswith(f":{port:04X}") and entry[3] == "0A" for entry in entries)

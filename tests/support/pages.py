@@ -39,7 +39,6 @@ NEEDED = (
 
 
 def blocks(page: Path) -> list[tuple[str, dict[str, str], str]]:
-    """(language, {attribute: value}, content) of each ``` block that names a language."""
     found = []
     for language, attributes, content in BLOCK.findall(page.read_text()):
         words = [word.split("=", 1) for word in attributes.split()]
@@ -48,7 +47,6 @@ def blocks(page: Path) -> list[tuple[str, dict[str, str], str]]:
 
 
 def commands(page: Path, marked: bool = False) -> list[str]:
-    """The lines of the page's bash blocks; if `marked`, only of blocks with an attribute `test`."""
     return [
         line
         for language, attributes, content in blocks(page)
@@ -135,7 +133,6 @@ def run(line: str, text: Path, folder: Path, **more: object) -> None:
 
 
 def start(command: str, folder: Path, port: int, **variables: str) -> subprocess.Popen[str]:
-    """Start a page's command with PROGRAMS, `port` in place of 29400, and the environment `variables`."""
     words = [PROGRAMS.get(word, word) for word in command.replace("29400", str(port)).split()]
     return subprocess.Popen(
         " ".join(words),
@@ -182,7 +179,6 @@ def _decimals_apart(line: str) -> tuple[str, list[float]]:
 
 
 def command_of(path: Path) -> str:
-    """The command in a tutorial program's docstring. Raises AssertionError unless there is exactly one."""
     docstring = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
     commands = COMMAND.findall(docstring)
     assert len(commands) == 1, path
@@ -190,13 +186,11 @@ def command_of(path: Path) -> str:
 
 
 def link_root(folder: Path) -> None:
-    """Link the repository's mingpt, tutorial and data into `folder`, unless the name exists there."""
     for name in ("mingpt", "tutorial", "data"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
 
 
 def run_program(command: str, folder: Path) -> str:
-    """Run the command of a tutorial program in a folder, after `link_root`; return its stdout."""
     link_root(folder)
     return finish(start(command, folder, free_port()))

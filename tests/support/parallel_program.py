@@ -54,7 +54,6 @@ class Case:
 
     @property
     def splits(self) -> bool:
-        """Whether each rank updates its rows only."""
         return self.shard_optimizer or self.parallel == "fsdp"
 
 
@@ -178,7 +177,6 @@ def make_batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def run_step(case: Case, strategy: Strategy, step: int) -> None:
-    """Compute the gradients of a step, not yet clipped."""
     strategy.start_step()
     for number in strategy.my_micro_batches:
         torch.manual_seed(100 * step + number)  # as the trainer does, for dropout
@@ -237,14 +235,12 @@ def run_program(group: str) -> Results | str:
 
 
 def outcomes_of(group: str, case: str) -> list[list[Outcome]]:
-    """The outcomes of a case, by rank, for each number of ranks on which it runs."""
     results = run_program(group)
     assert isinstance(results, dict), results
     return [[of_rank[case] for of_rank in ranks] for ranks in results.values() if case in ranks[0]]
 
 
 def whole(pieces: Sequence[Tensors]) -> Tensors:
-    """Join the pieces of each tensor along dimension 0; `pieces` are in the order of the ranks."""
     return {
         name: torch.cat([part[name] for part in pieces]) if first.ndim else first
         for name, first in pieces[0].items()
@@ -258,7 +254,6 @@ def assert_equal(mine: Tensors, expected: Tensors) -> None:
 
 
 def assert_close(mine: Tensors, expected: Tensors) -> None:
-    """Assert that tensors differ by at most 1e-6 plus 1e-4 of the expected value."""
     assert mine.keys() == expected.keys()
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)

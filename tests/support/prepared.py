@@ -45,20 +45,17 @@ def run_apart(*words: object, before: str = "", **env: str) -> subprocess.Comple
 
 
 def prepared(*words: object) -> str:
-    """Run the command; return its stdout. Raises AssertionError if the command fails."""
     done = run_here(main, *words)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """{name: SHA-256 in hex} of the folder's files."""
     names = sorted(path.name for path in folder.iterdir())
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
 
 
 def tokens_of(folder: Path, part: Literal["train", "val"]) -> list[int]:
-    """The tokens of all training or validation shards in a folder that the command has written, in order."""
     shards: TokenShards = getattr(open_shards(folder, 0.1), part)
     return shards.read([0], len(shards))[0].tolist()
 
@@ -69,7 +66,6 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def mixed(characters: int, seed: int) -> str:
-    """A text of random elements of WORDS, cut to the length `characters`."""
     rng, text = random.Random(seed), ""
     while len(text) < characters:
         text += "".join(rng.choices(WORDS, k=200))

@@ -17,8 +17,6 @@ HOST = platform.node()
 
 
 class ThreadTransport(Transport):
-    """The transport of one rank: tensors travel as objects, by the context's `all_gather_object`."""
-
     def __init__(self, context: DistributedContext) -> None:
         super().__init__(context.rank, context.world_size)
         self.context = context
@@ -63,7 +61,6 @@ class ThreadContext(DistributedContext):
 
 
 def run_ranks(world_size: int, work: Callable[[DistributedContext], T]) -> list[T | Exception]:
-    """Run `work` on `world_size` threads; return, by rank, what it returned or raised."""
     barrier, board = threading.Barrier(world_size, timeout=30), [None] * world_size
     with ThreadPoolExecutor(world_size) as threads:
         contexts = [ThreadContext(rank, world_size, barrier, board) for rank in range(world_size)]

@@ -7,5 +7,4 @@ from support.commands import run_here
 
 
 def sample(*words: object) -> subprocess.CompletedProcess[str]:
-    """Run `python sample.py words...`; return its output and its exit code."""
     return run_here(program.main, *words)

@@ -97,7 +97,6 @@ class SlurmCluster:
         self.conf.write_text(text)
 
     def start(self, name: str, command: Sequence[str]) -> None:
-        """Start a daemon in a new session. Its output goes to `<name>.out` in the cluster's folder."""
         with open(self.folder / f"{name}.out", "ab") as out:
             self.daemons[name] = subprocess.Popen(
                 list(command), env=self.environment, stdout=out, stderr=out, start_new_session=True
@@ -123,7 +122,6 @@ class SlurmCluster:
         send_to(signal.SIGKILL, self.pids_with({f"SLURM_CONF={self.conf}"}))
 
     def run(self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
-        """Run a Slurm command; return its stdout. With `check`, raises RuntimeError if the command fails."""
         env = self.environment | dict(environment or {})
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
         if check and done.returncode:
@@ -131,15 +129,12 @@ class SlurmCluster:
         return done.stdout
 
     def submit(self, *words: str, **environment: str) -> int:
-        """Run `sbatch words...` in the repository's root; return the job's id."""
         return int(self.run("sbatch", "--parsable", *words, environment=environment))
 
     def job(self, number: int) -> dict[str, str]:
-        """Return the fields that `scontrol show job` prints about the job with the id `number`."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", str(number))))
 
     def wait_for_state(self, number: int, *states: str, timeout_s: float = 180) -> str:
-        """Wait until the job has one of these states; return it. Raises TimeoutError after `timeout_s`."""
         wait_until(lambda: self.job(number)["JobState"] in states, timeout_s)
         return self.job(number)["JobState"]
 
@@ -177,7 +172,6 @@ class SlurmCluster:
         self.daemons[node].wait()
 
     def job_pids(self, node: str | None = None) -> list[int]:
-        """The ids of living processes of this cluster's jobs, on all nodes or only on `node`."""
         wanted = {f"SLURM_CONF={self.conf}"} | ({f"SLURMD_NODENAME={node}"} if node else set())
         return self.pids_with(wanted, "SLURM_JOB_ID=")
 
@@ -206,7 +200,6 @@ def name_of(pid: int) -> str:
 
 
 def step_daemon(pid: int) -> int | None:
-    """The id of a process's parent if the parent is a slurmstepd, else None."""
     try:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:

@@ -43,7 +43,6 @@ def command(
     program: Path | str = "train.py",
     **settings: object,
 ) -> list[str]:
-    """The command of a small run. Names of settings have two underscores in place of a dot."""
     given = SMALL | {key.replace("__", "."): value for key, value in settings.items()}
     return [*launcher, str(program), *map(str, words), *(f"{key}={value}" for key, value in given.items())]
 
@@ -59,7 +58,6 @@ def changed_program(folder: Path, code: str) -> Path:
 
 
 def reached(run_dir: Path, step: int) -> Callable[[], bool]:
-    """A function that tells whether this step is on record."""
     return lambda: last_step(run_dir) >= step
 
 
@@ -69,7 +67,6 @@ def all_gone(pids: Sequence[int]) -> bool:
 
 
 def generations(run_dir: Path) -> list[dict[str, Any]]:
-    """The generations in run.json, in order."""
     return list(read_history(run_dir)["generations"])
 
 
@@ -103,7 +100,6 @@ def error_of(job: Job, code: int = 2) -> str:
 
 
 def assert_same_run(run_dir: Path, expected: Path) -> None:
-    """Assert equal weights, optimizer state and metrics."""
     assert final_hash(run_dir) == final_hash(expected)
     for name in ("train/loss", "grad_norm", "val/loss", "val/bits_per_byte"):
         found = read_metric(run_dir, name)

@@ -49,7 +49,6 @@ def manifest_fields(step: int, loss: float | None = None) -> dict[str, Any]:
 
 
 def make_manifest(step: int, loss: float | None = None, **fields: Any) -> Manifest:
-    """The manifest with `manifest_fields(step, loss)`; `fields` replace or add values."""
     return Manifest.model_validate(manifest_fields(step, loss) | fields)
 
 
@@ -77,12 +76,10 @@ def search(
 
 
 def to_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
-    """The bytes of a safetensors file with these tensors."""
     return save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 def source_of(content: bytes) -> SourceFile:
-    """A file in fsspec's memory that has these bytes."""
     files = fsspec.filesystem("memory")
     path = f"/{uuid.uuid4().hex}"
     files.pipe_file(path, content)
@@ -90,14 +87,12 @@ def source_of(content: bytes) -> SourceFile:
 
 
 def open_content(content: bytes) -> TensorFile:
-    """A TensorFile whose file has these bytes."""
     return TensorFile(source_of(content))
 
 
 def snapshot_of(
     manifest: Manifest, tensors: Mapping[str, Tensor], tokenizer: bytes | None = None
 ) -> Snapshot:
-    """A Snapshot with this manifest, these tensors and this tokenizer, which is in no store."""
     files: list[StoredFile] = [open_content(to_safetensors(tensors))]
     if tokenizer is not None:
         files.append(StoredFile(source_of(tokenizer)))
@@ -105,7 +100,6 @@ def snapshot_of(
 
 
 def make_store(tmp_path: Path) -> Store:
-    """A store in the folder `snapshots` of `tmp_path`."""
     store = Store(str(tmp_path / "snapshots"), retries_s=(0.0, 0.0))
     store.prepare()
     return store
@@ -125,12 +119,10 @@ def write(
 def make_saver(
     store: Store, keep: int = 100, keep_best: bool = False, tokenizer: bytes | None = None
 ) -> Saver:
-    """A Saver with one tier, the disk, in a process that holds the whole state."""
     return Saver([Tier("disk", store, keep=keep, keep_best=keep_best)], tokenizer)
 
 
 def save(saver: Saver, manifest: Manifest, tensors: Mapping[str, Tensor] = TENSORS) -> None:
-    """Save a snapshot to all tiers, and wait until it is written. The tiers keep the errors."""
     saver.save(manifest, tensors)
     saver.wait()
 

@@ -13,7 +13,6 @@ Process = subprocess.Popen[bytes]
 
 
 def start_bound(command: Sequence[str], errors: IO[str] | None = None) -> tuple[Process, bytes]:
-    """Start a command that reads its stdin, a pipe of this program; return it with its first line."""
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
     )
@@ -22,7 +21,6 @@ def start_bound(command: Sequence[str], errors: IO[str] | None = None) -> tuple[
 
 
 def end(process: Process) -> None:
-    """Close the pipes of such a command, and wait until it has ended."""
     for pipe in filter(None, (process.stdin, process.stdout)):
         pipe.close()
     process.wait(TIMEOUT_S)
@@ -40,10 +38,6 @@ class Switch:
         self.run("ip link set br0 up")
 
     def run(self, command: str, text: str = "", *, check: bool = True) -> None:
-        """Run a command, with the stdin `text`, in the bridge's namespace.
-
-        With `check`, raises RuntimeError if the command fails.
-        """
         whole = ["nsenter", "-t", str(self.process.pid), "--net", *command.split()]
         done = subprocess.run(whole, input=text, capture_output=True, text=True)
         if check and done.returncode:
@@ -66,7 +60,6 @@ class Switch:
         self.run(f"ip link delete {link}", check=False)  # the kernel may have deleted it by now
 
     def cut(self, link: str) -> None:
-        """Drop IP packets from this link and to this link."""
         self.links_cut.add(link)
         self.load_rules()
 

@@ -19,21 +19,18 @@ NAMES: list[Name] = ["adamw", "muon"]
 
 
 def make_model(name: Name, arch: Arch) -> tuple[GPT, Optimizer]:
-    """A model and its optimizer. The weights depend only on `arch`."""
     torch.manual_seed(0)
     model = GPT(ModelConfig(arch=arch, n_layer=2, n_head=2, n_embd=16), vocab_size=11, block_size=8)
     return model, make_optimizer(model, OptimizerConfig(name=name))
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """The optimizer of a single worker."""
     weights = dict(model.named_parameters())
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     return Optimizer(weights, config, RowMap(shapes), Transport(0, 1))
 
 
 def compute_gradients(model: nn.Module, step: int) -> None:
-    """Run a backward pass on a batch that depends only on `step`."""
     torch.manual_seed(step)
     tokens = torch.randint(0, 11, (2, 9))
     model(tokens[:, :-1], tokens[:, 1:])[1].backward()

@@ -33,12 +33,10 @@ def gpt2() -> JsonTokenizer:
 
 
 def edited(content: bytes, **changes: Any) -> bytes:
-    """The content of a tokenizer.json with `changes` to its top-level values."""
     return json.dumps({**json.loads(content), **changes}).encode()
 
 
 def added(content: str, token: int, **flags: bool) -> dict[str, Any]:
-    """An entry of the list `added_tokens` in tokenizer.json. Flags that are not given are false."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     return {"id": token, "content": content, **plain, **flags}
 

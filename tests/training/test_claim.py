@@ -189,3 +189,8 @@ def test_a_damaged_claim_is_somebodys_until_the_lease_ends(
     assert own.number == number + 1 and clock.now >= LEASE_S
     own.release()
     assert path.exists() == (size > 0)  # it may be a user's, unless it was being written
+
+
+def test_a_folder_that_is_gone_is_an_error_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        claim(tmp_path / "gone", DEAD).acquire()

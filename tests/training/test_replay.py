@@ -148,7 +148,6 @@ def test_workers_that_need_not_compute_alike_are_not_compared(
     assert ("what they compute is not compared" in caplog.text) != expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "found_at", "suspects"),
     [(7, 11, ["suspect-1-step_00000010"]), pytest.param(0, 1, [], marks=pytest.mark.weekly)],
@@ -166,6 +165,7 @@ def test_a_worker_that_computes_wrongly_ends_the_job_and_the_next_one_goes_on_be
     agreed_step = found_at // 2  # the last replay that agreed
     run_dir, program = tmp_path / "run", changed_program(tmp_path, LIE.replace("FIRST", str(first)))
     settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__replay_every": 5}
+    settings["trainer__parallel"] = "fsdp"
     job = start(command(launcher=torchrun(2, restarts=2), program=program, **settings))
     line = error_of(job, code=1)
     assert line.startswith(f"step {found_at}: worker 0 on ") and " or worker 1 on " in line

@@ -5,6 +5,7 @@ At the end is what holds for the plan of every start: `hypothesis` makes the fac
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from support.properties import examples
 from support.small_jobs import SMALL
 from support.snapshots import make_manifest
 
-from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
+from mingpt.base.errors import CorruptSnapshot, NodeRefused, NodesLeave, UnreadableSnapshot
 from mingpt.config import to_dict
 from mingpt.config.cli import build
 from mingpt.snapshot.manifest import Manifest, is_distrusted
 from mingpt.snapshot.search import Offer
+from mingpt.distributed import Launch
 from mingpt.training.plan import (
     REFUSALS,
     Again,
@@ -32,6 +34,7 @@ from mingpt.training.plan import (
     plan_start,
     settings_digest,
 )
+from mingpt.training.start import end
 
 RUN, OTHER, DATA = 32 * "a", 32 * "b", 64 * "0"
 URL = "out/run/snapshots"
@@ -367,3 +370,14 @@ def test_every_start_has_one_answer_that_keeps_the_rules(facts: list[StartFacts]
     of_snapshot = choice.manifest.run if choice and choice.manifest else None
     assert plan.snapshot_writers == sorted({one.snapshot_keeper for one in facts})
     assert plan.run_id in {one.records.run for one in facts} | {of_snapshot, 32 * "0"}
+
+
+@pytest.mark.parametrize(("node", "error"), [(0, NodesLeave), (1, NodeRefused)])
+def test_a_refused_node_leaves_and_the_others_are_told_which_ranks_do(
+    node: int, error: type[Exception]
+) -> None:
+    refusal = Refusal("data", "its data differ", nodes=frozenset({1}), hosts="host1")
+    context: Any = SimpleNamespace(launch=Launch(node_rank=node))
+    with pytest.raises(error, match="the job goes on without host1") as raised:
+        end(refusal, [facts(0), facts(1)], context)
+    assert vars(raised.value).get("ranks", [1]) == [1]

@@ -141,7 +141,6 @@ class Numerics(TorchDispatchMode):
         return out
 
     def compute(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        """Fill `out` with results from the CPU. `out` is None if the operation writes to its inputs."""
         pair = args[:2] if name == "copy_" else (out, args[0] if args else None)
         if name in ("copy_", "_to_copy") and copied_by_runtime(*pair):
             return
@@ -153,7 +152,6 @@ class Numerics(TorchDispatchMode):
 
 
 def place() -> str:
-    """Return file, line and function of the innermost frame outside of libraries and of this folder."""
     frame: Any = inspect.currentframe()
     elsewhere = (HERE, "<", sys.base_prefix)
     while frame.f_back and (
@@ -170,7 +168,6 @@ def write_place(buffer: int, size: int) -> None:
 
 
 def compute_here() -> bool:
-    """Compute the results of this thread's CUDA operations from now on; returns True."""
     if not hasattr(in_thread, "mode"):
         in_thread.mode = Numerics()
         in_thread.mode.__enter__()
