@@ -19,9 +19,9 @@ from support.snapshots import make_manifest
 from mingpt.base.errors import CorruptSnapshot, NodeRefused, NodesLeave, UnreadableSnapshot
 from mingpt.config import to_dict
 from mingpt.config.cli import build
+from mingpt.distributed import Launch
 from mingpt.snapshot.manifest import Manifest, is_distrusted
 from mingpt.snapshot.search import Offer
-from mingpt.distributed import Launch
 from mingpt.training.plan import (
     REFUSALS,
     Again,
