@@ -33,9 +33,8 @@ from typing import Any
 
 from common import SMALL, Tally, argument_parser, changed_program, row, work_folder
 from support.jobs import read_history, read_metric
-from support.nodes import Cluster, why_no_cluster
+from support.nodes import Cluster, Switch, why_no_cluster
 from support.nodes_job import NodesJob
-from support.switch import Switch
 
 STEPS, FAULT_STEP, LIMIT_S = 80, 12, 900.0
 PAUSE = "import time; events.subscribe('step_end', lambda step: time.sleep(1.5))"

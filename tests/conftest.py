@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 from support import properties as properties  # which registers the profiles of hypothesis
 from support.golden import Golden
-from support.jobs import Job
-from support.needs import FacilityMissing
+from support.jobs import SMALL, Begin, FacilityMissing, Finish, Job, Start, changed_program, command
 from support.nodes import Cluster, why_no_cluster
-from support.small_jobs import SMALL, Begin, Finish, Start, changed_program, command
 
 from mingpt.tools.jobs import ROOT, torchrun
 
@@ -28,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """Use one thread per process: the processes of `pytest -n` share the cores, and waiting threads spin."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
+    os.makedirs(SMALL["snapshot.memory_path"], exist_ok=True)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and jobs would inherit that
 
 

@@ -36,7 +36,6 @@ def test_the_commands_of_pages_that_are_marked_run(text: Path, tmp_path: Path) -
 
 @pytest.fixture
 def extended(tmp_path: Path) -> Path:
-    """A copy of the project with all additions of the page on extending."""
     ignored = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "*.egg-info", "out")
     tree = shutil.copytree(ROOT, tmp_path / "extended", ignore=ignored)
     apply_additions(tree)

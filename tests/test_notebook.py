@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import free_port, read_history, read_metric
+from support.jobs import SMALL, free_port, read_history, read_metric
 from support.pages import NEEDED, finish, start
-from support.small_jobs import SMALL
 
 from mingpt.tools.jobs import ROOT
 

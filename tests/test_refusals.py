@@ -63,7 +63,6 @@ def shards(folder: Path) -> Any:
 
 
 def of_run(vocab_size: int = 3, kind: str = "char", layers: int = 1, **fields: Any) -> Manifest:
-    """The manifest of a run of one model, with these fields."""
     config = to_dict(Config(model=ModelConfig(n_layer=layers, n_head=1, n_embd=2)))
     tokenizer = {"kind": kind, "vocab_size": vocab_size}
     return make_manifest(1, **({"config": config, "tokenizer": tokenizer} | fields))

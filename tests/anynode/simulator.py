@@ -70,8 +70,6 @@ class Fault:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a seed stands for."""
-
     nodes: int
     minimum: int
     hosts: tuple[int, ...]  # nodes whose agents host a board; () for a shared folder
@@ -104,8 +102,6 @@ def draw(seed: int) -> Schedule:
 
 @dataclass
 class Agent:
-    """One agent's process, and the workers of its node."""
-
     number: int  # of its node
     node: Node
     is_alive: bool = True
@@ -117,8 +113,6 @@ class Agent:
 
 
 class SeededIds:
-    """A stand-in for the module uuid."""
-
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
@@ -131,8 +125,6 @@ class Failure(Exception):
 
 
 class Simulator:
-    """The world of one schedule."""
-
     def __init__(self, seed: int) -> None:
         self.schedule, self.rng = draw(seed), random.Random(f"network {seed}")
         self.now, self.count = 0.0, itertools.count()
@@ -183,7 +175,6 @@ class Simulator:
         return self.schedule.delay_s * self.rng.uniform(0.5, 2) * (10 if packet_was_lost else 1)
 
     def passes(self, one: int, other: int) -> bool:
-        """Return whether messages from node `one` reach node `other`."""
         for fault in self.faults:
             if fault.kind == "lose" and one != other and fault.node in (one, other):
                 return False

@@ -23,7 +23,6 @@ def entry(name: str, counter: int = 1) -> Entry:
 
 @pytest.fixture
 def port() -> int:
-    """The port of a server that holds a board."""
     server = Server(HERE, 0, {"post": BoardMemory().post, "ping": lambda message: {"id": "me"}})
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server.port

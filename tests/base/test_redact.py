@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.jobs import Start, command
 from support.properties import examples
-from support.small_jobs import Start, command
 from support.web import serving
 
 from mingpt.base.urls import redact

@@ -5,8 +5,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from support.needs import need, need_proc
-from support.small_jobs import Start
+from support.jobs import Start, need, need_proc
 
 from mingpt.base.processes import kill_by_pidfd, open_siblings, read_stat, wait_readable
 from mingpt.base.system import OutOfTime, cgroup_quota, run_within, try_within, usable_cores

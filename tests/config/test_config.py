@@ -34,7 +34,6 @@ def test_the_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def refusal(words: Sequence[str]) -> str:
-    """The sentence with which these words are refused."""
     with pytest.raises(UserError) as error:
         parse(words)
     assert "\n" not in str(error.value)

@@ -20,9 +20,21 @@ import numpy as np
 import pytest
 import torch
 from support.cuda.run import Record, build, environment, read_records
-from support.jobs import Job, free_port, read_history, read_metric, wait_until
+from support.jobs import (
+    Begin,
+    Job,
+    Start,
+    all_gone,
+    command,
+    final_hash,
+    free_port,
+    manifest,
+    reached,
+    read_history,
+    read_metric,
+    wait_until,
+)
 from support.shards import write_nanogpt
-from support.small_jobs import Begin, Start, all_gone, command, final_hash, manifest, reached
 
 from mingpt.tools.jobs import ROOT, torchrun
 
@@ -59,7 +71,6 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def one_worker(libraries: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one worker that nothing disturbed."""
     folder = tmp_path_factory.mktemp("one-worker")
     words = command(run_dir=folder / "run", data__path=text, **SETTINGS)
     job = Job(words, folder / "job", cwd=ROOT, **environment(libraries, folder))
@@ -237,47 +248,6 @@ def test_a_failure_of_nccl_is_told_in_its_own_words_and_costs_no_restart(
     job = on_gpus(trainer__workers=2, env={"STANDIN_NCCL_FAIL": reason})
     assert job.wait() not in (0, -signal.SIGABRT) and job.err().count(reason) == 1, job.err()
     assert "restart" not in job.err()
-
-
-# Work on two streams, right and with one call left out each; prints how many hazards and what the host reads.
-ORDER = """
-import os, torch
-def work(fault):
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    x = torch.ones(1000, device="cuda")
-    host = torch.zeros(1000).pin_memory()
-    if fault != "wait before":
-        side.wait_stream(main)
-    with torch.cuda.stream(side):
-        if fault != "record_stream":
-            x.record_stream(side)
-        y = x * 2
-    del x
-    z = torch.ones(1000, device="cuda")
-    if fault != "wait after":
-        main.wait_stream(side)
-    host.copy_(y + z, non_blocking=True)
-    if fault != "synchronize":
-        torch.cuda.synchronize()
-    read = int(host.sum())
-    torch.cuda.synchronize()
-    hazards = open(f"{os.environ['STANDIN_DIR']}/{os.getpid()}.records").read().count("HAZARD")
-    print(fault, hazards - sum(found), read, sep=":")
-    found.append(hazards - sum(found))
-found = []
-for fault in ("none", "wait before", "record_stream", "wait after", "synchronize"):
-    work(fault)
-"""
-
-
-def test_the_stand_in_notices_each_way_to_break_the_order_of_streams(
-    start: Start, libraries: Path, tmp_path: Path
-) -> None:
-    job = start([sys.executable, "-c", ORDER], **environment(libraries, tmp_path))
-    assert job.wait() == 0, job.err()
-    none, before, record, after, synchronize = (line.split(":") for line in job.out().splitlines())
-    assert none[1:] == ["0", "3000"] and synchronize[1:] == ["0", "0"]
-    assert all(int(hazards) > 0 for _, hazards, _ in (before, record, after)), job.out()
 
 
 def test_the_parts_of_the_gpu_benchmark_run_and_no_figure_passes_for_a_gpus(

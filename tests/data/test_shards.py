@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.golden import Golden
-from support.needs import need_proc
+from support.jobs import need_proc
 from support.shards import llmc_header, write_llmc, write_nanogpt
 
 from mingpt.base.errors import ExpectedError, UserError
@@ -28,7 +28,6 @@ def some_tokens(count: int, below: int = 50257) -> np.ndarray:
 
 
 def prepared(folder: Path, **changes: Any) -> None:
-    """Write two training shards and a validation shard with their meta.json."""
     for name, count in (("train_00000.bin", 30), ("train_00001.bin", 7), ("val_00000.bin", 12)):
         write_llmc(folder / name, some_tokens(count))
     hashes = {

@@ -16,7 +16,6 @@ TEXT = "Où? Ça, la mer; 海と空。 ".encode() * 40
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of an HTTP server on this machine that has one file, play.txt."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "play.txt").write_bytes(TEXT)

@@ -51,7 +51,6 @@ def test_gpt2s_tokens_are_those_of_another_program() -> None:
 
 
 def with_added_tokens(*tokens: dict[str, Any]) -> JsonTokenizer:
-    """GPT-2's tokenizer with more tokens."""
     end = json.loads(gpt2_content())["added_tokens"]
     return JsonTokenizer(edited(gpt2_content(), added_tokens=[*end, *tokens]))
 

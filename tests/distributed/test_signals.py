@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.needs import need
+from support.jobs import need
 
 from mingpt.distributed.exit import before_first_step
 from mingpt.tools.jobs import ROOT
@@ -63,7 +63,6 @@ def listen(
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Wait for the end; return the exit code and what the process has written to stderr."""
     try:
         said = process.communicate(timeout=10)[1]
     finally:

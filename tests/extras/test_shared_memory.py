@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.forks import fork_ranks, results_of, share_memory
-from support.needs import need, need_proc
+from support.jobs import need, need_proc
 
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.exit import is_lost_peer

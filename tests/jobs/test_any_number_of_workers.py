@@ -5,8 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import free_port, last_step, read_history
-from support.small_jobs import Begin, Finish, assert_same_run, reached, snapshot_steps
+from support.jobs import (
+    Begin,
+    Finish,
+    assert_same_run,
+    free_port,
+    last_step,
+    reached,
+    read_history,
+    snapshot_steps,
+)
 
 from mingpt.tools.jobs import torchrun
 

@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 from support.golden import Golden
-from support.jobs import Job
-from support.small_jobs import Begin, Finish, assert_same_run, contents, error_of, snapshot_steps
+from support.jobs import Begin, Finish, Job, assert_same_run, contents, error_of, snapshot_steps
 
 from mingpt.tools.jobs import ROOT, torchrun
 
 
 def sentence(job: Job) -> str:
-    """The one line that a refused run prints."""
     error = error_of(job)
     assert job.out() == "" and len(job.err().splitlines()) == 1, job.err()
     return error.replace(str(ROOT), "ROOT")

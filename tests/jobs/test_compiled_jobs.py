@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import is_alive, wait_until
-from support.small_jobs import Begin, Finish, final_hash, manifest
+from support.jobs import Begin, Finish, final_hash, is_alive, manifest, wait_until
 
 from mingpt.tools.jobs import torchrun
 

@@ -1,8 +1,7 @@
 """The doctor under torchrun: only a table on a healthy cluster, a sentence per fault on a faulty one."""
 
 import pytest
-from support.jobs import free_port
-from support.small_jobs import Start
+from support.jobs import Start, free_port
 
 from mingpt.tools.jobs import torchrun
 

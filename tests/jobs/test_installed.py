@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.small_jobs import Start, command
+from support.jobs import Start, command
 
 from mingpt.tools.jobs import ROOT
 

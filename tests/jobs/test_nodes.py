@@ -9,10 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import read_history, recorded, tensor_hash
+from support.jobs import (
+    SMALL,
+    Begin,
+    changed_program,
+    generations,
+    reached,
+    read_history,
+    recorded,
+    snapshot_steps,
+    tensor_hash,
+)
 from support.nodes import Cluster
 from support.nodes_job import NodesJob
-from support.small_jobs import SMALL, Begin, changed_program, generations, reached, snapshot_steps
 
 from mingpt.tools.jobs import ROOT, torchrun
 

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import read_metric
-from support.small_jobs import Finish, final_hash, generations, manifest
+from support.jobs import Finish, final_hash, generations, manifest, read_metric
 
 from mingpt.tools.jobs import torchrun
 

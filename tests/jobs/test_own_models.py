@@ -6,9 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.jobs import Job, children
+from support.jobs import Finish, Job, Start, children, final_hash, generations
 from support.odd_models import MODELS
-from support.small_jobs import Finish, Start, final_hash, generations
 
 from mingpt.tools.jobs import ROOT, torchrun
 
@@ -37,7 +36,6 @@ def test_a_model_of_ones_own_is_trained_and_resumed(name: str, finish: Finish, t
 
 
 def start_loop(start: Start, folder: Path, workers: int, restarts: int = 0, steps: int = 60) -> Job:
-    """Start the example of a loop of one's own, with fewer steps, in a folder."""
     text = (ROOT / "examples" / "own_loop.py").read_text()
     assert text.count(" 900,") == 1
     folder.mkdir(exist_ok=True)

@@ -6,8 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.jobs import children, descendants, read_history, wait_until
-from support.small_jobs import Begin, all_gone, assert_same_run, error_of, generations, reached
+from support.jobs import (
+    Begin,
+    all_gone,
+    assert_same_run,
+    children,
+    descendants,
+    error_of,
+    generations,
+    reached,
+    read_history,
+    wait_until,
+)
 
 from mingpt.base.system import usable_cores
 from mingpt.config.cli import build

@@ -6,16 +6,18 @@ import time
 from pathlib import Path
 
 import pytest
-from support.jobs import last_step, read_history, wait_until
-from support.small_jobs import (
+from support.jobs import (
     Begin,
     Finish,
     all_gone,
     assert_same_run,
     final_hash,
     generations,
+    last_step,
     reached,
+    read_history,
     snapshot_steps,
+    wait_until,
 )
 from support.snapshots import newest
 

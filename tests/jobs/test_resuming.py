@@ -4,9 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import read_history, read_metric
-from support.object_store import object_store
-from support.small_jobs import (
+from support.jobs import (
     Begin,
     Finish,
     assert_same_run,
@@ -14,8 +12,11 @@ from support.small_jobs import (
     error_of,
     generations,
     reached,
+    read_history,
+    read_metric,
     snapshot_steps,
 )
+from support.web import object_store
 
 from mingpt.tools.jobs import torchrun
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import sample
 from support.golden import Golden
 from support.hf_models import save_run
-from support.sampling import sample
 
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.tools.jobs import ROOT, clean_environment
@@ -24,7 +24,6 @@ SMALLER = ModelConfig(n_layer=1, n_head=2, n_embd=32)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with random weights."""
     folder = tmp_path_factory.mktemp("sampling") / "run"
     save_run(folder, CONFIG, CHARACTERS)
     return folder

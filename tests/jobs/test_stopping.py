@@ -7,8 +7,18 @@ import time
 from pathlib import Path
 
 import pytest
-from support.jobs import descendants, read_history, wait_until
-from support.small_jobs import Begin, Finish, all_gone, assert_same_run, generations, reached, snapshot_steps
+from support.jobs import (
+    Begin,
+    Finish,
+    all_gone,
+    assert_same_run,
+    descendants,
+    generations,
+    reached,
+    read_history,
+    snapshot_steps,
+    wait_until,
+)
 
 from mingpt.distributed.signals import REPEAT_S
 from mingpt.tools.jobs import torchrun

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.sampling import sample
+from support.commands import sample
+from support.jobs import Finish, manifest
 from support.shards import write_llmc
-from support.small_jobs import Finish, manifest
 from support.vocabularies import cl100k_like
 
 from mingpt.data import JsonTokenizer
@@ -14,7 +14,6 @@ from mingpt.data import JsonTokenizer
 
 @pytest.fixture
 def shards(text: Path, tmp_path: Path) -> Path:
-    """A folder with three training shards, one for validation, and their tokenizer."""
     folder, tokenizer = tmp_path / "shards", JsonTokenizer(cl100k_like(text.read_text(), 300))
     folder.mkdir()
     tokens = np.append(tokenizer.encode(text.read_text()), tokenizer.end_of_text or 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.small_jobs import Finish, Start
+from support.jobs import Finish, Start
 
 from mingpt.__main__ import main
 from mingpt.base.command import run_command

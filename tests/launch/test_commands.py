@@ -22,8 +22,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from kubeflow_trainer_api import models
-from support.jobs import free_port
-from support.small_jobs import Start, command, final_hash
+from support.jobs import Start, command, final_hash, free_port
 
 from anynode.command import torchrun_options
 from mingpt.config.cli import parse

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.forks import SingleProcess
 from support.golden import Golden
 from support.models import loss_and_gradients, make_model, make_tokens
-from support.single_process import SingleProcess
 
 from mingpt.base.errors import UserError
 from mingpt.config.cli import build

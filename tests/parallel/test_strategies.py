@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from support.forks import SingleProcess
 from support.golden import Golden
 from support.odd_models import MODELS
 from support.parallel_program import GROUPS, assert_close, assert_equal, assert_same, outcomes_of, whole
-from support.single_process import SingleProcess
 
 from mingpt.base.errors import UserError
 from mingpt.config import ModelConfig

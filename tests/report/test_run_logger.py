@@ -11,8 +11,8 @@ import pytest
 import yaml
 from support.events import read_scalars
 from support.faults import FaultyDisk
+from support.jobs import SMALL
 from support.runs import STATS, make_run
-from support.small_jobs import SMALL
 
 from mingpt.config import to_dict
 from mingpt.data import make_corpus

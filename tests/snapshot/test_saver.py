@@ -171,7 +171,6 @@ def make_tensors(step: int) -> Tensors:
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    """The content of all files in this folder, by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -237,8 +236,6 @@ def test_the_files_on_each_disk_and_in_each_memory_are_those_of_one_rank_with_th
 
 
 class Fault(NamedTuple):
-    """What happens on a rank when it calls this method for the `number`-th time."""
-
     rank: int
     method: str  # of its store on disk, of its background group, or `before`
     number: int

@@ -2,22 +2,51 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.memory import FIELDS, check_values, make_state
+from support.forks import SingleProcess
 from support.properties import examples
 from support.ranks import run_ranks
-from support.single_process import SingleProcess
 from support.snapshots import make_manifest, make_store, search, write
+from torch import Tensor
 
 from mingpt.base.errors import UserError
+from mingpt.base.rows import RowMap
+from mingpt.config import Config, DataConfig, ModelConfig, to_dict
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot import Found, Manifest, Store, load_latest
+from mingpt.snapshot import Found, Manifest, Store, StoredState, load_latest
 from mingpt.snapshot.search import Offer, choose
-from mingpt.training.contents import check_model
+from mingpt.training.contents import check_model, tensor_shapes
+
+CONFIG = Config(
+    data=DataConfig(block_size=7), model=ModelConfig(n_layer=1, n_head=1, n_embd=8, arch="modern")
+)
+# Fields of each manifest.
+FIELDS: dict[str, Any] = {"config": to_dict(CONFIG), "tokenizer": {"kind": "none", "vocab_size": 11}}
+SHAPES = tensor_shapes(CONFIG, 11)
+
+
+def make_state(step: int) -> dict[str, Tensor]:
+    """Return tensors by name, each with the elements `step`, `step` + 1, `step` + 2 and so on."""
+    return {
+        name: torch.arange(float(torch.Size(shape).numel())).view(shape) + step
+        for name, shape in SHAPES.items()
+    }
+
+
+def check_values(found: StoredState, context: DistributedContext) -> int:
+    step = found.manifest.step
+    expected = make_state(step)
+    assert found.shapes == SHAPES
+    values = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    found.copy_into(values, RowMap(SHAPES), context.rank, context)
+    for name in SHAPES:
+        assert torch.equal(values[name], expected[name]), name
+    return step
 
 
 def make_offer(reader: int, store: int, step: int, fault: str, manifest: Manifest | None) -> Offer:
@@ -60,8 +89,6 @@ def test_the_newest_snapshot_without_a_fault_is_chosen_whatever_the_order_of_the
 
 
 class Nodes:
-    """Two nodes, each with a disk and a memory of its own."""
-
     def __init__(self, folder: Path) -> None:
         self.disks, self.memories = (
             [Store(str(folder / f"{kind}{node}"), retries_s=()) for node in range(2)]

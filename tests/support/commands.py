@@ -12,6 +12,7 @@ import pytest
 
 from mingpt.base.command import run_command
 from mingpt.base.errors import UserError
+from mingpt.tools import sample as program
 
 
 def run_here(main: Callable[[Sequence[str]], int], *words: object) -> subprocess.CompletedProcess[str]:
@@ -39,3 +40,7 @@ def refusal(function: Callable[..., object], *words: Any) -> str:
         function(*words)
     (line,) = str(caught.value).splitlines()
     return line
+
+
+def sample(*words: object) -> subprocess.CompletedProcess[str]:
+    return run_here(program.main, *words)

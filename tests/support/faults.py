@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.needs import need, need_proc
+from support.jobs import need, need_proc
 
 
 def path_of(descriptor: int) -> str:

@@ -99,3 +99,8 @@ def run_rank(folder: str, rank: int, world_size: int, work: Callable[[Distribute
         result = error
     Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
     os._exit(0)
+
+
+class SingleProcess(ForkedContext):
+    def __init__(self) -> None:
+        super().__init__(rank=0, world_size=1)

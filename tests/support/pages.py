@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from mingpt.tools.jobs import ROOT, clean_environment
-from support.jobs import free_port
-from support.small_jobs import SMALL
+from support.jobs import SMALL, free_port
 
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHORT = {key: value for key, value in SMALL.items() if key not in ("data.block_size", "snapshot.every")}

@@ -26,7 +26,7 @@ from mingpt.snapshot import (
 )
 from mingpt.snapshot.reading import SourceFile, StoredFile, TensorFile, accept_all
 from mingpt.snapshot.search import choose
-from support.single_process import SingleProcess
+from support.forks import SingleProcess
 
 TENSORS = {
     "model.wte": torch.arange(12.0).view(3, 4),

@@ -12,7 +12,6 @@ from mingpt.tools.doctor import Facts, all_gather, report
 
 
 def cluster(*changes: dict[str, Any]) -> list[Facts]:
-    """The facts of a worker on each of three nodes, the last ones changed."""
     plain: dict[str, Any] = {"host": "eth0", "device": "cpu AVX512", "program": "torch 2.13", "threads": 1}
     plain |= {"kernels": "none", "Python": "3.12", "problem": None, "MB/s": 90.0}
     facts = [plain | {"name": f"node{n}"} for n in (1, 2, 3)]

@@ -7,8 +7,8 @@ from support.commands import refused, run_here
 from support.faults import FaultyDisk
 from support.golden import Golden
 from support.hf_models import load_with_transformers, save_run
+from support.jobs import contents
 from support.models import ARCHITECTURES, Arch, generate
-from support.small_jobs import contents
 from support.vocabularies import cl100k_like, edited
 
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig

@@ -29,7 +29,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 def save(arch: Arch, folder: Path) -> Tensors:
-    """Write a model as transformers does; return its tensors under our names."""
     theirs = their_model(CONFIG[arch])
     theirs.save_pretrained(folder)
     names = parameter_shapes(CONFIG[arch], vocab_size=31, block_size=24)
@@ -50,7 +49,6 @@ def change_type(folder: Path, dtype: torch.dtype) -> None:
 
 
 def check_import(source: Path | str, out: Path, expected: Tensors) -> Snapshot:
-    """Import `source`; return the snapshot, which has these weights."""
     import_model(str(source), str(out))
     snapshot = open_snapshot(str(out), check_model)
     found = snapshot.tensors("model.")
@@ -103,7 +101,6 @@ def test_the_documented_command_turns_nanogpts_file_into_such_a_folder(tmp_path:
 
 
 def with_wte(folder: Path, change: Callable[[torch.Tensor], torch.Tensor], name: str = WTE) -> None:
-    """Make what `change` makes of WTE the tensor `name`."""
     change_tensors(folder, lambda tensors: tensors | {name: change(tensors[WTE])})
 
 

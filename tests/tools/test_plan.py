@@ -17,7 +17,6 @@ GPT2 = 124_439_808
 
 
 def gpt2(**settings: Any) -> Config:
-    """GPT-2 of 124 M parameters, 16 micro-batches of one window."""
     flat = {"model.arch": "gpt2", "model.n_layer": 12, "model.n_head": 12, "model.n_embd": 768}
     flat |= {"data.block_size": 1024, "trainer.batch_size": 16, "trainer.micro_batch_size": 1}
     return build(flat | {"optimizer.name": "adamw"} | {f"trainer.{key}": settings[key] for key in settings})

@@ -1,26 +1,89 @@
 """The command as users run it: shards, split, formats of text, mistakes, and what a kill leaves."""
 
 import gzip
+import hashlib
 import json
 import lzma
+import random
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import pyarrow
 import pytest
 import zstandard
 from pyarrow import parquet
-from support.commands import refusal, refused
+from support.commands import refusal, refused, run_here
 from support.golden import Golden
-from support.prepared import END, digests, mixed, prepared, read_meta, run_apart, tokens_of
 from tokenizers import Tokenizer as PackageTokenizer
 
-from mingpt.data import open_shards
+from mingpt.data.shards import TokenShards, open_shards
 from mingpt.tools import prepare
-from mingpt.tools.jobs import ROOT
+from mingpt.tools.jobs import ROOT, clean_environment
 from mingpt.tools.prepare import main
+
+END = "<|endoftext|>"
+WORDS = [
+    "the",
+    " sea",
+    "  two",
+    "\n",
+    "\n\n",
+    "\r\n",
+    "\t",
+    " ",
+    "é",
+    "海と空",
+    "🙂",
+    "42",
+    "it's",
+    END,
+    "\u00a0",
+    ".",
+]
+
+
+def run_apart(*words: object, before: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a new process, which runs the Python code `before` first."""
+    run = "runpy.run_module('mingpt', run_name='__main__', alter_sys=True)"
+    start = f"import runpy, sys\n{before}\n{run}"
+    command = [sys.executable, "-c", start, "prepare", *map(str, words)]
+    return subprocess.run(
+        command, cwd=ROOT, env=clean_environment(**env), capture_output=True, text=True, timeout=300
+    )
+
+
+def prepared(*words: object) -> str:
+    done = run_here(main, *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def digests(folder: Path) -> dict[str, str]:
+    names = sorted(path.name for path in folder.iterdir())
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+
+
+def tokens_of(folder: Path, part: Literal["train", "val"]) -> list[int]:
+    shards: TokenShards = getattr(open_shards(folder, 0.1), part)
+    return shards.read([0], len(shards))[0].tolist()
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    meta: dict[str, Any] = json.loads((folder / "meta.json").read_bytes())
+    return meta
+
+
+def mixed(characters: int, seed: int) -> str:
+    rng, text = random.Random(seed), ""
+    while len(text) < characters:
+        text += "".join(rng.choices(WORDS, k=200))
+    return text[:characters]
+
 
 PLAY = ROOT / "data/README.md"
 BPE = ["--tokenizer", "bpe", "--vocab_size", 400]
@@ -51,7 +114,6 @@ def expected(path: Path, *documents: str) -> list[int]:
 def test_one_text_is_split_as_training_splits_it(
     kind: str, bpe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In many pieces, batches and shards."""
     monkeypatch.setattr("mingpt.data.json_tokenizer.PIECE_CHARACTERS", 500)
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 3001)
     monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 6000)

@@ -15,8 +15,7 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.jobs import wait_until
-from support.needs import need_proc
+from support.jobs import need_proc, wait_until
 from support.properties import examples
 
 from mingpt.base.errors import LaterGeneration, SupersededError, UserError
@@ -55,7 +54,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def agents() -> Iterator[Agents]:
-    """Three processes that stand for the agents of jobs."""
     processes = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(3)]
     yield processes
     for process in processes:

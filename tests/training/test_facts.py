@@ -8,9 +8,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support.forks import SingleProcess
+from support.jobs import SMALL
 from support.ranks import results_of_threads
-from support.single_process import SingleProcess
-from support.small_jobs import SMALL
 
 from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext
@@ -100,7 +100,6 @@ def gather(tmp_path: Path, names: str, **settings: str) -> tuple[list[Site], lis
 def test_the_lowest_rank_that_sees_a_folder_keeps_it(
     nodes: str, settings: dict[str, str], keepers: list[int], snapshot_keepers: list[int], tmp_path: Path
 ) -> None:
-    """A rank that keeps the run folder claims it, and writes the run's records there."""
     sites, found = gather(tmp_path, nodes, **settings)
     assert [one.keeper for one in found] == keepers
     assert [one.snapshot_keeper for one in found] == snapshot_keepers

@@ -8,9 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.jobs import read_history
+from support.jobs import SMALL, Finish, Start, changed_program, command, error_of, final_hash, read_history
 from support.ranks import results_of_threads
-from support.small_jobs import SMALL, Finish, Start, changed_program, command, error_of, final_hash
 
 from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext

@@ -8,9 +8,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support.forks import SingleProcess
+from support.jobs import SMALL
 from support.ranks import results_of_threads
-from support.single_process import SingleProcess
-from support.small_jobs import SMALL
 from support.snapshots import TENSORS, make_manifest, make_store, write
 
 from mingpt.base.errors import NonRetryableError
@@ -74,7 +74,6 @@ def make_saving(
 
 
 def save_at(saving: Saving, step: int, is_end: bool = False) -> None:
-    """Save the state of this step, and wait until it is written."""
     saving.state.step = step
     saving.save(is_end=is_end)
     saving.saver.wait()

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.golden import Golden
+from support.jobs import SMALL
 from support.properties import examples
-from support.small_jobs import SMALL
 from support.snapshots import make_manifest
 
 from mingpt.base.errors import CorruptSnapshot, NodeRefused, NodesLeave, UnreadableSnapshot
@@ -281,7 +281,6 @@ def offers_of(draw: st.DrawFn, rank: int) -> list[Offer]:
 
 @st.composite
 def facts_of(draw: st.DrawFn) -> list[StartFacts]:
-    """The facts of one to four ranks, on one to four nodes."""
     nodes = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
     config, has_begun = draw(st.sampled_from(CONFIGS)), draw(st.booleans())
     found = []
@@ -322,7 +321,6 @@ def facts_of(draw: st.DrawFn) -> list[StartFacts]:
 
 
 def without(facts: Sequence[StartFacts], faults: Mapping[Place, Exception]) -> list[StartFacts]:
-    """The facts once each rank has left out these offers."""
     found = []
     for one in facts:
         offers = []

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.forks import SingleProcess
 from support.golden import Golden
 from support.ranks import results_of_threads
-from support.single_process import SingleProcess
 from support.snapshots import make_manifest, snapshot_of
 from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model, pieces, train
 from torch import Tensor
@@ -73,7 +73,6 @@ def trained_tensors(name: Name = "adamw") -> Tensors:
 
 
 def loaded(tensors: Tensors) -> Tensors:
-    """The tensors of a new state into which these are loaded."""
     state = make_state("adamw", "gpt2")
     load_state(state, make_stored(tensors), SingleProcess())
     return state.tensors()
@@ -118,7 +117,6 @@ MODEL = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=16)
 
 
 def make_snapshot(name: Name, arch: Arch) -> tuple[Manifest, dict[str, TensorSpec]]:
-    """The manifest of a run, and the types and shapes in its file."""
     config = Config(
         data=DataConfig(block_size=8), model=replace(MODEL, arch=arch), optimizer=OptimizerConfig(name=name)
     )
@@ -152,7 +150,6 @@ WEIGHTS = {name: torch.randn(shape) for name, shape in (SHAPES | {"wpe.weight": 
 def make_initial(
     tensors: dict[str, torch.Tensor], tokenizer: CharTokenizer | None, model: ModelConfig = MODEL
 ) -> Snapshot:
-    """The snapshot of snapshot.init_from, with the weights `tensors`."""
     about = describe_tokenizer(tokenizer, len(tensors["wte.weight"]))
     manifest = make_manifest(3, config=to_dict(Config(model=model)), tokenizer=about)
     named = {f"model.{name}": tensor for name, tensor in tensors.items()}

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.single_process import SingleProcess
-from support.small_jobs import SMALL
+from support.forks import SingleProcess
+from support.jobs import SMALL
 from torch import Tensor, nn
 
 from mingpt.base.errors import NonFiniteError
@@ -25,7 +25,6 @@ from mingpt.training.trainer import Trainer
 def make_trainer(
     loss: float, on_nonfinite: str = "stop", loss_scale: LossScale | None = None
 ) -> tuple[Any, list[str]]:
-    """A Trainer at step 4, without a snapshot, and what it does from now on."""
     trainer, saving, order = Trainer.__new__(Trainer), Saving.__new__(Saving), list[str]()
     known: dict[str, Any] = {
         "config": build(SMALL | {"trainer.on_nonfinite": on_nonfinite}),
@@ -82,8 +81,6 @@ def test_an_overflow_halves_the_loss_scale_down_to_one_and_then_on_nonfinite_dec
 
 
 class MeanOfTargets(nn.Module):
-    """A model whose loss differs from batch to batch."""
-
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[None, Tensor]:
         return None, targets.double().mean()
 

@@ -32,7 +32,6 @@ PROGRAMS = (
 
 @pytest.fixture(scope="module", params=WAYS)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What PROGRAMS print."""
     folder, found = tmp_path_factory.mktemp("boxes"), {}
     for name in PROGRAMS:
         program, _, options = name.partition(" ")

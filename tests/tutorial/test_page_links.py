@@ -1,12 +1,74 @@
 """The pages lead to files, headings and commands that are there."""
 
+import re
+from collections.abc import Set
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
-from support.links import wrong_statements
 from support.pages import blocks
 
 from mingpt.tools.jobs import ROOT
+
+FENCED = re.compile(r"^[ \t]*(```+|~~~+).*?^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(.*?)[ \t]*#*[ \t]*$", re.MULTILINE)
+TARGET = re.compile(
+    r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)"
+)  # [text](target), ![text](target "title")
+CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+FOLDERS = ("benchmarks", "configs", "data", "docs", "launch", "mingpt", "tests", "tutorial")
+SUFFIXES = (".py", ".yaml", ".sbatch", ".sh", ".txt", ".md", ".svg")
+
+
+def wrong_statements(page: Path, root: Path, added: Set[str] = frozenset()) -> list[str]:
+    """Return an error text for each file, heading or command on the page that does not exist.
+
+    `root` is the repository's folder. `added` are paths of files that the page tells the reader to write.
+    """
+    text = page.read_text()
+    prose = COMMENT.sub("", FENCED.sub("", text))
+    errors = [
+        *(wrong_link(target, page, root) for target in TARGET.findall(prose)),
+        *(wrong_path(name, root) for name in dict.fromkeys(CODE.findall(prose)) if name not in added),
+    ]
+    return [error for error in errors if error]
+
+
+def wrong_link(target: str, page: Path, root: Path) -> str:
+    if re.match(r"[a-z][a-z0-9+.-]*:|//", target):
+        return ""  # a link to another site
+    path, _, anchor = unquote(target).partition("#")
+    base = root if path.startswith("/") else page.parent
+    file = (base / path.lstrip("/")).resolve() if path else page.resolve()
+    if not file.exists() or not file.is_relative_to(root.resolve()):
+        return f"{target}: no such file in the repository"
+    is_there = not anchor or (file.suffix == ".md" and anchor in anchors(file.read_text()))
+    return "" if is_there else f"{target}: no such heading"
+
+
+def anchors(text: str) -> set[str]:
+    found: list[str] = []
+    for heading in HEADING.findall(COMMENT.sub("", FENCED.sub("", text))):
+        words = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        found.append(re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-"))
+    again = {f"{slug}-{number}" for slug in found for number in range(1, found.count(slug))}
+    return {*found, *again}
+
+
+def wrong_path(name: str, root: Path) -> str:
+    """An error text if a file or folder that the page names in backticks is missing.
+
+    A path whose first part is one of FOLDERS starts at `root`. Any other path that ends in one of SUFFIXES,
+    and any name that ends in .py, may be anywhere below `root`. Other names are no paths.
+    """
+    if not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", name):
+        return ""
+    if "/" in name and name.split("/")[0] in FOLDERS:
+        return "" if list(root.glob(name)) else f"`{name}`: no such file or folder"
+    is_file = name.endswith(".py") or ("/" in name and name.endswith(SUFFIXES))
+    return f"`{name}`: no such file" if is_file and not list(root.rglob(name)) else ""
+
 
 PAGES = [
     ROOT / "README.md",

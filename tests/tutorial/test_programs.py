@@ -24,7 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=WAYS)
 def runs(request: pytest.FixtureRequest, folder: Path) -> dict[str, str]:
-    """What each lesson prints, by its number. An agent restarts the workers of 4 and 5."""
     ways = {step: run_program if step[0] in "45" else request.param for step in STEPS}
     return {step[0]: way(command_of(FOLDER / f"{step}.py"), folder) for step, way in ways.items()}
 
@@ -38,7 +37,6 @@ def losses(output: str) -> dict[int, list[float]]:
 
 
 def saved(folder: Path, number: str) -> dict[str, Any]:
-    """What a lesson has saved at its end: its weights or, in 4, 5 and 8, `model` and `optimizer`."""
     (path,) = (path for path in folder.glob(f"out/tutorial/{number}_*.pt") if "snapshot" not in path.name)
     found: dict[str, Any] = torch.load(path, weights_only=True)
     return found

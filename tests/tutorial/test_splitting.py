@@ -27,7 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=WAYS)
 def runs(request: pytest.FixtureRequest, folder: Path) -> Mapping[str, str]:
-    """What lesson 1 and all commands of the page print, by program and options."""
     return {
         line.partition("tutorial.")[2]: request.param(line, folder)
         for line in [command_of(FOLDER / "1_single.py"), *commands(PAGE)]
