@@ -1,6 +1,7 @@
 import errno
 import os
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock, call
 
@@ -8,7 +9,7 @@ import pytest
 from support.faults import FaultyDisk, path_of
 
 from mingpt.base.errors import UserError, meaning_of
-from mingpt.base.files import atomic_file, retry, write_atomic
+from mingpt.base.files import atomic_file, fsync_path, retry, write_atomic
 from mingpt.base.system import OutOfTime
 
 
@@ -95,3 +96,12 @@ def test_work_is_tried_again_after_the_given_pauses_and_then_no_more(monkeypatch
         retry(work, (0.5, 2.0), told)
     assert (slept.mock_calls, told.mock_calls) == ([call(0.5), call(2.0)], [call(errors[0]), call(errors[1])])
     assert retry(work, (0.5, 2.0), told) == 4 and slept.call_count == 2
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EIO])
+def test_a_folder_that_cannot_be_fsynced_is_an_error_only_if_its_disk_is_broken(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FaultyDisk(monkeypatch, "fsync", tmp_path.name, code)
+    with nullcontext() if code == errno.EOPNOTSUPP else pytest.raises(OSError, match="Input/output"):
+        fsync_path(tmp_path)

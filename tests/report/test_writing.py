@@ -27,17 +27,20 @@ def test_a_damaged_line_is_left_out_of_the_records(tmp_path: Path) -> None:
 def test_a_resume_drops_the_records_past_its_step_which_needs_no_room_and_knows_the_last_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line that a crash has cut short is dropped, too."""
+    """A line that a crash or a full disk has cut short is dropped, too."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "val/loss": 3.5}\n' + LINES + '{"step": 9, "tra')
-    disk = FaultyDisk(monkeypatch, "write", "metrics.jsonl")
+    disk = FaultyDisk(monkeypatch, "write", "metrics.jsonl", partly=True)
     for step in (8, 5):
         sink = JsonlSink(make_run(tmp_path, step=step))
         assert [record["step"] for record in read_records(path)] == [1, *range(1, step + 1)]
         assert sink.last == {"val": {"step": 1, "val/loss": 3.5}, "train": {"step": step, "train/loss": step}}
     assert disk.hits == 0
+    before = path.read_bytes()
+    sink.log(6, {"train/loss": 6})
+    assert disk.hits == 1 and path.read_bytes() == before
     disk.broken = False
-    for step in range(6, 11):
+    for step in range(7, 11):
         sink.log(step, {"train/loss": step})
     assert [record["train/loss"] for record in read_records(path) if "train/loss" in record] == [
         *range(1, 11)
