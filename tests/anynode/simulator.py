@@ -22,6 +22,7 @@ A schedule fails if one of these promises is broken:
 """
 
 import argparse
+import gc
 import heapq
 import itertools
 import json
@@ -79,15 +80,15 @@ class Schedule:
 
 
 def draw(seed: int) -> Schedule:
-    """Return the schedule of a seed; in every tenth, the last fault lasts for CONVERGE_S seconds."""
+    """Return the schedule of a seed; in every twentieth, the last fault lasts for CONVERGE_S seconds."""
     rng = random.Random(seed)
     nodes = rng.randint(2, 4)
     faults: list[Fault] = []
     for _ in range(rng.randint(1, 5)):
-        node, begin = rng.randrange(nodes), rng.uniform(1, 11)
+        node, begin = rng.randrange(nodes), rng.uniform(1, 8)
         others = rng.sample([other for other in range(nodes) if other != node], rng.randint(1, nodes - 1))
         faults.append(Fault(rng.choice(FAULTS), node, tuple(others), begin, begin + rng.uniform(0.5, 9)))
-    if rng.random() < 0.1 and faults[-1].kind != "slow":
+    if rng.random() < 0.05 and faults[-1].kind != "slow":
         last, begin = faults[-1], max(fault.end for fault in faults)
         faults[-1] = Fault(last.kind, last.node, last.others, begin, begin + CONVERGE_S)
     return Schedule(
@@ -411,7 +412,10 @@ def try_seed(seed: int) -> tuple[int, float, str]:
 
 
 def try_seeds(seeds: Sequence[int]) -> list[tuple[int, float, str]]:
-    return [try_seed(seed) for seed in seeds]
+    gc.disable()  # it would take a tenth of the time
+    results = [try_seed(seed) for seed in seeds]
+    gc.enable()
+    return results
 
 
 def main() -> int:
