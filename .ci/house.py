@@ -59,7 +59,7 @@ NOT_CORE = ("mingpt/tools", "mingpt/extras")
 BUDGETS: dict[tuple[str, ...], Size] = {
     PROGRAM: Size(statements=10_905 + MARGIN["statements"], nodes=81_015 + MARGIN["nodes"]),
     CORE: Size(statements=8_160 + MARGIN["statements"], nodes=59_990 + MARGIN["nodes"]),
-    ("tests",): Size(statements=8_029),
+    ("tests",): Size(statements=7_900),
     ("benchmarks",): Size(lines=3_500),
 }
 

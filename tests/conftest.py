@@ -13,10 +13,19 @@ from typing import Any
 import pytest
 from support import properties as properties  # which registers the profiles of hypothesis
 from support.golden import Golden
-from support.jobs import SMALL, Begin, FacilityMissing, Finish, Job, Start, changed_program, command
+from support.jobs import (
+    ROOT,
+    SMALL,
+    Begin,
+    FacilityMissing,
+    Finish,
+    Job,
+    Start,
+    changed_program,
+    command,
+    torchrun,
+)
 from support.nodes import Cluster, why_no_cluster
-
-from mingpt.tools.jobs import ROOT, torchrun
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

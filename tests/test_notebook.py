@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import SMALL, free_port, read_history, read_metric
+from support.jobs import ROOT, SMALL, free_port, read_history, read_metric
 from support.pages import NEEDED, finish, start
-
-from mingpt.tools.jobs import ROOT
 
 NOTEBOOK = ROOT / "examples" / "colab_kaggle.ipynb"
 CELLS = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]

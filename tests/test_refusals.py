@@ -1,7 +1,6 @@
 """What a function cannot do is refused in one sentence; one row per mistake."""
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from mingpt.data.shards import open_shards
 from mingpt.data.windows import WindowDataset
 from mingpt.distributed import Launch
 from mingpt.distributed.device import find_device
-from mingpt.distributed.group import picklable
 from mingpt.model import parameter_shapes
 from mingpt.model.operations import PositionTables
 from mingpt.snapshot import Manifest, open_snapshot
@@ -128,8 +126,3 @@ def test_what_cannot_be_done_is_one_sentence(mistake: str, tmp_path: Path, golde
     with pytest.raises(Exception) as error:
         REFUSED[mistake](tmp_path)
     golden(f"{type(error.value).__name__}: {error.value}")
-
-
-def test_an_error_that_cannot_be_sent_to_another_process_is_sent_as_text() -> None:
-    error = ValueError("no connection", threading.Lock())
-    assert str(picklable(error)).startswith("ValueError: ('no connection', <unlocked _thread.lock")

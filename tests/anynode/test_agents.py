@@ -9,9 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.jobs import Job, Start
-
-from mingpt.tools.jobs import ROOT
+from support.jobs import ROOT, Job, Start
 
 WORKER = (
     "import os\nprint(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'ANYNODE_ROUND')))"

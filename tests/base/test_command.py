@@ -1,4 +1,4 @@
-"""The frame of the commands: their paths, and where they print."""
+"""The frame of the commands: their names, flags and paths, and where they print."""
 
 import os
 import subprocess
@@ -50,3 +50,25 @@ def test_output_that_cannot_be_written_is_one_sentence_unless_its_reader_has_had
         )
     os.close(pipe)
     assert (done.returncode, done.stderr) == (code, said)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["verfy"], "unknown command 'verfy', the commands are verify, compare, doctor, plan, "),
+        ([""], "unknown command '', the commands are "),
+        (["verify", "--kill", "1"], "unrecognized arguments: --kill; see python -m mingpt verify --help"),
+        (["verify", "model.n_layers=1"], "unknown setting 'model.n_layers'; did you mean 'model.n_layer'?"),
+        (["prepare", "text", "--out=out", "--tok"], "unrecognized arguments: --tok"),
+        (["export", "run", "out", "--over"], "unrecognized arguments: --over"),
+        (["timeline", "nowhere"], "nowhere has no run.json: give the folder of a run"),
+        (["plan", "--worker", "2"], "unknown setting 'worker'"),
+    ],
+)
+def test_a_mistake_or_an_abbreviated_flag_is_one_sentence_and_exit_code_2(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(main, words) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"error: {sentence}") and shown.err.count("\n") == 1, shown.err

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.jobs import Start, command
+from support.jobs import Start, command, torchrun
 from support.properties import examples
 from support.web import serving
 
 from mingpt.base.urls import redact
-from mingpt.tools.jobs import torchrun
 
 WORD = "hunter2"  # occurs in every secret below
 SECRETS = {"SECRET_TOKEN": f"{WORD}-token", "AWS_SECRET_ACCESS_KEY": f"{WORD}-aws", "HF_TOKEN": f"{WORD}-hf"}

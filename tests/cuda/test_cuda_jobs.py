@@ -21,13 +21,13 @@ import pytest
 import torch
 from support.cuda.run import Record, build, environment, read_records
 from support.jobs import (
+    ROOT,
     Begin,
     Job,
     Start,
     all_gone,
     command,
     final_hash,
-    free_port,
     manifest,
     reached,
     read_history,
@@ -35,8 +35,6 @@ from support.jobs import (
     wait_until,
 )
 from support.shards import write_nanogpt
-
-from mingpt.tools.jobs import ROOT, torchrun
 
 pytestmark = [
     pytest.mark.weekly,
@@ -200,17 +198,6 @@ def test_a_stop_is_resumed_by_another_number_of_workers(
     assert read_history(run_dir)["status"] == "stopped"
     assert on_gpus(gpus=3, trainer__workers=3).wait() == 0
     assert final_hash(run_dir, STEPS) == final_hash(one_worker, STEPS)
-
-
-def test_two_nodes_that_see_one_gpu_each_have_the_same_hash(
-    on_gpus: Begin, one_worker: Path, tmp_path: Path
-) -> None:
-    endpoint = f"--rdzv_endpoint=localhost:{free_port()}"
-    options = ["--nnodes=2", "--rdzv_backend=c10d", endpoint, "--rdzv_id=test"]
-    jobs = [on_gpus(launcher=torchrun(1, 0, options), env={"CUDA_VISIBLE_DEVICES": card}) for card in "01"]
-    for job in jobs:
-        finished(job, tmp_path)
-    assert final_hash(tmp_path / "run", STEPS) == final_hash(one_worker, STEPS)
 
 
 # Worker 1 changes a weight after step 2, as a GPU with bad memory would.

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import need
+from support.jobs import ROOT, need
 
 from mingpt.distributed.exit import before_first_step
-from mingpt.tools.jobs import ROOT
 
 # This program prints "ready" when it listens, and `reason` whenever that changes; it ends after 20 s.
 PROGRAM = """

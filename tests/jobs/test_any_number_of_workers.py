@@ -14,9 +14,8 @@ from support.jobs import (
     reached,
     read_history,
     snapshot_steps,
+    torchrun,
 )
-
-from mingpt.tools.jobs import torchrun
 
 
 def test_three_workers_have_the_curve_and_the_bits_of_two(

@@ -5,9 +5,17 @@ from typing import Any
 
 import pytest
 from support.golden import Golden
-from support.jobs import Begin, Finish, Job, assert_same_run, contents, error_of, snapshot_steps
-
-from mingpt.tools.jobs import ROOT, torchrun
+from support.jobs import (
+    ROOT,
+    Begin,
+    Finish,
+    Job,
+    assert_same_run,
+    contents,
+    error_of,
+    snapshot_steps,
+    torchrun,
+)
 
 
 def sentence(job: Job) -> str:

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import Begin, Finish, final_hash, is_alive, manifest, wait_until
-
-from mingpt.tools.jobs import torchrun
+from support.jobs import Begin, Finish, final_hash, is_alive, manifest, torchrun, wait_until
 
 pytestmark = [
     pytest.mark.weekly,

@@ -1,9 +1,7 @@
 """The doctor under torchrun: only a table on a healthy cluster, a sentence per fault on a faulty one."""
 
 import pytest
-from support.jobs import Start, free_port
-
-from mingpt.tools.jobs import torchrun
+from support.jobs import Start, free_port, torchrun
 
 DOCTOR = ["-m", "mingpt", "doctor", "trainer.device=cpu"]
 

@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.jobs import Start, command
-
-from mingpt.tools.jobs import ROOT
+from support.jobs import ROOT, Start, command
 
 
 @pytest.mark.weekly

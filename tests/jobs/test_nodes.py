@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.jobs import (
+    ROOT,
     SMALL,
     Begin,
     changed_program,
@@ -19,11 +20,10 @@ from support.jobs import (
     recorded,
     snapshot_steps,
     tensor_hash,
+    torchrun,
 )
 from support.nodes import Cluster
 from support.nodes_job import NodesJob
-
-from mingpt.tools.jobs import ROOT, torchrun
 
 pytestmark = pytest.mark.slow
 MakeJob = Callable[..., NodesJob]

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import Finish, final_hash, generations, manifest, read_metric
-
-from mingpt.tools.jobs import torchrun
+from support.jobs import Finish, final_hash, generations, manifest, read_metric, torchrun
 
 # In the first generation, the last worker overflows in step 13, and dies after step 17.
 OVERFLOW_AND_KILL = """

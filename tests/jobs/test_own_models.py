@@ -6,10 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.jobs import Finish, Job, Start, children, final_hash, generations
+from support.jobs import ROOT, Finish, Job, Start, children, final_hash, generations, torchrun
 from support.odd_models import MODELS
-
-from mingpt.tools.jobs import ROOT, torchrun
 
 pytestmark = pytest.mark.slow
 REGISTER = f"""

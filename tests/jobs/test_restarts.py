@@ -17,12 +17,12 @@ from support.jobs import (
     reached,
     read_history,
     snapshot_steps,
+    torchrun,
     wait_until,
 )
 from support.snapshots import newest
 
 from mingpt.snapshot import Store
-from mingpt.tools.jobs import torchrun
 
 
 @pytest.mark.slow

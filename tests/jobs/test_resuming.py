@@ -15,10 +15,9 @@ from support.jobs import (
     read_history,
     read_metric,
     snapshot_steps,
+    torchrun,
 )
 from support.web import object_store
-
-from mingpt.tools.jobs import torchrun
 
 
 def test_a_finished_run_says_so_and_trains_on_only_if_a_longer_one_is_asked_for(

@@ -17,11 +17,11 @@ from support.jobs import (
     reached,
     read_history,
     snapshot_steps,
+    torchrun,
     wait_until,
 )
 
 from mingpt.distributed.signals import REPEAT_S
-from mingpt.tools.jobs import torchrun
 
 PLAIN, TORCHRUN = [sys.executable], torchrun(2)
 

@@ -22,11 +22,10 @@ import kubernetes_validate
 import pytest
 import yaml
 from kubeflow_trainer_api import models
-from support.jobs import Start, command, final_hash, free_port
+from support.jobs import ROOT, Start, command, final_hash, free_port
 
 from anynode.command import torchrun_options
 from mingpt.config.cli import parse
-from mingpt.tools.jobs import ROOT
 
 LAUNCH = ROOT / "launch"
 KUBERNETES = [f"kubernetes/{path.name}" for path in sorted((LAUNCH / "kubernetes").glob("*.yaml"))]

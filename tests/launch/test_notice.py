@@ -7,10 +7,8 @@ from http import HTTPStatus
 from signal import SIGKILL, SIGTERM
 
 import pytest
-from support.jobs import wait_until
+from support.jobs import ROOT, wait_until
 from support.web import serving
-
-from mingpt.tools.jobs import ROOT
 
 Answers = dict[tuple[str, str, str], str]  # (request, header that it needs, value of the header): content
 TOKEN = "PUT /latest/api/token", "x-aws-ec2-metadata-token-ttl-seconds", "60"

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 from support.jobs import (
+    ROOT,
+    clean_environment,
     command,
     final_hash,
     free_port,
@@ -27,8 +29,6 @@ from support.jobs import (
     snapshot_steps,
     wait_until,
 )
-
-from mingpt.tools.jobs import ROOT, clean_environment
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 MISSING = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -275,16 +275,6 @@ def submit(
 
 def output(folder: Path) -> str:
     return (folder / "output").read_text()
-
-
-def test_a_job_on_one_node_finishes_with_the_bits_of_one_process(
-    cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    job = submit(cluster, "one_node.sbatch", tmp_path, text, "--cpus-per-task=2")
-    assert cluster.wait_for_state(job, "COMPLETED", "FAILED") == "COMPLETED", output(tmp_path)
-    assert final_hash(tmp_path / "run", STEPS) == final_hash(undisturbed, STEPS)
-    (generation,) = read_history(tmp_path / "run")["generations"]
-    assert generation["workers"] == 2
 
 
 def test_a_job_that_is_preempted_twice_finishes_with_the_same_bits(

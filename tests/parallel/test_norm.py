@@ -1,6 +1,7 @@
-"""The gradient's norm has the same bits however its rows are split, since each row's norm has."""
+"""How rows are split, and the gradient's norm, which has the same bits however they are split."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 import torch
@@ -66,3 +67,19 @@ def test_gradients_are_scaled_down_to_the_largest_norm_and_never_up(max_norm: fl
     clip(gradients, norm, max_norm)
     for gradient, old in zip(gradients.values(), before, strict=True):
         torch.testing.assert_close(gradient, old * factor, rtol=1e-6 if factor < 1.0 else 0.0, atol=0.0)
+
+
+@examples(300)
+@given(st.integers(1, 40), st.lists(st.integers(1, 5), max_size=2), st.integers(1, 9))
+def test_the_rows_of_the_ranks_are_those_of_torch_chunk(count: int, columns: list[int], workers: int) -> None:
+    """FSDP2 shards a parameter like this; the last ranks may have no rows."""
+    rows = RowMap({"split": (count, *columns), "scalar": (), "whole": (count,)}, workers, ("s",))
+    chunks = [*torch.arange(count).chunk(workers), *[torch.empty(0)] * workers][:workers]
+    assert [[*part] for part in rows.by_rank("split") or []] == [chunk.tolist() for chunk in chunks]
+    one_row = torch.ones(columns).numel()
+    assert rows.numel("split") == [len(chunk) * one_row for chunk in chunks]
+    firsts = [rows.first("split", rank) for rank in range(workers)]
+    assert firsts == [0, *accumulate(rows.numel("split"))][:-1]
+    for name, everything in (("whole", count), ("scalar", 1)):
+        assert rows.by_rank(name) is None
+        assert {rows.of(name, rank) for rank in range(workers)} == {range(everything)}

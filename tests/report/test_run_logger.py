@@ -19,6 +19,7 @@ from mingpt.data import make_corpus
 from mingpt.distributed.device import Environment
 from mingpt.report.log import FileHandler
 from mingpt.report.metrics import PEAK_FLOPS, Sink, training_values
+from mingpt.report.plot import LossPlot, the_figure
 from mingpt.report.run_logger import RunLogger
 from mingpt.report.writing import read_records
 
@@ -119,3 +120,17 @@ def test_every_metric_has_its_value_and_utilization_is_the_part_of_the_peak_of_a
     }
     values = training_values(replace(STATS, device_name=name))
     assert {name: values[name] for name in expected} == expected
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_run_and_the_next_one_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plot = LossPlot(make_run(tmp_path))
+    the_figure.cache_clear()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # importing it raises ImportError
+    plot.draw()
+    plot.draw()
+    monkeypatch.undo()
+    plot.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+    assert "loss.png cannot be written (ModuleNotFoundError: " in caplog.text

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from mingpt.base.files import read_json
-from mingpt.tools.jobs import ROOT, clean_environment
+from mingpt.tools.jobs import ROOT, clean_environment, torchrun  # noqa: F401 - tests import them from here
 
 
 class FacilityMissing(RuntimeError):

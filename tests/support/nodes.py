@@ -23,8 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from mingpt.tools.jobs import ROOT, clean_environment
-from support.jobs import Job, children, send_to, state_of, wait_until
+from support.jobs import ROOT, Job, children, clean_environment, send_to, state_of, wait_until
 
 TIMEOUT_S = 10.0
 

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mingpt.base.processes import rank_of
-from mingpt.tools.jobs import ROOT
-from support.jobs import last_step, read_history, tensor_hash
+from support.jobs import ROOT, last_step, read_history, tensor_hash
 from support.nodes import Cluster, Node, NodeJob
 
 LAUNCHES = ("folder", "hosts", "stock")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mingpt.tools.jobs import ROOT, clean_environment
-from support.jobs import SMALL, free_port
+from support.jobs import ROOT, SMALL, clean_environment, free_port
 
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHORT = {key: value for key, value in SMALL.items() if key not in ("data.block_size", "snapshot.every")}

@@ -7,7 +7,7 @@ from support.commands import refused, run_here
 from support.faults import FaultyDisk
 from support.golden import Golden
 from support.hf_models import load_with_transformers, save_run
-from support.jobs import contents
+from support.jobs import ROOT, contents
 from support.models import ARCHITECTURES, Arch, generate
 from support.vocabularies import cl100k_like, edited
 
@@ -18,7 +18,6 @@ from mingpt.snapshot import open_snapshot
 from mingpt.tools.export import export, main
 from mingpt.tools.hugging_face import FORMS
 from mingpt.tools.import_model import import_model
-from mingpt.tools.jobs import ROOT
 from mingpt.training.contents import make_tokenizer
 
 CHARACTERS = "\t\n !,.?abcdefghijklmnopqrstuvwxyz\u00e9\u4e2d\U0001f600"

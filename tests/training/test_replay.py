@@ -8,13 +8,22 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.jobs import SMALL, Finish, Start, changed_program, command, error_of, final_hash, read_history
+from support.jobs import (
+    SMALL,
+    Finish,
+    Start,
+    changed_program,
+    command,
+    error_of,
+    final_hash,
+    read_history,
+    torchrun,
+)
 from support.ranks import results_of_threads
 
 from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import digest, strategy
-from mingpt.tools.jobs import torchrun
 from mingpt.training.replay import Replay
 
 # From step FIRST + 1 on, one bit of a gradient is wrong on rank 1.

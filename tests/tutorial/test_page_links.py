@@ -1,7 +1,6 @@
-"""The pages lead to files, headings and commands that are there."""
+"""The pages lead to files and headings that are there."""
 
 import re
-from collections.abc import Set
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -21,27 +20,13 @@ FOLDERS = ("benchmarks", "configs", "data", "docs", "launch", "mingpt", "tests",
 SUFFIXES = (".py", ".yaml", ".sbatch", ".sh", ".txt", ".md", ".svg")
 
 
-def wrong_statements(page: Path, root: Path, added: Set[str] = frozenset()) -> list[str]:
-    """Return an error text for each file, heading or command on the page that does not exist.
-
-    `root` is the repository's folder. `added` are paths of files that the page tells the reader to write.
-    """
-    text = page.read_text()
-    prose = COMMENT.sub("", FENCED.sub("", text))
-    errors = [
-        *(wrong_link(target, page, root) for target in TARGET.findall(prose)),
-        *(wrong_path(name, root) for name in dict.fromkeys(CODE.findall(prose)) if name not in added),
-    ]
-    return [error for error in errors if error]
-
-
-def wrong_link(target: str, page: Path, root: Path) -> str:
+def wrong_link(target: str, page: Path) -> str:
     if re.match(r"[a-z][a-z0-9+.-]*:|//", target):
         return ""  # a link to another site
     path, _, anchor = unquote(target).partition("#")
-    base = root if path.startswith("/") else page.parent
+    base = ROOT if path.startswith("/") else page.parent
     file = (base / path.lstrip("/")).resolve() if path else page.resolve()
-    if not file.exists() or not file.is_relative_to(root.resolve()):
+    if not file.exists() or not file.is_relative_to(ROOT.resolve()):
         return f"{target}: no such file in the repository"
     is_there = not anchor or (file.suffix == ".md" and anchor in anchors(file.read_text()))
     return "" if is_there else f"{target}: no such heading"
@@ -56,18 +41,18 @@ def anchors(text: str) -> set[str]:
     return {*found, *again}
 
 
-def wrong_path(name: str, root: Path) -> str:
+def wrong_path(name: str) -> str:
     """An error text if a file or folder that the page names in backticks is missing.
 
-    A path whose first part is one of FOLDERS starts at `root`. Any other path that ends in one of SUFFIXES,
-    and any name that ends in .py, may be anywhere below `root`. Other names are no paths.
+    A path whose first part is one of FOLDERS starts at ROOT. Any other path that ends in one of SUFFIXES,
+    and any name that ends in .py, may be anywhere below ROOT. Other names are no paths.
     """
     if not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", name):
         return ""
     if "/" in name and name.split("/")[0] in FOLDERS:
-        return "" if list(root.glob(name)) else f"`{name}`: no such file or folder"
+        return "" if list(ROOT.glob(name)) else f"`{name}`: no such file or folder"
     is_file = name.endswith(".py") or ("/" in name and name.endswith(SUFFIXES))
-    return f"`{name}`: no such file" if is_file and not list(root.rglob(name)) else ""
+    return f"`{name}`: no such file" if is_file and not list(ROOT.rglob(name)) else ""
 
 
 PAGES = [
@@ -84,4 +69,7 @@ PAGES = [
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_is_there(page: Path) -> None:
     added = {attributes["file"] for _, attributes, _ in blocks(page) if "file" in attributes}
-    assert wrong_statements(page, ROOT, added) == []
+    prose = COMMENT.sub("", FENCED.sub("", page.read_text()))
+    errors = [wrong_link(target, page) for target in TARGET.findall(prose)]
+    errors += [wrong_path(name) for name in CODE.findall(prose) if name not in added]
+    assert [error for error in errors if error] == []

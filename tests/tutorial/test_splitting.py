@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.forked import WAYS
-from support.jobs import free_port
+from support.jobs import ROOT, free_port
 from support.pages import TIMEOUT_S, blocks, command_of, commands, link_root, not_printed, start
-
-from mingpt.tools.jobs import ROOT
 
 FOLDER = ROOT / "tutorial"
 PAGE, LOOKING = FOLDER / "splitting.md", FOLDER / "looking.md"
