@@ -1,6 +1,6 @@
 """Do the tests find faults? Each fault of planted.toml is put into a copy of the program and tested there.
 
-    python benchmarks/planted.py                 # all 60, an hour on two cores
+    python benchmarks/planted.py                 # all 60, half an hour on two cores
     python benchmarks/planted.py --faults 7 22   # only these, by their number from 1
     python benchmarks/planted.py --cuda          # those of tests/cuda/faults.toml, by the tests of tests/cuda
 
