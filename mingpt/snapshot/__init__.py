@@ -6,6 +6,7 @@ Saver (saver.py) writes snapshots to the tiers that are due, and removes old one
 newest snapshot for all ranks. Only contents.py knows which tensors a model has.
 """
 
+from mingpt.snapshot.checkpoint import Checkpoint
 from mingpt.snapshot.lookup import open_snapshot
 from mingpt.snapshot.manifest import Manifest, TokenizerFields
 from mingpt.snapshot.memory import MemoryFolder
@@ -16,6 +17,7 @@ from mingpt.snapshot.store import Snapshot, Store
 
 __all__ = [
     "Check",
+    "Checkpoint",
     "Entries",
     "Found",
     "Manifest",

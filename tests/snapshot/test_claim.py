@@ -20,8 +20,8 @@ from support.properties import examples
 
 from mingpt.base.errors import LaterGeneration, SupersededError, UserError
 from mingpt.base.processes import Process, this_process
-from mingpt.training import claim as claim_module
-from mingpt.training.claim import LEASE_S, Claim, Holder, read_newest
+from mingpt.snapshot import claim as claim_module
+from mingpt.snapshot.claim import LEASE_S, Claim, Holder, read_newest
 
 DEAD = replace(this_process(), start_time="1")
 Agents = list[subprocess.Popen[bytes]]

@@ -1,0 +1,161 @@
+"""Snapshots of a training loop of your own: the same files, checks and promises as those of a run."""
+
+import atexit
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base.processes import this_process
+from mingpt.distributed.group import BackgroundGroup
+from mingpt.snapshot.claim import Claim, Holder
+from mingpt.snapshot.layout import TensorSpec, specs_of
+from mingpt.snapshot.manifest import Manifest
+from mingpt.snapshot.reading import Entries
+from mingpt.snapshot.saver import Saver, Tier
+from mingpt.snapshot.store import Snapshot, Store
+from mingpt.snapshot.tree import Filler, Packer
+
+TREE = "tree"  # the tensor that has the bytes of a state's JSON
+MIN_TREE_BYTES = 4096
+log = logging.getLogger(__name__)
+
+
+class Checkpoint:
+    """Saves and loads the state of a training loop in the folder or at the fsspec URL `where`.
+
+    A state is a dict of objects with `state_dict` and `load_state_dict`, tensors, torch.Generators, numbers,
+    strings, None, and lists, tuples and dicts of these. The `keep` newest snapshots stay. If
+    torch.distributed is initialised, all ranks construct a Checkpoint and call its methods together: rank 0
+    writes, and all ranks load the same snapshot, or raise the same error.
+    """
+
+    def __init__(self, where: str | os.PathLike[str], keep: int = 3) -> None:
+        is_group = distributed.is_available() and distributed.is_initialized()
+        rank, ranks = (distributed.get_rank(), distributed.get_world_size()) if is_group else (0, 1)
+        self.group = BackgroundGroup(rank, ranks)
+        folder, agent = Path(where), os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        holder = Holder((this_process(agent),), uuid.uuid4().hex, uuid.uuid4().hex, since=time.time())
+        self.claim = Claim(folder, holder)
+        self.tier = Tier("disk", Store(str(where), check_claim=self.claim.check), keep=keep)
+        self.saver = Saver([self.tier])
+        self.snapshot: Snapshot | None = None  # the one that was loaded, on rank 0
+        self.corrupt: dict[int, str] = {}  # {step: why its snapshot was left out}
+        self.specs: dict[str, TensorSpec] | None = None  # of the newest save
+
+    def load(self, state: dict[str, Any]) -> int | None:
+        """Fill `state` from the newest valid snapshot; return its step, or None if there is no snapshot.
+
+        Objects, tensors and generators are filled in place; other values are replaced. Raises UserError if the
+        state and the snapshot differ: then nothing was changed. Also raises UserError if no snapshot can be
+        used, but there are some. A snapshot that cannot be used is left out with a log line. Collective.
+        """
+        found = self.group.on_rank(0, self.find)
+        if found is None:
+            return None
+        step, text, specs = found
+        filler = Filler(specs, partial(self.read, specs))
+        tree = json.loads(text)
+        self.group.on_all(lambda: filler.check(state, tree))
+        filler.fill(state, tree)
+        return int(step)
+
+    def find(self) -> tuple[int, str, Entries] | None:
+        store, problems = self.tier.store, list[str]()
+        for step in store.possible_steps():
+            try:
+                snapshot = store.open(step, check_is_of_loop)
+                store.verify(snapshot)
+            except (CorruptSnapshot, UnreadableSnapshot) as error:
+                log.warning(f"the snapshot of step {step} in {store.url} is left out: {error}")
+                problems.append(f"step {step}: {error}")
+                if isinstance(error, CorruptSnapshot):
+                    self.corrupt[step] = str(error)
+                else:
+                    store.unreadable.add(step)
+                continue
+            self.snapshot = snapshot
+            text = memoryview(snapshot.read(TREE).numpy()).tobytes().decode()
+            return step, text, snapshot.entries
+        if problems:
+            raise UserError(f"no snapshot in {store.url} can be used ({problems[0]}): begin in another folder")
+        return None
+
+    def read(self, specs: Entries, name: str) -> Tensor:
+        """Return a tensor of the snapshot that was found, on all ranks. Collective."""
+        tensor = torch.empty(specs[name].shape, dtype=specs[name].dtype)
+
+        def work() -> None:
+            if self.snapshot:
+                tensor.copy_(self.snapshot.read(name))
+
+        self.group.on_rank(0, work)
+        if self.group.world_size > 1:
+            distributed.broadcast(tensor.view(-1).view(torch.uint8), 0, group=self.group.process_group)
+        return tensor
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Copy `state`, and write it in the background as the snapshot of `step`.
+
+        Waits for the previous write. Raises UserError for a value that cannot be stored; the message names
+        its path. If a write fails, that is logged, and `wait` raises its error unless a later one succeeds.
+        Collective.
+        """
+        packer = Packer()
+        packer.tensors[TREE] = torch.empty(0)  # the name is taken
+        tree = packer.pack(dict(state))
+        self.group.on_rank(0, lambda: self.copy(step, json.dumps(tree).encode(), packer.tensors))
+
+    def copy(self, step: int, text: bytes, tensors: dict[str, Tensor]) -> None:
+        if self.specs is None:
+            self.prepare(step)
+        size = max(MIN_TREE_BYTES, 1 << (len(text) - 1).bit_length())  # changes seldom, so the buffer stays
+        tensors[TREE] = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
+        specs = specs_of(tensors)
+        if specs != self.specs:
+            self.saver.wait()
+            self.saver, self.specs = Saver([self.tier]), specs
+        self.saver.save(Manifest.model_validate({"step": step, "windows": step, "form": TREE}), tensors)
+
+    def prepare(self, step: int) -> None:
+        """Claim the folder, and set damaged snapshots aside."""
+        store = self.tier.store
+        if store.is_local:
+            os.makedirs(store.root, exist_ok=True)
+            self.claim.acquire()
+            atexit.register(self.claim.release)
+        store.prepare()
+        for damaged, reason in self.corrupt.items():
+            store.quarantine(damaged, reason)
+        loaded = self.snapshot.manifest.step if self.snapshot else -1
+        newest = max([-1, *store.steps()])
+        if newest >= step and newest > loaded:
+            raise UserError(
+                f"{store.url} holds a snapshot of step {newest}, from which this loop does not go on: load it, "
+                "or save in another folder"
+            )
+
+    def wait(self) -> None:
+        """Wait until the last snapshot is written. Raises the error of the last write, if any. Collective."""
+        self.group.on_rank(0, self.finish)
+
+    def finish(self) -> None:
+        self.saver.wait()
+        if self.tier.error:
+            raise self.tier.error
+
+
+def check_is_of_loop(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
+    if "config" in manifest.model_fields_set:
+        raise UserError("the folder holds the snapshots of a run: choose another one")
+    if TREE not in entries:
+        raise CorruptSnapshot("it has no tree")
