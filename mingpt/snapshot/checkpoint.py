@@ -23,7 +23,7 @@ from mingpt.snapshot.manifest import Manifest
 from mingpt.snapshot.reading import Entries
 from mingpt.snapshot.saver import Saver, Tier
 from mingpt.snapshot.store import Snapshot, Store
-from mingpt.snapshot.tree import Filler, Packer
+from mingpt.snapshot.tree import Packer, check, fill, parse
 
 TREE = "tree"  # the tensor that has the bytes of a state's JSON
 MIN_TREE_BYTES = 4096
@@ -63,10 +63,9 @@ class Checkpoint:
         if found is None:
             return None
         step, text, specs = found
-        filler = Filler(specs, partial(self.read, specs))
-        tree = json.loads(text)
-        self.group.on_all(lambda: filler.check(state, tree))
-        filler.fill(state, tree)
+        saved = parse(json.loads(text))
+        self.group.on_all(lambda: check(state, saved, specs))
+        fill(state, saved, partial(self.read, specs))
         return int(step)
 
     def find(self) -> tuple[int, str, Entries] | None:
@@ -110,8 +109,7 @@ class Checkpoint:
         its path. If a write fails, that is logged, and `wait` raises its error unless a later one succeeds.
         Collective.
         """
-        packer = Packer()
-        packer.tensors[TREE] = torch.empty(0)  # the name is taken
+        packer = Packer(taken=TREE)
         tree = packer.pack(dict(state))
         self.group.on_rank(0, lambda: self.copy(step, json.dumps(tree).encode(), packer.tensors))
 
