@@ -45,7 +45,7 @@ class Checkpoint:
         self.group = BackgroundGroup(rank, ranks)
         folder, agent = Path(where), os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         holder = Holder((this_process(agent),), uuid.uuid4().hex, uuid.uuid4().hex, since=time.time())
-        self.claim = Claim(folder, holder)
+        self.claim = Claim(folder, holder, what="")
         self.tier = Tier("disk", Store(str(where), check_claim=self.claim.check), keep=keep)
         self.saver = Saver([self.tier])
         self.snapshot: Snapshot | None = None  # the one that was loaded, on rank 0
@@ -55,8 +55,8 @@ class Checkpoint:
     def load(self, state: dict[str, Any]) -> int | None:
         """Fill `state` from the newest valid snapshot; return its step, or None if there is no snapshot.
 
-        Objects, tensors and generators are filled in place; other values are replaced. Raises UserError if the
-        state and the snapshot differ: then nothing was changed. Also raises UserError if no snapshot can be
+        Objects, tensors and generators are filled in place, and other values are replaced. Raises UserError,
+        and changes nothing, if the state and the snapshot differ. Also raises UserError if no snapshot can be
         used, but there are some. A snapshot that cannot be used is left out with a log line. Collective.
         """
         found = self.group.on_rank(0, self.find)
@@ -65,7 +65,7 @@ class Checkpoint:
         step, text, specs = found
         saved = parse(json.loads(text))
         self.group.on_all(lambda: check(state, saved, specs))
-        fill(state, saved, partial(self.read, specs))
+        state.update(fill(state, saved, partial(self.read, specs)))
         return int(step)
 
     def find(self) -> tuple[int, str, Entries] | None:
@@ -86,7 +86,9 @@ class Checkpoint:
             text = memoryview(snapshot.read(TREE).numpy()).tobytes().decode()
             return step, text, snapshot.entries
         if problems:
-            raise UserError(f"no snapshot in {store.url} can be used ({problems[0]}): begin in another folder")
+            raise UserError(
+                f"no snapshot in {store.url} can be used ({problems[0]}): begin in another folder"
+            )
         return None
 
     def read(self, specs: Entries, name: str) -> Tensor:
@@ -138,8 +140,8 @@ class Checkpoint:
         newest = max([-1, *store.steps()])
         if newest >= step and newest > loaded:
             raise UserError(
-                f"{store.url} holds a snapshot of step {newest}, from which this loop does not go on: load it, "
-                "or save in another folder"
+                f"{store.url} holds a snapshot of step {newest}, from which this loop does not go on: load "
+                "it, or save in another folder"
             )
 
     def wait(self) -> None:

@@ -130,8 +130,8 @@ def number_of(name: str) -> int:
 class Claim:
     """The right of the generation `holder` to write to a run folder, from `acquire` until `release`."""
 
-    def __init__(self, folder: Path, holder: Holder) -> None:
-        self.folder, self.holder = folder, holder
+    def __init__(self, folder: Path, holder: Holder, what: str = "run_dir ") -> None:
+        self.folder, self.holder, self.what = folder, holder, f"{what}{folder}"
         self.number = 0  # in the name of the claim's file; 0 while this generation does not hold the claim
 
     def path(self, number: int) -> Path:
@@ -152,7 +152,7 @@ class Claim:
         other = found.holder
         if other.generation == self.holder.generation or (not found.is_free and other.job == UNKNOWN.job):
             return
-        what = f"run_dir {self.folder}"
+        what = self.what
         if other.job == self.holder.job:
             raise LaterGeneration(f"the job goes on without this worker, which writes no more to {what}")
         who = "its claim was removed" if found.is_free else f"{other.sentence()} has taken over"
@@ -204,13 +204,13 @@ class Claim:
         holder = found.holder
         if holder.job != self.holder.job and (holder.is_alive() or not is_first):
             raise UserError(
-                f"run_dir {self.folder} is in use by {holder.sentence()}: wait for its end, choose "
-                "another run_dir, or if that job is gone or this folder is a copy, remove its claim "
+                f"{self.what} is in use by {holder.sentence()}: wait for its end, choose "
+                "another folder, or if that job is gone or this folder is a copy, remove its claim "
                 f"{self.path(found.number)}"
             )
         if is_first:  # only to the terminal: log.txt belongs to the job that holds the folder
             write_stderr(
-                f"run_dir {self.folder} is claimed by {holder.sentence()}: waiting until it has not "
+                f"{self.what} is claimed by {holder.sentence()}: waiting until it has not "
                 f"renewed its claim for {LEASE_S:.0f} s\n"
             )
 
@@ -262,7 +262,7 @@ class Claim:
                     file.write(b"{")
         except OSError as error:
             warn_once(
-                f"the claim to run_dir {self.folder} cannot be renewed ({reason_of(error)}): a job on "
+                f"the claim to {self.what} cannot be renewed ({reason_of(error)}): a job on "
                 f"another host may take the folder over after {LEASE_S:.0f} s"
             )
 

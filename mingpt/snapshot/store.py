@@ -60,9 +60,10 @@ log = logging.getLogger(__name__)
 def verify_file(file: StoredFile, sha256: str, is_finite: bool = True) -> None:
     """Read a file once and check all its bytes. Raises CorruptSnapshot if a check fails.
 
-    The file must have this SHA-256 (hex); with `is_finite`, all numbers must be finite. Raises UnreadableSnapshot if the
-    file cannot be read. The file is read in pieces of at most 16 MiB. A thread hashes a piece while the
-    piece's numbers are checked and the next piece is read. At most two pieces are in memory at a time.
+    The file must have this SHA-256 (hex); with `is_finite`, all numbers must be finite. Raises
+    UnreadableSnapshot if the file cannot be read. The file is read in pieces of at most 16 MiB. A thread
+    hashes a piece while the piece's numbers are checked and the next piece is read. At most two pieces are in
+    memory at a time.
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)

@@ -18,10 +18,11 @@ from mingpt.snapshot.layout import DTYPE_NAMES, TensorSpec
 
 DICTS: dict[str, type[Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 PLAIN = (bool, int, float, str, type(None))
+KNOWN = (*PLAIN, list, tuple, *DICTS.values())
 
 
 class Saved(NamedTuple):
-    """What was saved of an object: `kind` is "tensor", "generator" (both with a name) or "object"."""
+    """What was saved of an object: `kind` is "tensor", "generator" (both with a name) or "state"."""
 
     kind: str
     content: Any  # the name of a tensor, or the saved state_dict
@@ -34,8 +35,11 @@ def kind_of(value: Any) -> str:
     if isinstance(value, torch.Generator):
         return "generator"
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-        return "object"
-    return value.kind if isinstance(value, Saved) else type(value).__name__
+        return "state"
+    if isinstance(value, Saved):
+        return value.kind
+    kind = type(value)
+    return kind.__name__ if kind in KNOWN else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
@@ -47,7 +51,8 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
 
 def is_filled(value: Any) -> bool:
     """Return whether loading fills something in `value`; if not, what was saved takes its place."""
-    return kind_of(value) in ("tensor", "generator", "object") or any(is_filled(one) for _, one in items_of(value))
+    is_own = kind_of(value) in ("tensor", "generator", "state")
+    return is_own or any(is_filled(one) for _, one in items_of(value) if type(one) not in PLAIN)
 
 
 def state_of(value: Any) -> Any:
@@ -67,7 +72,7 @@ def refusal(path: str, reason: str) -> UserError:
 
 
 class Packer:
-    """Makes JSON of a state, and collects its tensors in `tensors`, each once, by names made of their paths."""
+    """Makes JSON of states, and collects their tensors in `tensors`, each once, by names made of paths."""
 
     def __init__(self, taken: str) -> None:
         self.tensors: dict[str, Tensor] = {taken: torch.empty(0)}
@@ -83,21 +88,29 @@ class Packer:
             return {kind: self.add(value, path)}
         if kind == "generator":
             return {kind: self.add(value.get_state(), path)}
-        if kind == "object":
+        if kind == "state":
             return {kind: self.pack(state_of(value), path)}
-        items = [(key, self.pack(one, f"{path}.{key}")) for key, one in items_of(value)]
+        items = [
+            (key, one if type(one) in PLAIN else self.pack(one, f"{path}.{key}"))
+            for key, one in items_of(value)
+        ]
         if type(value) in DICTS.values():
             return {kind: [[self.pack(key, f"{path}.{key}"), one] for key, one in items]}
         if type(value) in (list, tuple):
             return [one for _, one in items] if kind == "list" else {kind: [one for _, one in items]}
         if type(value) not in PLAIN:
-            raise refusal(path, f"is a {type(value).__module__}.{kind}, which no snapshot can hold")
+            raise refusal(path, f"is a {kind}, which no snapshot can hold")
         return value
 
     def add(self, tensor: Tensor, path: str) -> str:
         """Add a tensor, unless one with the same memory is there; return its name."""
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-        if type(own) is not Tensor or own.layout != torch.strided or own.dtype not in DTYPE_NAMES or own.is_meta:
+        if (
+            type(own) is not Tensor
+            or own.layout != torch.strided
+            or own.dtype not in DTYPE_NAMES
+            or own.is_meta
+        ):
             raise refusal(path, f"is a {own.layout} tensor of {own.dtype}, which no snapshot can hold")
         memory = own.untyped_storage().data_ptr(), own.storage_offset(), own.shape, own.stride(), own.dtype
         key = memory if own.numel() else path
@@ -125,10 +138,10 @@ def parse(content: Any) -> Any:
 def check(target: Any, saved: Any, specs: Mapping[str, TensorSpec], path: str = "") -> None:
     """Raise UserError, which names the path, unless `saved` is what was saved of a state like `target`.
 
-    `specs` describes the saved tensors. Only modules, tensors and generators are compared, and what holds them.
+    `specs` describes the saved tensors. Modules, tensors, generators and what holds them are compared.
     """
     kind = kind_of(target)
-    if not is_filled(target):
+    if path and not is_filled(target):
         return
     if kind != kind_of(saved):
         raise refusal(path, f"is a {kind} in the state, and a {kind_of(saved)} in the snapshot")
@@ -139,7 +152,7 @@ def check(target: Any, saved: Any, specs: Mapping[str, TensorSpec], path: str = 
             raise refusal(path, f"is {own} in the state, and {other} in the snapshot")
     if isinstance(target, nn.Module):
         target, saved = state_of(target), saved.content
-    elif kind == "object":
+    elif kind == "state":
         return
     own, others = dict(items_of(target)), dict(items_of(saved))
     for key in [*own, *others]:
@@ -161,7 +174,7 @@ def fill(target: Any, saved: Any, read: Callable[[str], Tensor]) -> Any:
         target.copy_(like(target, read(saved.content)))
     elif kind == "generator":
         target.set_state(read(saved.content))
-    elif kind == "object":
+    elif kind == "state":
         target.load_state_dict(fitted(target, unpack(saved.content, read)))
     elif kind == "tuple":
         return tuple(fill(one, saved[key], read) for key, one in items_of(target))
@@ -174,7 +187,7 @@ def fill(target: Any, saved: Any, read: Callable[[str], Tensor]) -> Any:
 def unpack(saved: Any, read: Callable[[str], Tensor]) -> Any:
     """Return `saved` with tensors in place of Saved; the state_dict in place of an object."""
     if isinstance(saved, Saved):
-        return unpack(saved.content, read) if kind_of(saved) == "object" else read(saved.content)
+        return unpack(saved.content, read) if kind_of(saved) == "state" else read(saved.content)
     values = [unpack(one, read) for _, one in items_of(saved)]
     if type(saved) in DICTS.values():
         return type(saved)(dict(zip(saved, values, strict=True)))
@@ -190,7 +203,7 @@ def like(own: Tensor, whole: Tensor) -> Tensor:
 
 
 def fitted(target: Any, state: Any) -> Any:
-    """Return `state` with the names of a module's own state_dict, and with DTensors where `target` has them."""
+    """Return `state` with the names of a module's state_dict, and with DTensors where `target` has them."""
     if isinstance(target, nn.Module):
         own = zip(target.state_dict().items(), state_of(target), strict=True)
         return {name: like(tensor, state[short]) for (name, tensor), short in own}

@@ -31,9 +31,9 @@ from mingpt.distributed.context import Own
 from mingpt.distributed.device import find_program
 from mingpt.report import load_history, open_log, read_job_start
 from mingpt.snapshot import Entries, Manifest, Store
+from mingpt.snapshot.claim import Claim, Holder
 from mingpt.snapshot.memory import run_folders
 from mingpt.snapshot.search import Reader
-from mingpt.snapshot.claim import Claim, Holder
 from mingpt.training.contents import check_model
 from mingpt.training.plan import Fault, Place, Records, StartFacts
 
