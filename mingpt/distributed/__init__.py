@@ -4,8 +4,9 @@ A generation is the workers between two restarts; ends.py says in words how a ge
 decides how tensors travel among ranks: by gloo, by NCCL, or by a faster transport (mingpt/extras/).
 
 Importing this package does not import torch.
-`Worker`, `Launch`, `StopSignal` (signals.py) and `ProcessExit` work without torch until there is a process
-group; constructing a `DistributedContext` imports torch.
+`Worker`, `Launch`, `SignalListener` (signals.py) and `ProcessExit` work without torch until there is a
+process group; constructing a `DistributedContext` imports torch. `StopSignal` (stops.py) is for loops without
+a Worker.
 """
 
 from mingpt.distributed.context import DistributedContext, Place
@@ -14,6 +15,7 @@ from mingpt.distributed.ends import GenerationEnd
 from mingpt.distributed.exit import ProcessExit, write_stderr
 from mingpt.distributed.group import Group
 from mingpt.distributed.launch import Launch
+from mingpt.distributed.stops import StopSignal
 from mingpt.distributed.worker import Worker
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "Launch",
     "Place",
     "ProcessExit",
+    "StopSignal",
     "Worker",
     "enable_determinism",
     "write_stderr",

@@ -29,7 +29,7 @@ from mingpt.distributed.exit import ProcessExit
 from mingpt.distributed.group import Group
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import Rendezvous
-from mingpt.distributed.signals import REASONS, StopSignal
+from mingpt.distributed.signals import REASONS, SignalListener
 
 if TYPE_CHECKING:
     import torch
@@ -71,10 +71,10 @@ class DistributedContext(Group):
     """
 
     shared_errors = UserError
-    stop_signal: StopSignal
+    stop_signal: SignalListener
 
     def __init__(
-        self, launch: Launch, stop_signal: StopSignal, process_exit: ProcessExit, timeout_s: float
+        self, launch: Launch, stop_signal: SignalListener, process_exit: ProcessExit, timeout_s: float
     ) -> None:
         super().__init__(launch.rank, launch.world_size, stop_signal)
         self.launch, self.exit = launch, process_exit
@@ -144,7 +144,7 @@ class DistributedContext(Group):
         return Own(place, device, resolve_dtype(dtype, device), self.connector.address)
 
     def connect_gpus(self, timeout_s: float) -> None:
-        """Connect the GPUs of all ranks; from now on, StopSignal's thread watches NCCL. Collective.
+        """Connect the GPUs of all ranks; from now on, SignalListener's thread watches NCCL. Collective.
 
         Raises NCCL's DistError if a peer is lost or the network fails. If NCCL fails on any rank for another
         reason, all ranks raise UserError.

@@ -69,7 +69,7 @@ class SignalReceived(Exception):
 
 
 class PeerLost(Exception):
-    """Another worker is gone or silent, as the message says. The thread of StopSignal has noticed this."""
+    """Another worker is gone or silent, as the message says. SignalListener has noticed this."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mingpt.base.errors import StopRequested
 from mingpt.base.system import complete, start
-from mingpt.distributed.signals import REASONS, StopSignal
+from mingpt.distributed.signals import REASONS, SignalListener
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ class Group:
     methods raise errors for which `is_lost_peer` is true.
 
     With a `stop_signal`, `on_rank`, `on_all` and `gather_on_all` also exchange requests to stop. If any rank
-    has received a request, all ranks set `agreed_stop`. Before training (before `StopSignal.defer` is
+    has received a request, all ranks set `agreed_stop`. Before training (before `SignalListener.defer` is
     called), all ranks also raise StopRequested.
     """
 
@@ -68,7 +68,7 @@ class Group:
 
     process_group: "ProcessGroup | None" = None  # None: torch's default group
 
-    def __init__(self, rank: int, world_size: int, stop_signal: StopSignal | None = None) -> None:
+    def __init__(self, rank: int, world_size: int, stop_signal: SignalListener | None = None) -> None:
         self.rank, self.world_size, self.stop_signal = rank, world_size, stop_signal
         self.agreed_stop: str | None = None  # the request to stop that all ranks know; None: there is none
 
@@ -214,6 +214,15 @@ class BackgroundGroup(Group):
             from torch.distributed import new_group
 
             self.process_group = new_group(backend="gloo", timeout=TIMEOUT)
+
+    @classmethod
+    def of_all(cls) -> "BackgroundGroup":
+        """Return a group of the ranks of torch's default process group; without one, of this process."""
+        from torch import distributed
+
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return cls(0, 1)
+        return cls(distributed.get_rank(), distributed.get_world_size())
 
 
 def picklable(error: Exception) -> Exception:

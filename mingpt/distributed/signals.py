@@ -54,7 +54,7 @@ UNKNOWN_GRACE_S = 5.0
 READ_END = -1  # the pipe's key among the ranks whose pidfds are polled
 
 
-class StopSignal:
+class SignalListener:
     """Listens for requests to stop, in a thread of its own, and keeps the request in `reason`.
 
     Before training begins (before `defer` is called), a signal other than SIGUSR1 ends this process at once.

@@ -15,7 +15,7 @@ from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.device import DEVICES_DIFFER, common_dtype
 from mingpt.distributed.exit import ProcessExit
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.signals import StopSignal
+from mingpt.distributed.signals import SignalListener
 
 
 class Worker:
@@ -42,7 +42,7 @@ class Worker:
             sys.stderr.write(f"error: {error}\n")
             sys.exit(2)
         self.exit = ProcessExit(self.launch)
-        self.stop_signal = StopSignal(self.launch, self.exit)
+        self.stop_signal = SignalListener(self.launch, self.exit)
         self.stopped_by: str | None = None
         events.emit("worker_start", launch=self.launch)
 

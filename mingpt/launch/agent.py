@@ -26,7 +26,7 @@ from mingpt.distributed.ends import FINISHED, LOST_PEER, STOPPED, TIMED_OUT, Gen
 from mingpt.distributed.exit import BEFORE_FIRST, JOB_ENDED, STORAGE_S, before_first_step, write_stderr
 from mingpt.distributed.launch import AGENT_PID, Launch
 from mingpt.distributed.rendezvous import read_generation_end
-from mingpt.distributed.signals import SIGNALS, StopSignal
+from mingpt.distributed.signals import SIGNALS, SignalListener
 from mingpt.distributed.worker import Worker
 
 if TYPE_CHECKING:
@@ -162,7 +162,9 @@ def job_exit(
     return 1, f"error: {what} and no restart is left (trainer.max_restarts)\n"
 
 
-def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
+def run_agent(
+    workers: int, max_restarts: int, command: Sequence[str], stop_signal: SignalListener
+) -> NoReturn:
     """Run `python *command` in `workers` processes; then exit with the job's exit code.
 
     If a worker fails, and the failure does not end the job, all workers are restarted, at most `max_restarts`
@@ -192,7 +194,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     socket.getfqdn = lambda name="": name or platform.node()  # for torch's events, which nobody reads
     agent = elastic_launch(launch_config(workers, max_restarts), sys.executable)
     gc.enable()
-    # The workers inherit this thread's mask, so these signals wait until a worker's StopSignal unblocks
+    # The workers inherit this thread's mask, so these signals wait until a worker's SignalListener unblocks
     # them. The agent's own signals arrive in another thread, which does not block them.
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -40,9 +40,7 @@ class Checkpoint:
     """
 
     def __init__(self, where: str | os.PathLike[str], keep: int = 3) -> None:
-        is_group = distributed.is_available() and distributed.is_initialized()
-        rank, ranks = (distributed.get_rank(), distributed.get_world_size()) if is_group else (0, 1)
-        self.group = BackgroundGroup(rank, ranks)
+        self.group = BackgroundGroup.of_all()
         folder, agent = Path(where), os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         holder = Holder((this_process(agent),), uuid.uuid4().hex, uuid.uuid4().hex, since=time.time())
         self.claim = Claim(folder, holder, what="")

@@ -19,11 +19,11 @@ import os, subprocess, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
 from mingpt.distributed import Launch, ProcessExit, signals
-from mingpt.distributed.signals import StopSignal
+from mingpt.distributed.signals import SignalListener
 
 signals.UNKNOWN_GRACE_S = 0.5
 launch = Launch(world_size={workers}, agent_pid={agent}, master_addr="localhost")
-listener = StopSignal(launch, ProcessExit(launch))
+listener = SignalListener(launch, ProcessExit(launch))
 store = SimpleNamespace(
     read_exit_reason=lambda rank: {end}, record_exit_reason=lambda rank, reason: None, is_restart=bool
 )

@@ -90,7 +90,7 @@ from mingpt.launch.agent import run_agent
 from mingpt.distributed import Worker
 run_agent(2, 0, ["-c", "pass"], Worker().stop_signal)
 """
-# Workers inherit a mask that blocks SIGTERM until a worker's StopSignal listens.
+# Workers inherit a mask that blocks SIGTERM until a worker's SignalListener listens.
 SLEEPER = """
 import signal, time
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])

@@ -1,0 +1,65 @@
+"""Requests to stop a training loop of your own, which has no Worker."""
+
+import math
+import os
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+from mingpt.config.settings import to_seconds
+from mingpt.distributed.group import BackgroundGroup
+from mingpt.distributed.signals import PAUSE, REASONS, REPEAT_S
+
+NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
+
+
+class StopSignal:
+    """Keeps a request to stop for the next call of `agreed`, from its construction until `close`.
+
+    A request is SIGTERM, SIGINT or SIGUSR1, or that the time `pause_after` has passed: a number of seconds,
+    or a text such as 5h30m. A second signal, more than a second after the first one, does what it does
+    without a StopSignal. If torch.distributed is initialised, all ranks construct a StopSignal together. In a
+    `with` block, `close` is called at the end.
+    """
+
+    def __init__(self, pause_after: float | str | None = None) -> None:
+        self.received: str | None = None
+        self.received_at = math.inf
+        self.pause_at = math.inf if pause_after is None else time.monotonic() + to_seconds(pause_after)
+        self.earlier: dict[int, Any] = {}  # the handlers of before
+        for name in NAMES:
+            number = signal.Signals[name]
+            self.earlier[number] = signal.signal(number, self.receive)
+        self.group = BackgroundGroup.of_all()
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self.received_at = signal.Signals(number).name, now
+        elif now > self.received_at + REPEAT_S:  # a launcher may repeat what the terminal has sent
+            self.close()
+            os.kill(os.getpid(), number)
+
+    def agreed(self) -> str | None:
+        """Return the request that any rank has received, the same on all ranks, or None.
+
+        It is the name of a signal or "trainer.pause_after"; of several, SIGTERM comes first, then SIGINT.
+        Collective: call it once per step.
+        """
+        own = self.received or (PAUSE if time.monotonic() >= self.pause_at else None)
+        requests = self.group.all_gather_object(own)
+        return next((name for name in REASONS if name in requests), None)
+
+    def close(self) -> None:
+        """Restore the handlers of before."""
+        for number, handler in self.earlier.items():
+            signal.signal(number, handler)
+
+    def __enter__(self) -> "StopSignal":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
