@@ -9,17 +9,16 @@ same command, when started again, goes on from the newest snapshot.
 
 import hashlib
 import math
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from mingpt.data import ElasticSampler
 from mingpt.distributed import DistributedContext, Worker, enable_determinism
 from mingpt.parallel import ExactReduction, StrategySetup
-from mingpt.snapshot import Manifest, Saver, Store, Tier, load_latest
+from mingpt.snapshot import Checkpoint
 
 SEED, STEPS, BATCH, MICRO_BATCH, SAVE_EVERY, CLASSES = 1, 900, 96, 8, 20, 6
 
@@ -54,15 +53,10 @@ def train(context: DistributedContext) -> str | None:
     )  # fmt: skip
     strategy = ExactReduction(StrategySetup(model, sampler.micro_batches_by_rank(), context))
     strategy.prepare(model)
-    weights, state = strategy.pieces(), dict[str, Tensor]()  # the parameters' memory; a snapshot's content
+    weights = strategy.pieces()  # the parameters' memory
     optimizer = torch.optim.SGD(weights.values(), lr=0.02, momentum=0.9)
-    for name, weight in weights.items():  # the momentum, too: load_latest fills tensors that exist
-        momentum = optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        state |= {f"model.{name}": weight, f"optimizer.{name}.momentum_buffer": momentum}
-    tier = Tier("disk", Store("own_loop"), keep=2)
-    saver, found = Saver([tier]), load_latest(tier.store, state, context)
-    context.on_rank(0, tier.store.prepare)
-    step = found.step if found else 0
+    checkpoint, state = Checkpoint("own_loop", keep=2), {"model": model, "optimizer": optimizer}
+    step = checkpoint.load(state) or 0
     sampler.seek(step * BATCH)
     batches = iter(DataLoader(data, batch_size=MICRO_BATCH, sampler=sampler))
     context.stop_signal.defer()  # from here on a request to stop waits for the end of a step
@@ -86,10 +80,8 @@ def train(context: DistributedContext) -> str | None:
         if context.rank == 0 and step % 50 == 0:
             print(f"step {step}  loss {sum(losses_of_all) / len(losses_of_all):.4f}", flush=True)
         if step % SAVE_EVERY == 0 or step == STEPS or context.agreed_stop:
-            context.on_rank(0, partial(saver.save, Manifest(step=step, windows=step * BATCH), state))
-    context.on_rank(0, saver.wait)
-    if tier.error:
-        raise tier.error
+            checkpoint.save(step, state)
+    checkpoint.wait()
     if context.rank == 0 and step == STEPS:
         content = b"".join(weight.cpu().numpy().tobytes() for weight in weights.values())
         print("weights", hashlib.sha256(content).hexdigest())

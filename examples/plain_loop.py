@@ -31,7 +31,6 @@ characters = sorted(set(text))
 data = torch.tensor([characters.index(character) for character in text[:100_000]])
 
 
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,1 +1,11 @@
 """A compact GPT and a fault-tolerant trainer for it under torchrun. README.md describes the packages."""
+
+import pkgutil
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Return `mingpt.load`, whose module is imported when it is asked for."""
+    if name != "load":
+        raise AttributeError(f"module 'mingpt' has no attribute {name!r}")
+    return pkgutil.resolve_name("mingpt.tools.sample:load")

@@ -5,13 +5,13 @@ values: numbers, strings, None, and lists, tuples and dicts of all these. In the
 list, and an object with one key, a type, for a value of this type, such as {"tensor": NAME}.
 """
 
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mingpt.base.errors import UserError
 from mingpt.snapshot.layout import DTYPE_NAMES, TensorSpec
@@ -26,6 +26,11 @@ class Saved(NamedTuple):
 
     kind: str
     content: Any  # the name of a tensor, or the saved state_dict
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # whose import takes as long as the start of a run
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def kind_of(value: Any) -> str:
@@ -102,9 +107,9 @@ class Packer:
             raise refusal(path, f"is a {kind}, which no snapshot can hold")
         return value
 
-    def add(self, tensor: Tensor, path: str) -> str:
+    def add(self, tensor: Any, path: str) -> str:
         """Add a tensor, unless one with the same memory is there; return its name."""
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        own = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
         if (
             type(own) is not Tensor
             or own.layout != torch.strided
@@ -118,7 +123,7 @@ class Packer:
             name = path.removeprefix(".")
             while name in self.tensors:
                 name += "'"
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else own
+            whole = tensor.full_tensor() if is_dtensor(tensor) else own
             self.tensors[name], self.names[key] = whole.resolve_conj().resolve_neg(), name
         return self.names[key]
 
@@ -194,10 +199,12 @@ def unpack(saved: Any, read: Callable[[str], Tensor]) -> Any:
     return type(saved)(values) if type(saved) in (list, tuple) else saved
 
 
-def like(own: Tensor, whole: Tensor) -> Tensor:
+def like(own: Any, whole: Tensor) -> Tensor:
     """Return `whole`, or if `own` is a DTensor of the same shape, a DTensor with its mesh and placements."""
-    if not isinstance(own, DTensor) or own.shape != whole.shape:
+    if not is_dtensor(own) or own.shape != whole.shape:
         return whole
+    from torch.distributed.tensor import distribute_tensor
+
     # Each rank has the whole tensor already.
     return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 

@@ -17,7 +17,7 @@ from mingpt.data import Tokenizer
 from mingpt.distributed.device import resolve_dtype
 from mingpt.model import GPT, generate_batch
 from mingpt.model.weights import load_weights
-from mingpt.snapshot import open_snapshot
+from mingpt.snapshot import Snapshot, open_snapshot
 from mingpt.training.contents import check_model, make_tokenizer
 
 BATCH = 16  # samples that are generated at once; each has a key/value cache
@@ -80,7 +80,6 @@ def main(words: Sequence[str]) -> int:
 def sample(arguments: argparse.Namespace) -> None:
     device = find_device(arguments.device)
     snapshot = open_snapshot(arguments.run, check_model, weights_only=True, best=arguments.best)
-    vocab_size = snapshot.manifest.tokenizer.vocab_size
     tokenizer = make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())
     if tokenizer is None:
         raise UserError(
@@ -90,10 +89,27 @@ def sample(arguments: argparse.Namespace) -> None:
     text, prompt = read_prompt(arguments.prompt, tokenizer)
     # The model's tables grow with block_size, so it is only as large as the prompt and the new tokens need.
     block_size = min(snapshot.config.data.block_size, len(prompt) + arguments.tokens)
-    model = GPT(snapshot.config.model, vocab_size=vocab_size, block_size=block_size)
-    load_weights(model, snapshot.tensors("model."), arguments.run)
-    model.to(device, getattr(torch, resolve_dtype(arguments.dtype, device))).eval()
+    model = make_model(snapshot, block_size, arguments.run)
+    model.to(device, getattr(torch, resolve_dtype(arguments.dtype, device)))
     write_samples(model, tokenizer, text, prompt, arguments)
+
+
+def load(where: str) -> tuple[GPT, Tokenizer | None]:
+    """Return the model of a run, in float32 and in eval mode, and its tokenizer (None: the run has none).
+
+    `where` is the path or URL of a run folder, of a folder of snapshots or of a snapshot; "@best" after a folder
+    means the snapshot with the lowest validation loss. Raises UserError if there is none that can be used.
+    """
+    snapshot = open_snapshot(where, check_model, weights_only=True)
+    tokenizer = make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())
+    return make_model(snapshot, snapshot.config.data.block_size, where), tokenizer
+
+
+def make_model(snapshot: Snapshot, block_size: int, where: str) -> GPT:
+    vocab_size = snapshot.manifest.tokenizer.vocab_size
+    model = GPT(snapshot.config.model, vocab_size=vocab_size, block_size=block_size)
+    load_weights(model, snapshot.tensors("model."), where)
+    return model.eval()
 
 
 def find_device(wanted: str) -> torch.device:
