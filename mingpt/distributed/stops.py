@@ -8,8 +8,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from mingpt.config.settings import to_seconds
+from mingpt.distributed.exit import PAUSE
 from mingpt.distributed.group import BackgroundGroup
-from mingpt.distributed.signals import PAUSE, REASONS, REPEAT_S
+from mingpt.distributed.signals import REASONS, REPEAT_S
 
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
 

@@ -12,7 +12,7 @@ from mingpt.snapshot.manifest import Manifest, TokenizerFields
 from mingpt.snapshot.memory import MemoryFolder
 from mingpt.snapshot.reading import Check, Entries
 from mingpt.snapshot.saver import Saver, Status, Tier
-from mingpt.snapshot.search import Found, Offer, Reader, StoredState, find_valid, load_latest
+from mingpt.snapshot.search import Found, Offer, Reader, StoredState, find_valid
 from mingpt.snapshot.store import Snapshot, Store
 
 __all__ = [
@@ -32,6 +32,5 @@ __all__ = [
     "Tier",
     "TokenizerFields",
     "find_valid",
-    "load_latest",
     "open_snapshot",
 ]

@@ -18,7 +18,7 @@ from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.processes import this_process
 from mingpt.distributed.group import BackgroundGroup
 from mingpt.snapshot.claim import Claim, Holder
-from mingpt.snapshot.layout import TensorSpec, specs_of
+from mingpt.snapshot.layout import TensorSpec, memory_of, specs_of
 from mingpt.snapshot.manifest import Manifest
 from mingpt.snapshot.reading import Entries
 from mingpt.snapshot.saver import Saver, Tier
@@ -81,7 +81,7 @@ class Checkpoint:
                     store.unreadable.add(step)
                 continue
             self.snapshot = snapshot
-            text = memoryview(snapshot.read(TREE).numpy()).tobytes().decode()
+            text = memory_of(snapshot.read(TREE)).tobytes().decode()
             return step, text, snapshot.entries
         if problems:
             raise UserError(
@@ -153,7 +153,5 @@ class Checkpoint:
 
 
 def check_is_of_loop(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-    if "config" in manifest.model_fields_set:
-        raise UserError("the folder holds the snapshots of a run: choose another one")
     if TREE not in entries:
-        raise CorruptSnapshot("it has no tree")
+        raise UserError("the folder holds snapshots of a run, or of another program: choose another folder")

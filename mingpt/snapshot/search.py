@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
 from mingpt.base.files import PIECE_BYTES
 from mingpt.base.rows import RowMap, Shape
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot.layout import Layout, TensorSpec, lay_out, memory_of
 from mingpt.snapshot.manifest import Manifest
-from mingpt.snapshot.reading import Check, Entries
+from mingpt.snapshot.reading import Check
 from mingpt.snapshot.store import Snapshot, Store
 
 log = logging.getLogger(__name__)
@@ -243,37 +243,3 @@ def find_valid(
         if content:
             return reader.state_of(choice, content)
     return None
-
-
-def load_latest(store: Store, tensors: Mapping[str, Tensor], context: DistributedContext) -> Manifest | None:
-    """Copy the newest valid snapshot that any rank sees into `tensors`, on all ranks; return its manifest.
-
-    Use this in a training loop of your own in which each rank has the whole state, `tensors`, in float32.
-    Returns None if there is no snapshot. Raises UserError if the snapshot has other names, types or shapes.
-    Also raises UserError if no snapshot can be used, but there are some or a rank cannot list the folder.
-    Collective.
-    """
-    rows = RowMap({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    wanted = {name: (tensor.dtype, rows.shapes[name]) for name, tensor in tensors.items()}
-
-    def check(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-        if {name: (entry.dtype, entry.shape) for name, entry in entries.items()} != wanted:
-            raise UserError(f"{store.url} holds a snapshot of other tensors: go on in another folder")
-
-    reader = Reader([store] if context.launch.local_rank == 0 else [], check, context.rank)
-    offers = list[Offer]()
-
-    def next_choice() -> Offer | None:
-        offers[:] = [offer for by_rank in context.gather_on_all(reader.offers) for offer in by_rank]
-        return choose(offers, None)
-
-    state = find_valid(reader, context, next_choice)
-    faulty = [offer for offer in offers if offer.fault]
-    if state is None:
-        if faulty:
-            raise UserError(f"no snapshot in {store.url} can be used ({faulty[0]}): begin in another folder")
-        return None
-    for offer in faulty if context.rank == 0 else ():
-        log.warning(f"a snapshot in {store.url} is not used: {offer}")
-    state.copy_into(tensors, rows, context.rank, context)
-    return state.manifest

@@ -159,11 +159,11 @@ def check(target: Any, saved: Any, specs: Mapping[str, TensorSpec], path: str = 
         target, saved = state_of(target), saved.content
     elif kind == "state":
         return
-    own, others = dict(items_of(target)), dict(items_of(saved))
-    for key in [*own, *others]:
-        if key not in own or key not in others:
-            raise refusal(f"{path}.{key}", f"is only in the {'state' if key in own else 'snapshot'}")
-        check(own[key], others[key], specs, f"{path}.{key}")
+    here, there = dict(items_of(target)), dict(items_of(saved))
+    for key in [*here, *there]:
+        if key not in here or key not in there:
+            raise refusal(f"{path}.{key}", f"is only in the {'state' if key in here else 'snapshot'}")
+        check(here[key], there[key], specs, f"{path}.{key}")
 
 
 @torch.no_grad()

@@ -97,8 +97,8 @@ def sample(arguments: argparse.Namespace) -> None:
 def load(where: str) -> tuple[GPT, Tokenizer | None]:
     """Return the model of a run, in float32 and in eval mode, and its tokenizer (None: the run has none).
 
-    `where` is the path or URL of a run folder, of a folder of snapshots or of a snapshot; "@best" after a folder
-    means the snapshot with the lowest validation loss. Raises UserError if there is none that can be used.
+    `where` is the path or URL of a run folder, of a folder of snapshots or of a snapshot; "@best" after a
+    folder means the snapshot with the lowest validation loss. Raises UserError if none can be used.
     """
     snapshot = open_snapshot(where, check_model, weights_only=True)
     tokenizer = make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())

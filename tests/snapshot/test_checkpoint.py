@@ -286,7 +286,7 @@ def test_a_run_and_a_newer_snapshot_that_was_not_loaded_are_left_alone(tmp_path:
     with pytest.raises(UserError, match="holds a snapshot of step 5, from which this loop does not go on"):
         Checkpoint(tmp_path / "loop").save(5, {"x": 1})
     write(make_store(tmp_path), make_manifest(3, config=to_dict(Config())))
-    with pytest.raises(UserError, match="the snapshots of a run"):
+    with pytest.raises(UserError, match="holds snapshots of a run"):
         Checkpoint(tmp_path / "snapshots").load({"x": 1})
 
 

@@ -8,17 +8,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.forks import SingleProcess
 from support.properties import examples
 from support.ranks import run_ranks
-from support.snapshots import make_manifest, make_store, search, write
+from support.snapshots import make_manifest, search, write
 from torch import Tensor
 
-from mingpt.base.errors import UserError
 from mingpt.base.rows import RowMap
 from mingpt.config import Config, DataConfig, ModelConfig, to_dict
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot import Found, Manifest, Store, StoredState, load_latest
+from mingpt.snapshot import Found, Manifest, Store, StoredState
 from mingpt.snapshot.search import Offer, choose
 from mingpt.training.contents import check_model, tensor_shapes
 
@@ -159,27 +157,3 @@ def test_all_ranks_read_the_newest_good_snapshot_whichever_node_has_it_on_disk_o
     flip_a_bit(nodes.memories[1], 5, bad)
     step, by_rank = nodes.search()
     assert step == -1 and [offer.step for offer in by_rank[1].on_disk() if offer.is_corrupt] == [20, 5]
-
-
-OWN = {"model.weight": torch.full((5, 3), 2.0), "optimizer.weight.momentum": torch.full((5, 3), -2.0)}
-
-
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {"model.weight": torch.zeros(5, 3)},
-        OWN | {"model.weight": torch.zeros(3, 5)},
-        OWN | {"model.weight": torch.zeros(5, 3, dtype=torch.int64)},
-    ],
-)
-def test_a_snapshot_of_a_loop_of_ones_own_with_other_tensors_is_refused_there_and_by_train_py(
-    tensors: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    """Its manifest has two fields. Jobs show that such loops go on from it."""
-    store = make_store(tmp_path)
-    assert load_latest(store, tensors, SingleProcess()) is None
-    write(store, Manifest(step=2, windows=16), OWN)
-    with pytest.raises(UserError, match=f"^{store.url} holds a snapshot of other tensors: "):
-        load_latest(store, tensors, SingleProcess())
-    with pytest.raises(UserError, match="written by a training loop of your own, not by a run"):
-        store.read(2, check_model)

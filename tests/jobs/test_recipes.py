@@ -1,0 +1,61 @@
+"""The examples for loops of one's own: their last line is the same after kills and stops."""
+
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.jobs import ROOT, Job, Start, children, torchrun
+
+pytestmark = pytest.mark.slow
+RECIPES = [("plain_loop", 1), ("plain_loop", 2), ("ddp_loop", 2), ("own_loop", 2)]
+RECIPES += [("hf_trainer", 1), ("hf_trainer", 2)]
+
+
+@pytest.fixture
+def run_recipe(start: Start, tmp_path: Path) -> Callable[[str, int, str], Job]:
+    """A function that starts an example in the folder `tmp_path`/`where`."""
+
+    def run(name: str, workers: int, where: str) -> Job:
+        folder = tmp_path / where
+        folder.mkdir(exist_ok=True)
+        launcher = torchrun(workers) if workers > 1 else [sys.executable]
+        command = ["env", "-C", str(folder), *launcher, str(ROOT / "examples" / f"{name}.py")]
+        return start(command, PYTHONPATH=str(ROOT))
+
+    return run
+
+
+def weights_of(job: Job) -> str:
+    assert job.wait(600) == 0, job.err()
+    line = job.out().splitlines()[-1]
+    assert re.fullmatch("weights [0-9a-f]{64}", line)
+    return line
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(10, marks=pytest.mark.weekly)])
+@pytest.mark.parametrize(("name", "workers"), RECIPES)
+def test_kills_and_stops_of_a_worker_cost_no_bit(
+    name: str, workers: int, count: int, run_recipe: Callable[[str, int, str], Job], tmp_path: Path
+) -> None:
+    """Twice as many kills, each at any moment, and stops after a snapshot; own_loop.py stops as train.py does."""
+    began, rng = time.monotonic(), random.Random(f"{name} {workers}")
+    expected = weights_of(run_recipe(name, workers, "undisturbed"))
+    duration = time.monotonic() - began
+    signals = [signal.SIGKILL] * 2 * count + [signal.SIGTERM] * count * (name != "own_loop")
+    for number, what in enumerate(signals):
+        job, folder = run_recipe(name, workers, str(number)), tmp_path / str(number)
+        if what == signal.SIGTERM:
+            job.wait_until(lambda: list(folder.glob("*/step_*.json")))
+        time.sleep(rng.uniform(0, duration if what == signal.SIGKILL else duration / 10))
+        victims = children(job.pid) if workers > 1 else [job.pid]
+        for victim in victims[-1:]:
+            os.kill(victim, what)
+        code = job.wait(600)
+        assert what == signal.SIGKILL or code == 0, job.err()
+        assert weights_of(run_recipe(name, workers, str(number))) == expected
