@@ -1,12 +1,12 @@
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.forks import fork_ranks
+from support.jobs import wait_until
 from support.ranks import run_ranks
 from torch.distributed import TCPStore
 
@@ -76,30 +76,38 @@ def test_objects_of_any_size_reach_all_ranks() -> None:
     assert fork_ranks(4, work) == [expected] * 4
 
 
-def test_a_store_tells_only_of_the_generation_right_before() -> None:
+@pytest.fixture
+def store() -> TCPStore:
+    """The store of an agent."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def meet(store: TCPStore, workers: int, rank: int, timeout_s: float = 10.0, **known: Any) -> Rendezvous:
+    place: dict[str, Any] = {"master_addr": "127.0.0.1", "master_port": store.port, "agent_hosts_store": True}
+    return Rendezvous(Launch(rank=rank, world_size=workers, **place, **known), timeout_s)
+
+
+def test_a_store_tells_only_of_the_generation_right_before(store: TCPStore) -> None:
     """The store lives in an agent that may have been away while another agent led the job."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    known = []
-    for number in (1, 2, 4, 5):
-        launch = Launch(
-            master_addr="127.0.0.1", master_port=store.port, agent_hosts_store=True, rdzv_round=number
-        )
-        known.append(Rendezvous(launch, timeout_s=10).previous_generation is not None)
+    known = [meet(store, 1, 0, rdzv_round=number).previous_generation is not None for number in (1, 2, 4, 5)]
     assert known == [False, True, False, True]
 
 
 @pytest.mark.parametrize(("there", "missing"), [((0, 1), [2]), ((1, 2), [0])])
 def test_the_ranks_that_do_not_come_are_named_by_all_that_wait(
-    there: tuple[int, int], missing: list[int]
+    there: tuple[int, int], missing: list[int], store: TCPStore
 ) -> None:
     """If rank 0 does not come, nobody knows who else is missing."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def meet(rank: int) -> Sequence[int]:
-        place: dict[str, Any] = {"master_addr": "127.0.0.1", "master_port": store.port}
-        with pytest.raises(PeersMissing) as error:
-            Rendezvous(Launch(rank=rank, world_size=3, agent_hosts_store=True, **place), timeout_s=1)
-        return error.value.ranks
-
     with ThreadPoolExecutor() as pool:
-        assert list(pool.map(meet, there)) == [missing] * 2
+        for worker in [pool.submit(meet, store, 3, rank, 1.0) for rank in there]:
+            with pytest.raises(PeersMissing) as error:
+                worker.result()
+            assert error.value.ranks == missing
+
+
+def test_a_worker_is_answered_although_a_dead_one_of_its_rank_has_asked_before(store: TCPStore) -> None:
+    store.set("hello/1", "dead")
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(meet, store, 2, 0)
+        wait_until(lambda: store.check(["answer/dead"]))
+        assert meet(store, 2, 1).generation == first.result().generation

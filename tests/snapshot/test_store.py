@@ -142,15 +142,3 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start_but_a_full_one_
     with contextlib.nullcontext() if code == errno.ENOSPC else pytest.raises(UserError, match="written to"):
         store.prepare()
     assert file_names(store) == []
-
-
-def test_files_of_a_failed_save_that_cannot_be_removed_stay(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path(store.path("step_00000002.safetensors")).touch()
-    with monkeypatch.context() as patch:
-        FaultyDisk(patch, "remove", "safetensors", errno.EIO)
-        store.discard(2)
-    assert file_names(store) == ["step_00000002.safetensors"]
-    store.discard(2)
-    assert file_names(store) == []
