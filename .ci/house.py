@@ -51,15 +51,15 @@ class Size:
 
 # What a fork may add to the program; all additions of docs/extending.md fit in it. A fork raises it.
 MARGIN = {"statements": 105, "nodes": 680, "files": 6}
-MAX_FILES = 104 + MARGIN["files"]
+MAX_FILES = 107 + MARGIN["files"]
 # What is counted together, and its budget. The core is what a run needs, without the folders of NOT_CORE.
 PROGRAM = ("mingpt", "anynode", "train.py", "sample.py", "launch")
 CORE = ("mingpt", "train.py")
 NOT_CORE = ("mingpt/tools", "mingpt/extras")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=10_905 + MARGIN["statements"], nodes=81_015 + MARGIN["nodes"]),
-    CORE: Size(statements=8_160 + MARGIN["statements"], nodes=59_990 + MARGIN["nodes"]),
-    ("tests",): Size(statements=7_900),
+    PROGRAM: Size(statements=11_225 + MARGIN["statements"], nodes=83_361 + MARGIN["nodes"]),
+    CORE: Size(statements=8_472 + MARGIN["statements"], nodes=62_299 + MARGIN["nodes"]),
+    ("tests",): Size(statements=8_300),
     ("benchmarks",): Size(lines=3_500),
 }
 

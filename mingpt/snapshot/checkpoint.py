@@ -81,8 +81,7 @@ class Checkpoint:
                     store.unreadable.add(step)
                 continue
             self.snapshot = snapshot
-            text = memory_of(snapshot.read(TREE)).tobytes().decode()
-            return step, text, snapshot.entries
+            return step, memory_of(snapshot.read(TREE)).tobytes().decode(), snapshot.entries
         if problems:
             raise UserError(
                 f"no snapshot in {store.url} can be used ({problems[0]}): begin in another folder"
