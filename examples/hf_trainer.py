@@ -8,6 +8,7 @@ output, a hash of the weights, is the same whatever was killed or stopped, for o
 """
 
 import hashlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,7 +67,7 @@ def main() -> None:
     stream = Stream([{"input_ids": row, "labels": row} for row in tokens], seed=0)
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=17, n_embd=32, n_layer=2, n_head=2))
-    workers = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    workers = int(os.environ.get("WORLD_SIZE", 1))
     arguments = TrainingArguments(
         output_dir="hf_trainer", max_steps=STEPS, per_device_train_batch_size=BATCH // workers, use_cpu=True,
         learning_rate=1e-3, logging_steps=50, save_strategy="no", report_to="none", disable_tqdm=True,

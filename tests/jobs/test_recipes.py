@@ -14,19 +14,22 @@ import pytest
 from support.jobs import ROOT, Job, Start, children, torchrun
 
 pytestmark = pytest.mark.slow
-RECIPES = [("plain_loop", 1), ("plain_loop", 2), ("ddp_loop", 2), ("own_loop", 2)]
-RECIPES += [("hf_trainer", 1), ("hf_trainer", 2)]
+# An example, and a number of workers.
+ALWAYS = [("ddp_loop", 2), ("own_loop", 2), ("hf_trainer", 1)]
+ONCE_A_WEEK = [*ALWAYS, ("plain_loop", 1), ("plain_loop", 2), ("hf_trainer", 2)]
 
 
 @pytest.fixture
 def run_recipe(start: Start, tmp_path: Path) -> Callable[[str, int, str], Job]:
-    """A function that starts an example in the folder `tmp_path`/`where`."""
+    """A function that starts an example in the folder `tmp_path`/`where`, with 200 steps or more."""
 
     def run(name: str, workers: int, where: str) -> Job:
         folder = tmp_path / where
         folder.mkdir(exist_ok=True)
         launcher = torchrun(workers) if workers > 1 else [sys.executable]
-        command = ["env", "-C", str(folder), *launcher, str(ROOT / "examples" / f"{name}.py")]
+        text = (ROOT / "examples" / f"{name}.py").read_text().replace(" = 1, 900,", " = 1, 200,")
+        (folder / "loop.py").write_text(text.replace("Path(__file__).parent.parent", f"Path({str(ROOT)!r})"))
+        command = ["env", "-C", str(folder), *launcher, "loop.py"]
         return start(command, PYTHONPATH=str(ROOT))
 
     return run
@@ -43,8 +46,10 @@ def has_snapshot(folder: Path) -> bool:
     return any(folder.glob("*/step_*.json"))
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(10, marks=pytest.mark.weekly)])
-@pytest.mark.parametrize(("name", "workers"), RECIPES)
+@pytest.mark.parametrize(
+    ("name", "workers", "count"),
+    [(*one, 1) for one in ALWAYS] + [pytest.param(*one, 10, marks=pytest.mark.weekly) for one in ONCE_A_WEEK],
+)
 def test_kills_and_stops_of_a_worker_cost_no_bit(
     name: str, workers: int, count: int, run_recipe: Callable[[str, int, str], Job], tmp_path: Path
 ) -> None:
