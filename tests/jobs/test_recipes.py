@@ -1,7 +1,6 @@
 """The examples for loops of one's own: their last line is the same after kills and stops."""
 
 import functools
-import os
 import random
 import re
 import signal
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.jobs import ROOT, Job, Start, children, torchrun
+from support.jobs import ROOT, Job, Start, children, send_to, torchrun
 
 pytestmark = pytest.mark.slow
 # An example, and a number of workers.
@@ -64,8 +63,7 @@ def test_kills_and_stops_of_a_worker_cost_no_bit(
             job.wait_until(functools.partial(has_snapshot, folder))
         time.sleep(rng.uniform(0, duration if what == signal.SIGKILL else duration / 10))
         victims = children(job.pid) if workers > 1 else [job.pid]
-        for victim in victims[-1:]:
-            os.kill(victim, what)
+        send_to(what, victims[-1:])
         code = job.wait(600)
         assert what == signal.SIGKILL or code == 0, job.err()
         assert weights_of(run_recipe(name, workers, str(number))) == expected
