@@ -14,8 +14,8 @@ from support.jobs import ROOT, Job, Start, children, send_to, torchrun
 
 pytestmark = pytest.mark.slow
 # An example, and a number of workers.
-ALWAYS = [("ddp_loop", 2), ("own_loop", 2), ("hf_trainer", 1)]
-ONCE_A_WEEK = [*ALWAYS, ("plain_loop", 1), ("plain_loop", 2), ("hf_trainer", 2)]
+ALWAYS = [("ddp_loop", 2), ("own_loop", 2)]
+ONCE_A_WEEK = [*ALWAYS, ("plain_loop", 1), ("plain_loop", 2), ("hf_trainer", 1), ("hf_trainer", 2)]
 
 
 @pytest.fixture
