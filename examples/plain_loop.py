@@ -53,8 +53,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 stop = StopSignal()  # (1)
 checkpoint = Checkpoint("plain_loop", keep=2)  # (2)
 state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-first = checkpoint.load(state) or 0
-step = first
+step = checkpoint.load(state) or 0
 while step < steps:
     torch.manual_seed(1000 * step + rank)  # (3)
     starts = torch.randint(len(data) - block_size, (batch_size,)).tolist()

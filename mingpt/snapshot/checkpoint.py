@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base.files import reason_of
 from mingpt.base.processes import this_process
 from mingpt.distributed.group import BackgroundGroup
 from mingpt.snapshot.claim import Claim, Holder
@@ -54,8 +55,10 @@ class Checkpoint:
         """Fill `state` from the newest valid snapshot; return its step, or None if there is no snapshot.
 
         Objects, tensors and generators are filled in place, and other values are replaced. Raises UserError,
-        and changes nothing, if the state and the snapshot differ. Also raises UserError if no snapshot can be
-        used, but there are some. A snapshot that cannot be used is left out with a log line. Collective.
+        and changes nothing, if keys, modules or tensors of the state and the snapshot differ. Raises what
+        `load_state_dict` of another object raises, and may have filled objects before it. Also raises
+        UserError if no snapshot can be used, but there are some. A snapshot that cannot be used is left out
+        with a log line. Collective.
         """
         found = self.group.on_rank(0, self.find)
         if found is None:
@@ -72,6 +75,7 @@ class Checkpoint:
             try:
                 snapshot = store.open(step, check_is_of_loop)
                 store.verify(snapshot)
+                text = read_tree(snapshot)
             except (CorruptSnapshot, UnreadableSnapshot) as error:
                 log.warning(f"the snapshot of step {step} in {store.url} is left out: {error}")
                 problems.append(f"step {step}: {error}")
@@ -81,7 +85,7 @@ class Checkpoint:
                     store.unreadable.add(step)
                 continue
             self.snapshot = snapshot
-            return step, memory_of(snapshot.read(TREE)).tobytes().decode(), snapshot.entries
+            return step, text, snapshot.entries
         if problems:
             raise UserError(
                 f"no snapshot in {store.url} can be used ({problems[0]}): begin in another folder"
@@ -114,32 +118,36 @@ class Checkpoint:
 
     def copy(self, step: int, text: bytes, tensors: dict[str, Tensor]) -> None:
         if self.specs is None:
-            self.prepare(step)
+            self.prepare()
+        self.claim.check()  # the thread that writes does not report a lost claim
         size = max(MIN_TREE_BYTES, 1 << (len(text) - 1).bit_length())  # changes seldom, so the buffer stays
         tensors[TREE] = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
         specs = specs_of(tensors)
         if specs != self.specs:
             self.saver.wait()
             self.saver, self.specs = Saver([self.tier]), specs
-        self.saver.save(Manifest.model_validate({"step": step, "windows": step, "form": TREE}), tensors)
+        self.saver.save(Manifest.model_validate({"step": step, "windows": step}), tensors)
 
-    def prepare(self, step: int) -> None:
-        """Claim the folder, and set damaged snapshots aside."""
+    def prepare(self) -> None:
+        """Claim the folder, and set damaged snapshots aside.
+
+        Raises UserError if there are snapshots that were not loaded: later saves would remove them.
+        """
         store = self.tier.store
         if store.is_local:
             os.makedirs(store.root, exist_ok=True)
             self.claim.acquire()
             atexit.register(self.claim.release)
-        store.prepare()
-        for damaged, reason in self.corrupt.items():
-            store.quarantine(damaged, reason)
         loaded = self.snapshot.manifest.step if self.snapshot else -1
-        newest = max([-1, *store.steps()])
-        if newest >= step and newest > loaded:
+        newest = max({-1, *store.steps()} - {*self.corrupt} - store.unreadable)
+        if newest > loaded:
             raise UserError(
                 f"{store.url} holds a snapshot of step {newest}, from which this loop does not go on: load "
                 "it, or save in another folder"
             )
+        store.prepare()
+        for damaged, reason in self.corrupt.items():
+            store.quarantine(damaged, reason)
 
     def wait(self) -> None:
         """Wait until the last snapshot is written. Raises the error of the last write, if any. Collective."""
@@ -149,6 +157,16 @@ class Checkpoint:
         self.saver.wait()
         if self.tier.error:
             raise self.tier.error
+
+
+def read_tree(snapshot: Snapshot) -> str:
+    """Return the JSON of the snapshot's state. Raises CorruptSnapshot if it is none."""
+    try:
+        text = memory_of(snapshot.read(TREE)).tobytes().decode()
+        parse(json.loads(text))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptSnapshot(f"its tree is damaged: {reason_of(error)}") from None
+    return text
 
 
 def check_is_of_loop(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:

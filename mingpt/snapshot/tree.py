@@ -67,9 +67,9 @@ def state_of(value: Any) -> Any:
         return state
     names = [name.replace("_orig_mod.", "") for name in state]
     # torch's AveragedModel, too, wraps a module, and adds n_averaged.
-    while len(names) > 1 and all(name.startswith("module.") or name == "n_averaged" for name in names):
+    while {"module"} == {name.partition(".")[0] for name in names} - {"n_averaged"}:
         names = [name.removeprefix("module.") for name in names]
-    return dict(zip(names, state.values(), strict=True))
+    return dict(zip(names, state.values(), strict=True)) if len({*names}) == len(state) else state
 
 
 def refusal(path: str, reason: str) -> UserError:
@@ -82,6 +82,7 @@ class Packer:
     def __init__(self, taken: str) -> None:
         self.tensors: dict[str, Tensor] = {taken: torch.empty(0)}
         self.names: dict[object, str] = {}  # by the memory of a tensor
+        self.alive: list[Tensor] = []  # so that no other tensor gets this memory meanwhile
 
     def pack(self, value: Any, path: str = "") -> Any:
         """Return the JSON of `value`. Collective for DTensors.
@@ -119,6 +120,7 @@ class Packer:
             raise refusal(path, f"is a {own.layout} tensor of {own.dtype}, which no snapshot can hold")
         memory = own.untyped_storage().data_ptr(), own.storage_offset(), own.shape, own.stride(), own.dtype
         key = memory if own.numel() else path
+        self.alive.append(own)
         if key not in self.names:
             name = path.removeprefix(".")
             while name in self.tensors:

@@ -22,15 +22,15 @@ from support.forks import fork_ranks
 from support.golden import Golden
 from support.jobs import Start
 from support.properties import examples
-from support.snapshots import make_manifest, make_store, write
+from support.snapshots import file_names, make_manifest, make_store, write
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel
 
-from mingpt.base.errors import UserError
+from mingpt.base.errors import ClaimLost, UserError
 from mingpt.config import Config, to_dict
 from mingpt.distributed import DistributedContext
-from mingpt.snapshot import Checkpoint
+from mingpt.snapshot import Checkpoint, Manifest
 from mingpt.snapshot.claim import Claim
 from mingpt.snapshot.layout import DTYPES
 
@@ -289,12 +289,37 @@ def test_snapshots_of_which_none_is_valid_are_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path).load({"x": 0})
 
 
-def test_a_run_and_a_newer_snapshot_that_was_not_loaded_are_left_alone(tmp_path: Path) -> None:
+def test_snapshots_that_were_not_loaded_those_of_a_run_too_are_left_alone(tmp_path: Path) -> None:
     saved(tmp_path / "loop", 5, {"x": 1})
-    with pytest.raises(UserError, match="holds a snapshot of step 5, from which this loop does not go on"):
-        Checkpoint(tmp_path / "loop").save(5, {"x": 1})
-    write(make_store(tmp_path), make_manifest(3, config=to_dict(Config())))
+    store = make_store(tmp_path)
+    write(store, make_manifest(3, config=to_dict(Config())))
+    (tmp_path / "snapshots" / "partial-step_00000004").touch()  # the run is saving
+    before = [*file_names(store), *map(str, tmp_path.glob("loop/step_*"))]
+    for folder, step, newest in (("loop", 5, 5), ("loop", 9, 5), ("snapshots", 900, 3)):
+        checkpoint = Checkpoint(tmp_path / folder, keep=1)
+        with pytest.raises(UserError, match=f"holds a snapshot of step {newest}, from which this loop does"):
+            checkpoint.save(step, {"x": 1})
+        checkpoint.claim.release()
     with pytest.raises(UserError, match="holds snapshots of a run"):
+        Checkpoint(tmp_path / "snapshots").load({"x": 1})
+    after = [*file_names(store), *map(str, tmp_path.glob("loop/step_*"))]
+    assert [name for name in after if "claim-" not in name] == before
+
+
+def test_a_loop_whose_claim_was_taken_ends_at_its_next_save(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, 1, {"x": 1})
+    checkpoint.claim.acquire()
+    (path,) = tmp_path.glob("claim-*.json")
+    path.unlink()
+    with pytest.raises(ClaimLost):
+        checkpoint.save(2, {"x": 2})
+
+
+@pytest.mark.parametrize("tree", [b"no JSON", b"\xff", b'{"a": 1, "b": 2}', b'{"dict": 3}', b'{"dict": [3]}'])
+def test_a_tree_that_is_none_is_damage(tree: bytes, tmp_path: Path) -> None:
+    content = torch.frombuffer(bytearray(tree), dtype=torch.uint8)
+    write(make_store(tmp_path), Manifest(step=1, windows=1), {"tree": content})
+    with pytest.raises(UserError, match=r"no snapshot in .* can be used .*its tree is damaged"):
         Checkpoint(tmp_path / "snapshots").load({"x": 1})
 
 
@@ -339,11 +364,11 @@ def test_a_write_that_fails_is_told_by_wait_unless_a_later_one_succeeds(
 def on_two_ranks(context: DistributedContext, folder: Path, is_other: bool) -> tuple[int | None, list[float]]:
     """Save by DDP, load into a plain module; with `is_other`, into one of another shape on rank 1."""
     torch.manual_seed(0)
-    model, weights = nn.Linear(2, 1), {"plain": torch.zeros(2)}
+    model, weights = nn.Linear(2, 1, bias=is_other), {"plain": torch.zeros(2)}
     checkpoint = Checkpoint(folder)
     checkpoint.save(4, {"model": nn.parallel.DistributedDataParallel(model), "weights": weights})
     checkpoint.wait()
-    fresh = nn.Linear(3 if is_other and context.rank == 1 else 2, 1)
+    fresh = nn.Linear(3 if is_other and context.rank == 1 else 2, 1, bias=is_other)
     step = Checkpoint(folder).load({"model": fresh, "weights": weights})
     return step, (fresh.weight - model.weight).flatten().tolist()
 
