@@ -12,8 +12,6 @@ from mingpt.distributed.exit import PAUSE
 from mingpt.distributed.group import BackgroundGroup
 from mingpt.distributed.signals import REASONS, REPEAT_S
 
-NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
-
 
 class StopSignal:
     """Keeps a request to stop for the next call of `agreed`, from its construction until `close`.
@@ -29,8 +27,7 @@ class StopSignal:
         self.received_at = math.inf
         self.pause_at = math.inf if pause_after is None else time.monotonic() + to_seconds(pause_after)
         self.earlier: dict[int, Any] = {}  # the handlers of before
-        for name in NAMES:
-            number = signal.Signals[name]
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             self.earlier[number] = signal.signal(number, self.receive)
         self.group = BackgroundGroup.of_all()
 

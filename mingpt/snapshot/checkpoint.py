@@ -48,7 +48,7 @@ class Checkpoint:
         self.tier = Tier("disk", Store(str(where), check_claim=self.claim.check), keep=keep)
         self.saver = Saver([self.tier])
         self.snapshot: Snapshot | None = None  # the one that was loaded, on rank 0
-        self.corrupt: dict[int, str] = {}  # {step: why its snapshot was left out}
+        self.left_out: dict[int, Exception] = {}  # {step: why its snapshot cannot be used}
         self.specs: dict[str, TensorSpec] | None = None  # of the newest save
 
     def load(self, state: dict[str, Any]) -> int | None:
@@ -70,25 +70,21 @@ class Checkpoint:
         return int(step)
 
     def find(self) -> tuple[int, str, Entries] | None:
-        store, problems = self.tier.store, list[str]()
+        store = self.tier.store
         for step in store.possible_steps():
             try:
-                snapshot = store.open(step, check_is_of_loop)
-                store.verify(snapshot)
+                snapshot = store.read(step, check_is_of_loop)
                 text = read_tree(snapshot)
             except (CorruptSnapshot, UnreadableSnapshot) as error:
                 log.warning(f"the snapshot of step {step} in {store.url} is left out: {error}")
-                problems.append(f"step {step}: {error}")
-                if isinstance(error, CorruptSnapshot):
-                    self.corrupt[step] = str(error)
-                else:
-                    store.unreadable.add(step)
-                continue
-            self.snapshot = snapshot
-            return step, text, snapshot.entries
-        if problems:
+                self.left_out[step] = error
+            else:
+                self.snapshot = snapshot
+                return step, text, snapshot.entries
+        if self.left_out:
+            step, problem = next(iter(self.left_out.items()))
             raise UserError(
-                f"no snapshot in {store.url} can be used ({problems[0]}): begin in another folder"
+                f"no snapshot in {store.url} can be used (step {step}: {problem}): begin in another folder"
             )
         return None
 
@@ -139,15 +135,18 @@ class Checkpoint:
             self.claim.acquire()
             atexit.register(self.claim.release)
         loaded = self.snapshot.manifest.step if self.snapshot else -1
-        newest = max({-1, *store.steps()} - {*self.corrupt} - store.unreadable)
+        newest = max({-1, *store.steps()} - {*self.left_out})
         if newest > loaded:
             raise UserError(
                 f"{store.url} holds a snapshot of step {newest}, from which this loop does not go on: load "
                 "it, or save in another folder"
             )
         store.prepare()
-        for damaged, reason in self.corrupt.items():
-            store.quarantine(damaged, reason)
+        for step, error in self.left_out.items():
+            if isinstance(error, CorruptSnapshot):
+                store.quarantine(step, str(error))
+            else:
+                store.unreadable.add(step)
 
     def wait(self) -> None:
         """Wait until the last snapshot is written. Raises the error of the last write, if any. Collective."""
