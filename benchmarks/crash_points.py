@@ -2,12 +2,13 @@
 
     python benchmarks/crash_points.py                # needs Linux and strace; four minutes
     python benchmarks/crash_points.py --stride 11    # every eleventh point only: half a minute
-    python benchmarks/crash_points.py --tier memory  # only saves to a node's memory
+    python benchmarks/crash_points.py --tier memory  # only saves to a node's memory; loop: by Checkpoint
 
 On disk, snapshots of steps 10 and 20 exist; a save writes the snapshot of step 30, then removes the others.
 In memory, an earlier generation has left a snapshot of step 20; a new generation saves step 30 to a folder of
 its own, then removes the earlier generation's. Each snapshot has two tensor files, a tokenizer and a
-manifest. These kinds of faults are tried at every point, the last two kinds only on disk:
+manifest. In a loop, Checkpoint saves step 30, with all that it does before its first save. These kinds of
+faults are tried at every point, `power` and `store` only on disk, and the first three kinds in a loop:
 
 - `kill`: SIGKILL on entering each system call of the save (strace's fault injection), except `futex`;
 - `ENOSPC`, `EIO`: each of the save's calls on files fails with this error, and the process lives;
@@ -23,6 +24,7 @@ otherwise.
 """
 
 import collections
+import contextlib
 import itertools
 import os
 import re
@@ -30,14 +32,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from common import Tally, argument_parser, row, work_folder
 from faulty_store import FAULTS, FaultyStore
 
-from mingpt.snapshot import Manifest, MemoryFolder, Saver, Snapshot, Store, Tier
+from mingpt.snapshot import Checkpoint, Manifest, MemoryFolder, Saver, Snapshot, Store, Tier
 from mingpt.snapshot.layout import make_layout, specs_of
 from mingpt.snapshot.reading import accept_all
 from mingpt.snapshot.search import Reader, choose
@@ -47,6 +49,7 @@ ON_FILES = {
     "unlinkat", "close", "stat", "newfstatat", "fstat", "statx", "lstat", "lseek", "ioctl", "getdents64",
     "read", "mkdir", "rmdir", "ftruncate", "access", "faccessat2",
 }  # fmt: skip
+TIERS = ("disk", "memory", "loop")
 BEGIN, END = "/the/save/begins", "/the/save/ends"  # paths that the child looks up for strace to see
 
 Verdicts = Iterator[tuple[str, str, str]]  # kind of fault, where it happened, verdict
@@ -167,28 +170,36 @@ def save_under_strace(place: Place, injection: list[str], log: Path) -> None:
     saver = staged(tier, 30)
     with open(place.path / "metrics.jsonl", "a") as records:
 
-        def sync_records() -> None:
-            os.fsync(records.fileno())
+        def save() -> None:
+            saver.write(manifest(30), [tier], lambda: os.fsync(records.fileno()))
 
-        child = os.fork()
-        if child == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            os.access(BEGIN, os.F_OK)
-            saver.write(manifest(30), [tier], sync_records)
-            os.access(END, os.F_OK)
-            os._exit(0)
+        status = run_under_strace(lambda: save, injection, log)
+    is_hit = os.WIFSIGNALED(status) or "(INJECTED)" in log.read_text()
+    assert is_hit or not injection, f"{injection} hit nothing"
+
+
+def run_under_strace(prepare: Callable[[], Callable[[], None]], injection: list[str], log: Path) -> int:
+    """Call what `prepare` returns under strace, in a child process; return its status, as waitpid does."""
+    child = os.fork()
+    if child == 0:
+        work = prepare()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.access(BEGIN, os.F_OK)
+        with contextlib.suppress(Exception):  # a loop is told of what was injected
+            work()
+        os.access(END, os.F_OK)
+        os._exit(0)
     os.waitpid(child, os.WUNTRACED)
     strace = attach_strace(child, injection, log)
     os.kill(child, signal.SIGCONT)
     _, status = os.waitpid(child, 0)
     strace.communicate()
-    is_hit = os.WIFSIGNALED(status) or "(INJECTED)" in log.read_text()
-    assert is_hit or not injection, f"{injection} hit nothing"
+    return status
 
 
 def attach_strace(pid: int, injection: list[str], log: Path) -> subprocess.Popen[str]:
     """Attach strace to process `pid`. If strace cannot attach, kill the process and raise RuntimeError."""
-    command = ["strace", "-q", "-y", "-o", str(log), *injection, "-p", str(pid)]
+    command = ["strace", "-f", "-q", "-y", "-o", str(log), *injection, "-p", str(pid)]
     strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
         if strace.poll() is not None:
@@ -199,18 +210,19 @@ def attach_strace(pid: int, injection: list[str], log: Path) -> subprocess.Popen
 
 
 def system_calls(log: Path) -> list[tuple[str, int, str]]:
-    """Return (name, number among calls of this name, line of `log`) for the save's calls, except `futex`."""
-    counts: collections.Counter[str] = collections.Counter()
+    """Return (name, number among the thread's calls of this name, call) of a save's calls, except `futex`."""
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
     found, is_inside = [], False
     for line in log.read_text(errors="replace").splitlines():
-        match = re.match(r"(\w+)\(", line)
+        match = re.match(r"(\d+) +((\w+)\(.*)", line)
         if not match:
             continue
-        counts[match[1]] += 1
+        thread, call, name = match.groups()
+        counts[thread, name] += 1
         if END in line:
             is_inside = False
-        if is_inside and match[1] != "futex":
-            found.append((match[1], counts[match[1]], line))
+        if is_inside and name != "futex":
+            found.append((name, counts[thread, name], call))
         if BEGIN in line:
             is_inside = True
     return found
@@ -221,15 +233,78 @@ def faults_by_strace(work: Path, kind: str, stride: int) -> Verdicts:
     reference, log = Place(kind, work / f"{kind}-reference"), work / f"{kind}-reference.log"
     reference.save_first()
     save_under_strace(reference, [], log)
-    calls = [(name, number) for name, number, _ in system_calls(log)]
-    points = [("kill", "signal=KILL", name, number) for name, number in calls]
-    for error in ("ENOSPC", "EIO"):
-        points += [(error, f"error={error}", name, number) for name, number in calls if name in ON_FILES]
-    for number_of_point, (fault, what, name, number) in enumerate(points[::stride]):
-        place = Place(kind, work / f"{kind}-{fault}-{number_of_point}")
+    for index, (fault, point, injection) in enumerate(points_of(log)[::stride]):
+        place = Place(kind, work / f"{kind}-{fault}-{index}")
         place.save_first()
-        save_under_strace(place, ["-e", f"inject={name}:{what}:when={number}"], work / "fault.log")
-        yield fault, f"{name} {number}", verdict(place)
+        save_under_strace(place, injection, work / "fault.log")
+        yield fault, point, verdict(place)
+
+
+def points_of(log: Path) -> list[tuple[str, str, list[str]]]:
+    """Return a name of the fault, one of its place, and strace's options for each point of a save."""
+    calls = list(dict.fromkeys((name, number) for name, number, _ in system_calls(log)))
+    points = [("kill", "signal=KILL", call) for call in calls]
+    for error in ("ENOSPC", "EIO"):
+        points += [(error, f"error={error}", call) for call in calls if call[0] in ON_FILES]
+    return [
+        (fault, f"{name} {number}", ["-e", f"inject={name}:{what}:when={number}"])
+        for fault, what, (name, number) in points
+    ]
+
+
+def faults_of_a_loop(work: Path, stride: int) -> Verdicts:
+    """Yield the verdicts on a loop's saves. A point that is not met, as threads vary, is a whole save."""
+    log = work / "loop-reference.log"
+    loop_under_strace(work / "loop-reference", [], log)
+    for index, (fault, point, injection) in enumerate(points_of(log)[::stride]):
+        folder = work / f"loop-{fault}-{index}"
+        loop_under_strace(folder, injection, work / "fault.log")
+        reading, writing = os.pipe()
+        if os.fork() == 0:  # so that no thread of a Checkpoint is there when a child is forked
+            os.write(writing, verdict_of_loop(folder).encode())
+            os._exit(0)
+        os.close(writing)
+        with open(reading) as said:
+            yield fault, point, said.read() or "no verdict"
+        os.wait()
+
+
+def loop_under_strace(folder: Path, injection: list[str], log: Path) -> None:
+    """Save steps 10 and 20 in a process, and step 30 in another one, under strace."""
+    if os.fork() == 0:
+        checkpoint = Checkpoint(folder)
+        for step in (10, 20):
+            checkpoint.save(step, {"weights": tensors_of(step)})
+        checkpoint.wait()
+        os._exit(0)
+    os.wait()
+
+    def prepare() -> Callable[[], None]:
+        checkpoint = Checkpoint(folder, keep=1)
+        checkpoint.load({"weights": tensors_of(0)})
+
+        def save() -> None:
+            checkpoint.save(30, {"weights": tensors_of(30)})
+            checkpoint.wait()
+
+        return save
+
+    run_under_strace(prepare, injection, log)
+
+
+def verdict_of_loop(folder: Path) -> str:
+    """Load, then save step 40; return "ok", or what is wrong."""
+    checkpoint, state = Checkpoint(folder, keep=1), {"weights": tensors_of(0)}
+    step = checkpoint.load(state) or 0
+    if step not in (20, 30):
+        return f"step {step} was loaded"
+    if any(not bool((one == step).all()) for one in state["weights"].values()):
+        return "other content"
+    checkpoint.save(40, state)
+    checkpoint.wait()
+    store = Store(str(folder))
+    is_clean = store.steps("safetensors") == [40] and not list(folder.glob("partial-*"))
+    return "ok" if store.steps() == [40] and is_clean else "files of another save are left"
 
 
 def file_operations(log: Path, root: str) -> list[Operation]:
@@ -380,7 +455,10 @@ def fault_of_a_store(work: Path, fault: str, at: int) -> str:
 
 
 def verdicts(work: Path, kind: str, stride: int) -> Verdicts:
-    """Yield the verdicts on a tier, "disk" or "memory"."""
+    """Yield the verdicts on a tier, "disk" or "memory", or on a loop."""
+    if kind == "loop":
+        yield from faults_of_a_loop(work, stride)
+        return
     yield from faults_by_strace(work, kind, stride)
     yield from orders(work, kind, stride)
     if kind == "disk":
@@ -391,12 +469,12 @@ def verdicts(work: Path, kind: str, stride: int) -> Verdicts:
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--stride", type=int, default=1)
-    parser.add_argument("--tier", choices=("disk", "memory"), help="by default both")
+    parser.add_argument("--tier", choices=TIERS, help="by default all")
     arguments = parser.parse_args()
     counts: collections.Counter[str] = collections.Counter()
     tally = Tally()
     with work_folder() as work:
-        for kind in [arguments.tier] if arguments.tier else ["disk", "memory"]:
+        for kind in [arguments.tier] if arguments.tier else TIERS:
             for fault, point, what in verdicts(work, kind, arguments.stride):
                 counts[f"{kind} {fault}"] += 1
                 tally.add(what == "ok")

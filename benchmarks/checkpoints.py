@@ -1,0 +1,374 @@
+"""Checkpoint beside torch.save, torch.distributed.checkpoint (DCP) and the Trainer of Hugging Face.
+
+    python benchmarks/checkpoints.py                    # 124M parameters; 4 GB of disk; half an hour
+    python benchmarks/checkpoints.py --layers 2 --embd 128 --kills 5          # a minute
+
+Needs transformers and accelerate, and root for the full disk. Each way saves a GPT-2 and its AdamW, on a CPU
+by one thread: Checkpoint; `torch.save` to one file, as nanoGPT does; `dcp.save` and `dcp.async_save` to a
+folder per step, whose newest with a `.metadata` counts; the Trainer with `save_steps=1`, which resumes with
+`resume_from_checkpoint=True`. All tensors of step N have the value N.
+
+Prints rows, as JSON. `wait_s` is how long a step waits, `durable_s` ends when all files are on disk (by fsync
+where a way does not call it): the median of the saves after the first one. `bytes` is the size of one
+snapshot. After a fault in the save of step 2 (SIGKILL at moments that are even over the save, a disk that
+is full) or in its largest file (a flipped bit, the second half missing), a new process loads: the newest
+snapshot, the one before it, nothing (there is an error instead), or what was never saved ("wrong").
+"""
+
+import collections
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from common import argument_parser, median_and_spread, row, work_folder
+from torch import Tensor, distributed
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from mingpt.snapshot import Checkpoint
+
+Tell = Callable[[str], None]
+SAVES = 4
+OUTCOMES = ("nothing", "older", "newest", "wrong")
+
+
+class Loop:
+    """A model and its optimizer, with a save of each step by Checkpoint."""
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.folder, self.model, self.optimizer = folder, model, optimizer
+        self.prepare()
+
+    def prepare(self) -> None:
+        self.checkpoint = Checkpoint(self.folder / "own")
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def save(self, step: int) -> None:
+        self.checkpoint.save(step, self.state)
+
+    def finish(self) -> None:
+        self.checkpoint.wait()
+
+    def load(self) -> None:
+        if self.checkpoint.load(self.state) is None:
+            raise FileNotFoundError(self.folder)
+
+    def run(self, steps: int, tell: Tell) -> None:
+        """Save steps 1 to `steps`, and tell when each save begins, returns and is durable."""
+        for step in range(1, steps + 1):
+            fill(self.model, self.optimizer, step)
+            tell("begin")
+            self.save(step)
+            tell("return")
+            self.finish()
+            tell("durable")
+
+
+class TorchSave(Loop):
+    def prepare(self) -> None:
+        self.path = self.folder / "ckpt.pt"
+
+    def save(self, step: int) -> None:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(state, self.path)
+
+    def finish(self) -> None:
+        sync(self.folder)
+
+    def load(self) -> None:
+        state = torch.load(self.path)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Dcp(Loop):
+    def prepare(self) -> None:
+        store = distributed.FileStore(str(self.folder.with_suffix(f".store{os.getpid()}")), 1)
+        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    def state_of(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, step: int) -> None:
+        dcp.save(self.state_of(), checkpoint_id=self.folder / f"step_{step}")
+
+    def finish(self) -> None:
+        sync(self.folder)
+
+    def load(self) -> None:
+        newest, state = max(self.folder.glob("step_*/.metadata")).parent, self.state_of()
+        dcp.load(state, checkpoint_id=newest)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+
+class DcpAsync(Dcp):
+    def save(self, step: int) -> None:
+        self.future = dcp.async_save(self.state_of(), checkpoint_id=self.folder / f"step_{step}")
+
+    def finish(self) -> None:
+        self.future.result()  # type: ignore[union-attr]
+        sync(self.folder)
+
+
+class Loaded(Exception):
+    """Ends a Trainer that has loaded its state."""
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, loop: "TrainerOwn", tell: Tell | None) -> None:
+        self.loop, self.tell = loop, tell
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self.loop.optimizer = optimizer
+        if self.tell is None:
+            raise Loaded
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        fill(self.loop.model, self.loop.optimizer, state.global_step)
+        if self.tell:
+            self.tell("begin")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.tell:
+            self.tell("return")
+            sync(self.loop.folder)
+            self.tell("durable")
+
+
+class TrainerOwn(Loop):
+    def prepare(self) -> None: ...
+
+    def trainer(self, steps: int, tell: Tell | None) -> Trainer:
+        arguments = TrainingArguments(
+            output_dir=str(self.folder), max_steps=steps, save_steps=1, save_total_limit=2, use_cpu=True,
+            report_to=[], disable_tqdm=True, per_device_train_batch_size=1,
+        )  # fmt: skip
+        window = {"input_ids": [0] * 8, "labels": [0] * 8}
+        return Trainer(self.model, arguments, train_dataset=[window] * 8, callbacks=[Watch(self, tell)])
+
+    def run(self, steps: int, tell: Tell) -> None:
+        self.trainer(steps, tell).train()
+
+    def load(self) -> None:
+        with contextlib.suppress(Loaded):
+            self.trainer(SAVES, None).train(resume_from_checkpoint=True)
+
+
+WAYS: dict[str, type[Loop]] = {
+    "Checkpoint": Loop, "torch.save": TorchSave, "DCP": Dcp, "DCP async": DcpAsync, "Trainer": TrainerOwn,
+}  # fmt: skip
+
+
+def tensors_of(model: torch.nn.Module, optimizer: Any) -> list[Tensor]:
+    moments = [one for state in optimizer.state.values() for name, one in state.items() if name != "step"]
+    return [*model.parameters(), *moments]
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module, optimizer: Any, step: int) -> None:
+    for tensor in tensors_of(model, optimizer):
+        tensor.fill_(step)
+
+
+def sync(folder: Path) -> None:
+    """Make all files of a folder durable, and their names."""
+    for path in (folder, *folder.rglob("*")):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+class Trial:
+    """Runs a way in child processes, each with a model and an optimizer of its own, in an empty folder."""
+
+    def __init__(self, way: str, folder: Path, layers: int, embd: int) -> None:
+        self.way, self.folder = way, folder
+        folder.mkdir(exist_ok=True)
+        self.model = GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=embd, n_head=embd // 64))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        for weight in self.model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def child(self, work: Callable[[Loop, Tell], int]) -> tuple[int, Iterator[tuple[str, float]]]:
+        """Fork; return the child's id and what it tells.
+
+        The child's exit code is what `work` returns, or 4 after an error; DCP's are no Exceptions."""
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            code = 4
+            with contextlib.suppress(BaseException), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+                os.dup2(nowhere.fileno(), 2)
+                loop = WAYS[self.way](self.folder, self.model, self.optimizer)
+                code = work(loop, lambda event: tell(writing, event))
+            os._exit(code)
+        os.close(writing)
+        return child, listen(reading)
+
+    def save(self, steps: int) -> tuple[list[tuple[str, float]], int]:
+        """Save some steps; return what happened when, and the exit code."""
+
+        def work(loop: Loop, tell: Tell) -> int:
+            loop.run(steps, tell)
+            return 0
+
+        child, events = self.child(work)
+        found = list(events)
+        return found, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def kill(self, after_s: float) -> None:
+        """Save two steps; kill the process `after_s` after the second save has begun."""
+        child, events = self.child(lambda loop, tell: loop.run(2, tell) or 0)
+        began = [at for event, at in (next(events) for _ in range(4)) if event == "begin"][1]
+        time.sleep(max(0.0, began + after_s - time.monotonic()))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+    def load(self) -> str:
+        """Load in a new process; return which outcome that is."""
+
+        def work(loop: Loop, tell: Tell) -> int:
+            fill(loop.model, loop.optimizer, 0)
+            loop.load()
+            tensors = tensors_of(loop.model, loop.optimizer)
+            return next((step for step in (1, 2) if all(bool((one == step).all()) for one in tensors)), 3)
+
+        child, events = self.child(work)
+        list(events)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return OUTCOMES[code] if 0 < code < 4 else "nothing"
+
+    def clear(self) -> None:
+        subprocess.run(["find", str(self.folder), "-mindepth", "1", "-delete"], check=True)
+
+
+def tell(writing: int, event: str) -> None:
+    os.write(writing, (json.dumps([event, time.monotonic()]) + "\n").encode())
+
+
+def listen(reading: int) -> Iterator[tuple[str, float]]:
+    with open(reading) as lines:
+        for line in lines:
+            event, at = json.loads(line)
+            yield event, at
+
+
+def largest_file(folder: Path) -> Path:
+    """Return the largest file; of several, the one that was written last."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return max(files, key=lambda path: (path.stat().st_size, path.stat().st_mtime_ns))
+
+
+def flip(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 64]))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def seconds(found: Sequence[tuple[str, float]], until: str) -> list[float]:
+    """Return the seconds from the begin of each save to the event `until`."""
+    begins = [at for event, at in found if event == "begin"]
+    return [
+        at - begin for begin, at in zip(begins, (at for event, at in found if event == until), strict=True)
+    ]
+
+
+def measure(trials: Mapping[str, Trial], rounds: int) -> dict[str, float]:
+    """Print the rows of the times; return {way: median seconds until a save is durable}."""
+    found: dict[str, dict[str, list[float]]] = {way: {"return": [], "durable": []} for way in trials}
+    for number in range(rounds):
+        for way in sorted(trials, reverse=number % 2 == 1):
+            trials[way].clear()
+            events, code = trials[way].save(SAVES)
+            assert code == 0, f"{way} ended with {code}"
+            for until in ("return", "durable"):
+                found[way][until] += seconds(events, until)[1:]
+    for way, trial in trials.items():
+        trial.clear()
+        trial.save(1)
+        size = sum(path.stat().st_size for path in trial.folder.rglob("*") if path.is_file())
+        for until, name in (("return", "wait_s"), ("durable", "durable_s")):
+            row(way=way, bytes=size, **median_and_spread(found[way][until], name=name))
+    return {way: statistics.median(times["durable"]) for way, times in found.items()}
+
+
+def kills(trial: Trial, count: int, durable_s: float) -> dict[str, int]:
+    """Return {outcome: how often} after kills from the begin of a save until after its end."""
+    outcomes: collections.Counter[str] = collections.Counter()
+    for number in range(count):
+        trial.clear()
+        trial.kill(1.1 * durable_s * number / count)
+        outcomes[trial.load()] += 1
+    return dict(outcomes)
+
+
+def damage(trial: Trial, change: Callable[[Path], None]) -> str:
+    trial.clear()
+    trial.save(2)
+    change(largest_file(trial.folder))
+    return trial.load()
+
+
+def full_disk(trial: Trial) -> str:
+    """Return the outcome on a disk with room for one snapshot and a half, and whether training went on."""
+    trial.clear()
+    trial.save(1)
+    size = sum(path.stat().st_size for path in trial.folder.rglob("*") if path.is_file())
+    trial.clear()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 3 // 2}", "disk", trial.folder], check=True)
+    try:
+        events, _ = trial.save(2)
+        has_returned = [event for event, _ in events].count("return") == 2
+        return f"{trial.load()}, save {'returned' if has_returned else 'raised'}"
+    finally:
+        subprocess.run(["umount", trial.folder], check=True)
+
+
+def main() -> int:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--embd", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # a forked child has no other threads
+    with work_folder() as folder:
+        trials = {
+            way: Trial(way, folder / way.replace(" ", "-"), arguments.layers, arguments.embd)
+            for way in arguments.ways
+        }
+        row(parameters=sum(weight.numel() for weight in trials[arguments.ways[0]].model.parameters()))
+        durable_s = measure(trials, arguments.rounds)
+        for way, trial in trials.items():
+            row(way=way, fault="kill", outcomes=kills(trial, arguments.kills, durable_s[way]))
+            row(way=way, fault="flipped bit", outcome=damage(trial, flip))
+            row(way=way, fault="file cut in half", outcome=damage(trial, cut))
+            row(way=way, fault="full disk", outcome=full_disk(trial))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
