@@ -1,6 +1,7 @@
 """The examples for loops of one's own: their last line is the same after kills and stops."""
 
 import functools
+import itertools
 import random
 import re
 import signal
@@ -15,7 +16,9 @@ from support.jobs import ROOT, Job, Start, children, send_to, torchrun
 pytestmark = pytest.mark.slow
 # An example, and a number of workers.
 ALWAYS = [("ddp_loop", 2), ("own_loop", 2)]
-ONCE_A_WEEK = [*ALWAYS, ("plain_loop", 1), ("plain_loop", 2), ("hf_trainer", 1), ("hf_trainer", 2)]
+EXAMPLES = ("plain_loop", "ddp_loop", "fsdp_loop", "own_loop", "hf_trainer")
+ONCE_A_WEEK = list(itertools.product(EXAMPLES, (1, 2)))
+UNDER_TORCHRUN = ("ddp_loop", "fsdp_loop")
 
 
 @pytest.fixture
@@ -25,7 +28,7 @@ def run_recipe(start: Start, tmp_path: Path) -> Callable[[str, int, str], Job]:
     def run(name: str, workers: int, where: str) -> Job:
         folder = tmp_path / where
         folder.mkdir(exist_ok=True)
-        launcher = torchrun(workers) if workers > 1 else [sys.executable]
+        launcher = torchrun(workers) if workers > 1 or name in UNDER_TORCHRUN else [sys.executable]
         text = (ROOT / "examples" / f"{name}.py").read_text().replace(" = 1, 900,", " = 1, 200,")
         (folder / "loop.py").write_text(text.replace("Path(__file__).parent.parent", f"Path({str(ROOT)!r})"))
         command = ["env", "-C", str(folder), *launcher, "loop.py"]
@@ -62,7 +65,7 @@ def test_kills_and_stops_of_a_worker_cost_no_bit(
         if what == signal.SIGTERM:
             job.wait_until(functools.partial(has_snapshot, folder))
         time.sleep(rng.uniform(0, duration if what == signal.SIGKILL else duration / 10))
-        victims = children(job.pid) if workers > 1 else [job.pid]
+        victims = children(job.pid) or [job.pid]
         send_to(what, victims[-1:])
         code = job.wait(600)
         assert what == signal.SIGKILL or code == 0, job.err()

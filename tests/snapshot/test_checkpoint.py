@@ -1,8 +1,11 @@
 """Checkpoint in a loop of one's own: what is saved comes back, bit for bit, or is refused by its path."""
 
+import contextlib
 import errno
 import functools
+import itertools
 import os
+import random
 import sys
 import tempfile
 import uuid
@@ -23,6 +26,7 @@ from support.golden import Golden
 from support.jobs import Start
 from support.properties import examples
 from support.snapshots import file_names, make_manifest, make_store, write
+from support.web import object_store
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel
@@ -282,6 +286,38 @@ def test_a_damaged_snapshot_is_left_out_and_then_set_aside_and_the_one_before_is
     assert Checkpoint(tmp_path).load(state) == 2
 
 
+DAMAGES: list[Callable[[bytes, int], bytes]] = [
+    lambda old, at: old[:at] + bytes([old[at] ^ 1 << at % 8]) + old[at + 1 :],
+    lambda old, at: old[:at],
+    lambda old, at: old[:at] + b"\0" + old[at:],
+    lambda old, at: old[:at] + old[at + 1 :],
+    lambda old, at: old[:at].ljust(len(old), b"\0"),
+    lambda old, at: old[at:].rjust(len(old), b"\0"),
+    lambda old, at: old + old[at:],
+]
+
+
+def test_130_damages_of_a_snapshot_are_noticed(tmp_path: Path) -> None:
+    """Or change no value: a space of the manifest. Each kind is tried ten times on both files."""
+    rng, first = random.Random(0), Checkpoint(tmp_path)
+    for step in (1, 2):
+        first.save(step, {"x": torch.full((300,), float(step)), "seen": step})
+    first.wait()
+    damages = 0
+    for name, damage, _ in itertools.product(["json", "safetensors"], DAMAGES, range(10)):
+        path = tmp_path / f"step_00000002.{name}"
+        old = path.read_bytes()
+        new = damage(old, rng.randrange(1, len(old)))
+        path.write_bytes(new)
+        state: dict[str, Any] = {"x": torch.zeros(300), "seen": 0}
+        step = Checkpoint(tmp_path).load(state) or 0
+        assert state["seen"] == step and state["x"].tolist() == [step] * 300
+        assert step == 1 or new == old or new.split() == old.split()
+        damages += new != old
+        path.write_bytes(old)
+    assert damages >= 130
+
+
 def test_snapshots_of_which_none_is_valid_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, 1, {"x": 1})
     (tmp_path / "step_00000001.json").write_text("damaged")
@@ -334,8 +370,16 @@ def test_a_second_job_is_refused_in_one_sentence(tmp_path: Path, start: Start) -
     saved_here.claim.release()
 
 
-def test_a_url_is_a_place_too() -> None:
-    where, state = f"memory://{uuid.uuid4().hex}", {"x": torch.ones(2)}
+@pytest.mark.parametrize("place", ["memory", pytest.param("s3", marks=pytest.mark.slow)])
+def test_a_url_is_a_place_too(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with object_store(monkeypatch) if place == "s3" else contextlib.nullcontext() as bucket:
+        if bucket:
+            bucket.mkdir("bucket")
+        check_place(f"{place}://bucket/{uuid.uuid4().hex}")
+
+
+def check_place(where: str) -> None:
+    state = {"x": torch.ones(2)}
     checkpoint = Checkpoint(where)
     checkpoint.save(1, state)
     checkpoint.wait()
