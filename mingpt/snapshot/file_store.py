@@ -14,8 +14,9 @@ import hashlib
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from mingpt.base.files import (
 from mingpt.base.urls import open_url
 
 NO_LOSS = math.inf, -1  # stands for (validation loss, step) if no snapshot has a validation loss
+MAX_UNHASHED = 16  # chunks, which are kept meanwhile if another rank has sent them
 Content = bytes | memoryview
 log = logging.getLogger(__name__)
 
@@ -43,15 +45,16 @@ log = logging.getLogger(__name__)
 def write_chunks(file: Any, chunks: Iterable[memoryview], name: str, size: int) -> str:
     """Write `chunks`, `size` bytes in all, to `file`; return the SHA-256 of these bytes, in hex.
 
-    A thread computes the hash during the writing. `name` is the file's name in progress events. Raises the
-    errors of `chunks` and of writing.
+    A thread computes the hash, at most MAX_UNHASHED chunks behind the writing. `name` is the file's name in
+    progress events. Raises the errors of `chunks` and of writing.
     """
-    digest, written = hashlib.sha256(), 0
+    digest, written, hashing = hashlib.sha256(), 0, deque[Future[None]]()
     with ThreadPoolExecutor(max_workers=1) as pool:
         for chunk in chunks:
-            hashing = pool.submit(digest.update, chunk)
+            hashing.append(pool.submit(digest.update, chunk))
+            if len(hashing) > MAX_UNHASHED:
+                hashing.popleft().result()
             write_all(file.write, chunk)
-            hashing.result()
             written += len(chunk)
             events.emit("file_progress", name=name, written=written, size=size)
     assert written == size, f"{name} has {written} bytes instead of {size}"
