@@ -18,12 +18,13 @@ from typing import Any
 # `python benchmarks/x.py` finds only its own folder.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support import jobs
 from support.jobs import Job, read_metric, tensor_hash
 
 from mingpt.tools.jobs import ROOT, clean_environment, torchrun
 
 Settings = Mapping[str, Any]
-POLL_S = 0.002
+Variants = Mapping[str, Callable[..., float]]
 # A run whose steps take a few milliseconds.
 SMALL: dict[str, Any] = {
     "data.block_size": 32, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32,
@@ -35,6 +36,9 @@ STEPS_ALONE: dict[str, Any] = {
     "trainer.eval_at_start": False, "trainer.eval_every": 10**6, "trainer.sample_tokens": 0,
     "data.val_fraction": 0.01, "snapshot.every": 10**6, "snapshot.memory_every": 0,
 }  # fmt: skip
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {}, "fsdp": {"trainer.parallel": "fsdp"}, "sharded": {"trainer.shard_optimizer": True}
+}  # fmt: skip
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
@@ -45,19 +49,15 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def work_folder() -> Iterator[Path]:
-    """Yield an empty folder that is removed when the block ends."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
 
 def row(**values: Any) -> None:
-    """Print a row of results as JSON."""
     print(json.dumps(values), flush=True)
 
 
 class Tally:
-    """Counts the trials of a program, and the good trials."""
-
     def __init__(self) -> None:
         self.trials = self.good = 0
 
@@ -86,39 +86,27 @@ def start(
     *more: str,
     workers: int = 2,
     restarts: int = 0,
+    launch: str = "torchrun",
     checkout: Path = ROOT,
     output: Path | None = None,
     program: str = "train.py",
 ) -> Job:
-    """Start `program` under torchrun; return a Job, whose `output` is `run_dir` unless given."""
-    given = [f"run_dir={run_dir}", *arguments_of(settings, more)]
-    return Job([*torchrun(workers, restarts), program, *given], output or run_dir, cwd=checkout)
-
-
-def start_plain(
-    run_dir: Path,
-    settings: Settings,
-    workers: int,
-    restarts: int = 0,
-    output: Path | None = None,
-    program: str = "train.py",
-) -> Job:
-    """Start plain `python program`; `output` is as in `start`."""
-    own = {"run_dir": run_dir, "trainer.workers": workers, "trainer.max_restarts": restarts}
-    command = [sys.executable, program, *arguments_of({**settings, **own})]
-    return Job(command, output or run_dir)
+    """Start `program` by `launch`, "torchrun" or "plain"; the Job's `output` is `run_dir` unless given."""
+    launcher, own = torchrun(workers, restarts), dict[str, Any](run_dir=run_dir)
+    if launch == "plain":
+        launcher = [sys.executable]
+        own |= {"trainer.workers": workers, "trainer.max_restarts": restarts}
+    command = [*launcher, program, *arguments_of({**settings, **own}, more)]
+    return Job(command, output or run_dir, cwd=checkout)
 
 
 def changed_program(folder: Path, code: str) -> str:
     """Write a program: `code`, then train.py. Return its path. `code` may import this folder's modules."""
-    path, places = folder / "changed_train.py", [str(ROOT), str(Path(__file__).parent)]
-    imports = f"import sys\nsys.path[:0] = {places!r}\nimport train\nfrom mingpt.base import events\n"
-    path.write_text(f"{imports}{code}\ntrain.main()\n")
-    return str(path)
+    here = str(Path(__file__).parent)
+    return str(jobs.changed_program(folder, f"sys.path.insert(0, {here!r})\n{code}"))
 
 
 def train(run_dir: Path, settings: Settings, *more: str, **options: Any) -> None:
-    """Start a job as `start` does, and wait for its end. Raises RuntimeError if the job fails."""
     wait_for_success(start(run_dir, settings, *more, **options))
 
 
@@ -138,17 +126,6 @@ def wait_for_success(job: Job, timeout_s: float = 24 * 3600) -> None:
         raise RuntimeError(f"the job ended with code {code}:\n{job.err()[-3000:]}")
 
 
-def seconds_until(command: Sequence[str], run_dir: Path, recorded: str, checkout: Path = ROOT) -> float:
-    """Run a command; return the seconds until metrics.jsonl contained `recorded`, or the command ended."""
-    record, began = run_dir / "metrics.jsonl", time.monotonic()
-    job = Job(command, run_dir, cwd=checkout)
-    while job.is_running() and not (record.exists() and recorded in record.read_text()):
-        time.sleep(POLL_S)
-    took = time.monotonic() - began
-    wait_for_success(job)
-    return took
-
-
 def exit_code(job: Job, timeout_s: float) -> int | None:
     """Return the exit code of a job, or None if the job did not end in time and was killed."""
     try:
@@ -159,7 +136,6 @@ def exit_code(job: Job, timeout_s: float) -> int | None:
 
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Run `count` processes that only compute, until the block ends."""
     command = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(command) for _ in range(count)]
     try:
@@ -176,7 +152,7 @@ def short_hash(run_dir: Path) -> str:
 
 
 def measure_in_turns(
-    variants: Mapping[str, Callable[[], float]], rounds: int, digits: int = 5, **about: Any
+    variants: Variants, rounds: int, digits: int = 5, **about: Any
 ) -> dict[str, list[float]]:
     """Call each variant once a round, in alternating order; print a row per round; return {name: values}."""
     found: dict[str, list[float]] = {name: [] for name in variants}
@@ -208,7 +184,6 @@ def median_metric(run_dir: Path, name: str = "step_s") -> float | None:
 
 
 def seconds_to_import_torch() -> float:
-    """Return the time of a bare `python -c "import torch"`, from its start to its end."""
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True, env=clean_environment())
     return time.monotonic() - began

@@ -15,12 +15,11 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 from pathlib import Path
 
-from common import argument_parser, row
+from common import argument_parser, row, work_folder
 
 from mingpt.tools.jobs import ROOT
 
@@ -36,9 +35,8 @@ JOBS = {
     "tools": ["test_doctor_jobs", "test_own_models", "test_token_data"],
     "training": ["test_resuming", "test_stopping"],
 }  # fmt: skip
-ELSEWHERE = {
-    "extras": ["tests/parallel/test_strategies.py"]
-}  # which compares the hook for DDP with strategies
+# The hook for DDP is compared with strategies.
+ELSEWHERE = {"extras": ["tests/parallel/test_strategies.py"]}
 PYTEST = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider"]
 
 
@@ -66,7 +64,6 @@ def first_failure(tree: Path, paths: list[str], marker: str) -> str | None:
 
 
 def find(tree: Path, file: str, on_cuda: bool) -> str | None:
-    """Return the test that notices the fault planted in a file, or None."""
     top, below = Path(file).parts[:2]
     package = below if top == "mingpt" else top
     units = [f"tests/{package}", *ELSEWHERE.get(package, [])]
@@ -84,8 +81,7 @@ def main() -> int:
     faults_file = ROOT / ("tests/cuda/faults.toml" if arguments.cuda else "benchmarks/planted.toml")
     faults = tomllib.loads(faults_file.read_text())["fault"]
     missed = 0
-    with tempfile.TemporaryDirectory() as name:
-        tree = Path(name)
+    with work_folder() as tree:
         copy_tree(tree)
         for number, fault in enumerate(faults, start=1):
             if arguments.faults and number not in arguments.faults:
