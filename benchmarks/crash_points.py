@@ -36,6 +36,7 @@ from pathlib import Path
 import torch
 from common import Tally, argument_parser, row, work_folder
 from faulty_store import FAULTS, FaultyStore
+from support.snapshots import make_manifest
 
 from mingpt.snapshot import Manifest, MemoryFolder, Saver, Snapshot, Store, Tier
 from mingpt.snapshot.layout import make_layout, specs_of
@@ -66,7 +67,6 @@ class Place:
         self.memory = MemoryFolder(str(path), "0" * 32, path)
 
     def stores(self) -> list[Store]:
-        """Return all Stores in which a start looks for snapshots."""
         return [self.disk, *self.memory.stores()]
 
     def tier(self, generation: int, keep: int = 1) -> Tier:
@@ -103,12 +103,7 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def manifest(step: int) -> Manifest:
-    """Return the manifest of a step, without the fields that a save fills in."""
-    return Manifest.model_validate({
-        "step": step, "windows": step, "config": {}, "tokenizer": {"kind": "bytes", "vocab_size": 3},
-        "data": {"path": "data/input.txt", "sha256": "0" * 64},
-        "software": {"torch": "2.13.0", "device": "cpu AVX512", "threads": 1, "dtype": "float32"},
-    })  # fmt: skip
+    return make_manifest(step, tokenizer={"kind": "bytes", "vocab_size": 3})
 
 
 def staged(tier: Tier, step: int) -> Saver:
@@ -166,19 +161,21 @@ def save_under_strace(place: Place, injection: list[str], log: Path) -> None:
     tier = place.tier(2)
     saver = staged(tier, 30)
     with open(place.path / "metrics.jsonl", "a") as records:
-
-        def sync_records() -> None:
-            os.fsync(records.fileno())
-
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
             os.access(BEGIN, os.F_OK)
-            saver.write(manifest(30), [tier], sync_records)
+            saver.write(manifest(30), [tier], lambda: os.fsync(records.fileno()))
             os.access(END, os.F_OK)
             os._exit(0)
     os.waitpid(child, os.WUNTRACED)
-    strace = attach_strace(child, injection, log)
+    command = ["strace", "-q", "-y", "-o", str(log), *injection, "-p", str(child)]
+    strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while "TracerPid:\t0\n" in Path(f"/proc/{child}/status").read_text():
+        if strace.poll() is not None:
+            os.kill(child, signal.SIGKILL)
+            raise RuntimeError(f"strace cannot attach: {strace.communicate()[1]}")
+        time.sleep(0.001)
     os.kill(child, signal.SIGCONT)
     _, status = os.waitpid(child, 0)
     strace.communicate()
@@ -186,33 +183,18 @@ def save_under_strace(place: Place, injection: list[str], log: Path) -> None:
     assert is_hit or not injection, f"{injection} hit nothing"
 
 
-def attach_strace(pid: int, injection: list[str], log: Path) -> subprocess.Popen[str]:
-    """Attach strace to process `pid`. If strace cannot attach, kill the process and raise RuntimeError."""
-    command = ["strace", "-q", "-y", "-o", str(log), *injection, "-p", str(pid)]
-    strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
-        if strace.poll() is not None:
-            os.kill(pid, signal.SIGKILL)
-            raise RuntimeError(f"strace cannot attach: {strace.communicate()[1]}")
-        time.sleep(0.001)
-    return strace
-
-
 def system_calls(log: Path) -> list[tuple[str, int, str]]:
     """Return (name, number among calls of this name, line of `log`) for the save's calls, except `futex`."""
-    counts: collections.Counter[str] = collections.Counter()
-    found, is_inside = [], False
+    counts, found, is_inside = collections.Counter[str](), [], False
     for line in log.read_text(errors="replace").splitlines():
         match = re.match(r"(\w+)\(", line)
         if not match:
             continue
         counts[match[1]] += 1
-        if END in line:
-            is_inside = False
+        is_inside = is_inside and END not in line
         if is_inside and match[1] != "futex":
             found.append((match[1], counts[match[1]], line))
-        if BEGIN in line:
-            is_inside = True
+        is_inside = is_inside or BEGIN in line
     return found
 
 
@@ -233,15 +215,13 @@ def faults_by_strace(work: Path, kind: str, stride: int) -> Verdicts:
 
 
 def file_operations(log: Path, root: str) -> list[Operation]:
-    """Return the save's operations on files in the folder `root`, from strace's log."""
+    """Return the save's operations on the folder `root` and its files, without writes, from strace's log."""
     done: list[Operation] = []
     for name, _, line in system_calls(log):
         names = re.findall(rf'"{root}/([^"]+)"', line)
         opened = re.search(rf"^\w+\(\d+<{root}/?([^>]*)>", line)
         if name == "openat" and "O_CREAT" in line and names:
-            done.append(("create", names[0], ""))
-        elif name == "write" and opened:
-            done.append(("write", opened[1], ""))
+            done.append(("create", names[0], f"new {names[0]}"))
         elif name == "fsync" and opened:
             done.append(("sync", opened[1], ""))  # without a name it is the folder
         elif name.startswith("rename") and names:
@@ -260,26 +240,21 @@ def states_after(
     """
     contents = dict(before)  # {inode: content once all of it is written}
     current = {name: name for name in before}  # {name: inode} as processes see the folder
-    durable = dict(current)  # {name: inode} as the folder's last fsync left it
+    durable = current  # {name: inode} as the folder's last fsync left it
     pending: list[Operation] = []  # operations on the folder since then
     unsynced: set[str] = set()  # inodes
-    for kind, name, new in done:
-        if kind == "create":
-            inode = f"new {name}"
-            current[name] = inode
-            contents[inode] = saved.get(name.removeprefix("partial-"), b"")
-            unsynced.add(inode)
-            pending.append((kind, name, inode))
-        elif kind == "sync" and name:
+    for operation in done:
+        kind, name, new = operation
+        if kind == "sync" and name:
             unsynced.discard(current[name])
         elif kind == "sync":
-            durable, pending = dict(current), []
-        elif kind == "rename":
-            current[new] = current.pop(name)
-            pending.append((kind, name, new))
-        elif kind == "unlink":
-            current.pop(name, None)
-            pending.append((kind, name, ""))
+            durable, pending = current, []
+        else:
+            current = apply(current, [operation])
+            pending.append(operation)
+        if kind == "create":
+            contents[new] = saved.get(name.removeprefix("partial-"), b"")
+            unsynced.add(new)
     for choice in itertools.product([True, False], repeat=len(pending)):
         folder = apply(durable, [operation for operation, did in zip(pending, choice, strict=True) if did])
         for fraction in (0.0, 0.5, 1.0):
@@ -355,7 +330,6 @@ def faulty_store(work: Path) -> tuple[Place, FaultyStore]:
 
 
 def faults_of_a_store(work: Path, stride: int) -> Verdicts:
-    """Yield the verdicts on `store`."""
     place, files = faulty_store(work)
     files.armed = True
     write(place.tier(2), 30)
@@ -379,25 +353,18 @@ def fault_of_a_store(work: Path, fault: str, at: int) -> str:
     return "nothing found by a late listing"
 
 
-def verdicts(work: Path, kind: str, stride: int) -> Verdicts:
-    """Yield the verdicts on a tier, "disk" or "memory"."""
-    yield from faults_by_strace(work, kind, stride)
-    yield from orders(work, kind, stride)
-    if kind == "disk":
-        yield from power_losses(work, stride)
-        yield from faults_of_a_store(work, stride)
-
-
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--stride", type=int, default=1)
     parser.add_argument("--tier", choices=("disk", "memory"), help="by default both")
     arguments = parser.parse_args()
-    counts: collections.Counter[str] = collections.Counter()
-    tally = Tally()
+    counts, tally = collections.Counter[str](), Tally()
     with work_folder() as work:
         for kind in [arguments.tier] if arguments.tier else ["disk", "memory"]:
-            for fault, point, what in verdicts(work, kind, arguments.stride):
+            parts = [faults_by_strace(work, kind, arguments.stride), orders(work, kind, arguments.stride)]
+            if kind == "disk":
+                parts += [power_losses(work, arguments.stride), faults_of_a_store(work, arguments.stride)]
+            for fault, point, what in itertools.chain(*parts):
                 counts[f"{kind} {fault}"] += 1
                 tally.add(what == "ok")
                 row(tier=kind, fault=fault, point=point, verdict=what)

@@ -194,8 +194,7 @@ def lose_around_a_join(trial: Trial, job: NodesJob, rng: random.Random) -> Found
     }
     joiner.boot(wipe=True)
     job.start(joiner)
-    is_time = job.wait_until(has_come[moment])
-    if not is_time:
+    if not job.wait_until(has_come[moment]):
         return found
     time.sleep(delay_s)
     since, found["at_step"], found["load"] = time.time(), job.last_step(), round(os.getloadavg()[0], 1)
