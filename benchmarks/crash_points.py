@@ -161,21 +161,19 @@ def save_under_strace(place: Place, injection: list[str], log: Path) -> None:
     tier = place.tier(2)
     saver = staged(tier, 30)
     with open(place.path / "metrics.jsonl", "a") as records:
+
+        def sync_records() -> None:
+            os.fsync(records.fileno())
+
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
             os.access(BEGIN, os.F_OK)
-            saver.write(manifest(30), [tier], lambda: os.fsync(records.fileno()))
+            saver.write(manifest(30), [tier], sync_records)
             os.access(END, os.F_OK)
             os._exit(0)
     os.waitpid(child, os.WUNTRACED)
-    command = ["strace", "-q", "-y", "-o", str(log), *injection, "-p", str(child)]
-    strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while "TracerPid:\t0\n" in Path(f"/proc/{child}/status").read_text():
-        if strace.poll() is not None:
-            os.kill(child, signal.SIGKILL)
-            raise RuntimeError(f"strace cannot attach: {strace.communicate()[1]}")
-        time.sleep(0.001)
+    strace = attach_strace(child, injection, log)
     os.kill(child, signal.SIGCONT)
     _, status = os.waitpid(child, 0)
     strace.communicate()
@@ -183,18 +181,33 @@ def save_under_strace(place: Place, injection: list[str], log: Path) -> None:
     assert is_hit or not injection, f"{injection} hit nothing"
 
 
+def attach_strace(pid: int, injection: list[str], log: Path) -> subprocess.Popen[str]:
+    """Attach strace to process `pid`. If strace cannot attach, kill the process and raise RuntimeError."""
+    command = ["strace", "-q", "-y", "-o", str(log), *injection, "-p", str(pid)]
+    strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
+        if strace.poll() is not None:
+            os.kill(pid, signal.SIGKILL)
+            raise RuntimeError(f"strace cannot attach: {strace.communicate()[1]}")
+        time.sleep(0.001)
+    return strace
+
+
 def system_calls(log: Path) -> list[tuple[str, int, str]]:
     """Return (name, number among calls of this name, line of `log`) for the save's calls, except `futex`."""
-    counts, found, is_inside = collections.Counter[str](), [], False
+    counts: collections.Counter[str] = collections.Counter()
+    found, is_inside = [], False
     for line in log.read_text(errors="replace").splitlines():
         match = re.match(r"(\w+)\(", line)
         if not match:
             continue
         counts[match[1]] += 1
-        is_inside = is_inside and END not in line
+        if END in line:
+            is_inside = False
         if is_inside and match[1] != "futex":
             found.append((match[1], counts[match[1]], line))
-        is_inside = is_inside or BEGIN in line
+        if BEGIN in line:
+            is_inside = True
     return found
 
 
@@ -353,18 +366,25 @@ def fault_of_a_store(work: Path, fault: str, at: int) -> str:
     return "nothing found by a late listing"
 
 
+def verdicts(work: Path, kind: str, stride: int) -> Verdicts:
+    """Yield the verdicts on a tier, "disk" or "memory"."""
+    yield from faults_by_strace(work, kind, stride)
+    yield from orders(work, kind, stride)
+    if kind == "disk":
+        yield from power_losses(work, stride)
+        yield from faults_of_a_store(work, stride)
+
+
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--stride", type=int, default=1)
     parser.add_argument("--tier", choices=("disk", "memory"), help="by default both")
     arguments = parser.parse_args()
-    counts, tally = collections.Counter[str](), Tally()
+    counts: collections.Counter[str] = collections.Counter()
+    tally = Tally()
     with work_folder() as work:
         for kind in [arguments.tier] if arguments.tier else ["disk", "memory"]:
-            parts = [faults_by_strace(work, kind, arguments.stride), orders(work, kind, arguments.stride)]
-            if kind == "disk":
-                parts += [power_losses(work, arguments.stride), faults_of_a_store(work, arguments.stride)]
-            for fault, point, what in itertools.chain(*parts):
+            for fault, point, what in verdicts(work, kind, arguments.stride):
                 counts[f"{kind} {fault}"] += 1
                 tally.add(what == "ok")
                 row(tier=kind, fault=fault, point=point, verdict=what)
