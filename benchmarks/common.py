@@ -42,7 +42,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that shows the program's docstring with its line breaks."""
     formatter = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=formatter)
 
@@ -62,14 +61,12 @@ class Tally:
         self.trials = self.good = 0
 
     def add(self, is_good: bool, *jobs: Job) -> None:
-        """Count a trial; if the trial is not good, show the end of its jobs' stderr."""
         self.trials += 1
         self.good += is_good
         for job in () if is_good else jobs:
             print(job.err()[-3000:], file=sys.stderr)
 
     def exit_code(self, **more: Any) -> int:
-        """Print a row with the counts and `more`; return 0 if all trials were good, else 1."""
         row(trials=self.trials, ok=self.good, **more)
         return 0 if self.good == self.trials else 1
 
@@ -111,7 +108,6 @@ def train(run_dir: Path, settings: Settings, *more: str, **options: Any) -> None
 
 
 def train_undisturbed(folder: Path, settings: Settings, *more: str, workers: int = 2) -> tuple[str, float]:
-    """Train a run that nothing disturbs, print a row, and return the run's `short_hash` and seconds."""
     run_dir, began = folder / "undisturbed", time.monotonic()
     train(run_dir, settings, *more, workers=workers)
     seconds = time.monotonic() - began
@@ -147,7 +143,6 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def short_hash(run_dir: Path) -> str:
-    """Return the first 16 digits of `tensor_hash` for a run's last snapshot, or "none"."""
     return tensor_hash(run_dir)[:16]
 
 
@@ -164,12 +159,10 @@ def measure_in_turns(
 
 
 def paired(found: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
-    """Return the values of `over` divided by those of `under`, round by round."""
     return [one / other for one, other in zip(found[over], found[under], strict=True)]
 
 
 def median_and_spread(values: Sequence[float], digits: int = 3, name: str = "ratio") -> dict[str, float]:
-    """Return {name: median, "from": least value, "to": largest value}, rounded."""
     return {
         name: round(statistics.median(values), digits),
         "from": round(min(values), digits),

@@ -78,7 +78,6 @@ class Place:
         return Tier("memory", store, keep=keep, may_skip=True, is_durable=False, replaces=replaces)
 
     def save_first(self) -> None:
-        """Save what exists before the fault: steps 10 and 20, in memory only step 20."""
         if self.kind == "disk":
             self.disk.prepare()
         tier = self.tier(1, keep=2)
@@ -107,7 +106,6 @@ def manifest(step: int) -> Manifest:
 
 
 def staged(tier: Tier, step: int) -> Saver:
-    """Return a Saver that has copied the state of a step, for `Saver.write`."""
     saver, tensors = Saver([tier], tokenizer=b"abc"), tensors_of(step)
     saver.allocate(tensors)
     assert saver.staging
@@ -314,7 +312,6 @@ def power_losses(work: Path, stride: int) -> Verdicts:
 
 
 def orders(work: Path, kind: str, stride: int) -> Verdicts:
-    """Yield the verdicts on `order`, one for each combination of the files' states."""
     states = list(itertools.product(("absent", "half", "whole"), repeat=2))
     for number, state in list(enumerate(states))[::stride]:
         place = Place(kind, work / f"{kind}-order-{number}")
@@ -332,7 +329,6 @@ def orders(work: Path, kind: str, stride: int) -> Verdicts:
 
 
 def faulty_store(work: Path) -> tuple[Place, FaultyStore]:
-    """Return a place that has the first two snapshots, and the FaultyStore that holds its files."""
     FaultyStore.store.clear()
     FaultyStore.pseudo_dirs[:] = [""]
     place = Place("disk", work / "store", Store("memory://bucket/run", (0.0, 0.0)))
@@ -352,7 +348,6 @@ def faults_of_a_store(work: Path, stride: int) -> Verdicts:
 
 
 def fault_of_a_store(work: Path, fault: str, at: int) -> str:
-    """Return the verdict on a save to a store with this fault at call `at`."""
     place, files = faulty_store(work)
     files.last_listing = files.ls(place.disk.root, detail=False)
     files.armed, files.fault, files.at = True, fault, at

@@ -95,7 +95,6 @@ class Trial:
 
     @property
     def most_lost(self) -> int:
-        """How many steps a kill may lose."""
         is_sharded = not {"trainer.parallel", "trainer.shard_optimizer"}.isdisjoint(self.settings)
         if is_sharded and self.disk == "shared":
             return DISK_EVERY + MEMORY_EVERY
@@ -216,7 +215,6 @@ def lose_around_a_join(trial: Trial, job: NodesJob, rng: random.Random) -> Found
 
 
 def said(job: NodesJob, nodes: Sequence[Node], text: str) -> int:
-    """Return how often a text is in the stderr of these nodes' jobs."""
     return sum(job.running[node].err().count(text) for node in nodes)
 
 
@@ -227,7 +225,6 @@ def has_begun(job: NodesJob, nodes: Sequence[Node], since: float) -> bool:
 
 
 def outcome(trial: Trial, job: NodesJob) -> Found:
-    """Wait for the end of the job; return its exit codes, generations, hashes, errors and losses."""
     codes = job.exit_codes()
     last = job.newest_run_dir(job.nodes)
     history = read_history(last)
@@ -323,7 +320,7 @@ def plan_joins(arguments: argparse.Namespace, rng: random.Random) -> Iterator[Tr
         yield Trial("join", victim, "own", "hosts", 1, False, JOIN_STEPS, 600, joiner, moment, given)
 
 
-def read_arguments() -> argparse.Namespace:
+def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--kills", type=int, default=0, metavar="N")
     parser.add_argument("--cuts", type=int, default=0, metavar="N")
@@ -339,11 +336,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--victims", nargs="+", type=int, choices=range(NODES), default=range(NODES))
     parser.add_argument("--launch", choices=LAUNCHES, help="instead of folder (shared disk) and hosts (own)")
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
-
-
-def main() -> int:
-    arguments, why_not = read_arguments(), why_no_cluster()
+    arguments, why_not = parser.parse_args(), why_no_cluster()
     if why_not:
         sys.stderr.write(f"error: {why_not}\n")
         return 2

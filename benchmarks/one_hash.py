@@ -88,7 +88,6 @@ def main() -> int:
 
 
 def jobs(folder: Path, steps: int) -> int:
-    """Train by each strategy under torchrun, with one worker and with two; return 1 if hashes differ."""
     chosen = {"model.arch": "modern", "optimizer.name": "muon", "trainer.dtype": "bfloat16"}
     hashes = {}
     for strategy, more in STRATEGIES.items():

@@ -6,9 +6,7 @@
 
 A fault is two texts. `old` stands once in a file of mingpt/ or anynode/. In a copy of the working tree, `new`
 takes the place of `old`, and tests run until one fails. Prints a row per fault, as JSON, with that test, or
-null. Exit code 1 if a fault cannot be planted or no test has found it. Run this program before and after you
-delete tests or move code. If your change has removed the `old` text of a fault, write another text with that
-fault.
+null. Exit code 1 if a fault cannot be planted or no test has found it.
 """
 
 import re
@@ -41,7 +39,6 @@ PYTEST = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovid
 
 
 def copy_tree(target: Path) -> None:
-    """Copy the files that git knows, except benchmarks/results, as they are in the working tree."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in names.stdout.split("\0"):
         source = ROOT / name

@@ -40,13 +40,11 @@ KINDS = {  # (workers, strategy, reduction) of each job
 
 
 def flip_bit(tensor: torch.Tensor) -> torch.Tensor:
-    """Flip bit 12 of the first element of a float32 tensor in place."""
     tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 12)
     return tensor
 
 
 def lie(kind: str) -> None:
-    """Make the last worker compute wrongly, in the way that `kind` names."""
     told = list[int]()
 
     def on_run_start(state: Any, strategy: Any) -> None:

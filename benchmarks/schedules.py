@@ -89,10 +89,7 @@ class Schedule:
 
 
 class Actor:
-    """A worker's part in the events of `folder`/events.json; construct it before the Worker.
-
-    `folder`/done.jsonl gets a line for each event that this worker brings about.
-    """
+    """A worker's part in the events of `folder`/events.json; construct it before the Worker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.step, self.rank = folder, 0, int(os.environ.get("RANK", -1))
@@ -245,7 +242,6 @@ class Trial:
         return round(time.time() - last["time"], 2)
 
     def run(self, import_s: float) -> tuple[dict[str, Any], list[str]]:
-        """Run the job to its end, or to both ends; return what a row tells, and what did not hold."""
         schedule = self.schedule
         self.start()
         while len(self.done()) < len(schedule.events) and any(job.is_running() for job in self.jobs):
@@ -279,11 +275,9 @@ class Trial:
 
 
 def has_records(run_dir: Path, undisturbed: Path) -> bool:
-    """Return whether the losses of `undisturbed` are on record, or missing, as run.json says.
-
-    The evaluation at the step before the first missing step may be missing, too.
-    """
+    """Return whether the losses of `undisturbed` are on record, or missing, as run.json says."""
     told = [entry.get("metrics_missing", [0, -1]) for entry in read_history(run_dir)["generations"]]
+    # The evaluation at the step before the first missing step may be missing, too.
     missing = {step for first, last in told for step in range(first - 1, last + 1)}
     for name in ("train/loss", "val/loss"):
         found, whole = read_metric(run_dir, name), read_metric(undisturbed, name)

@@ -54,7 +54,6 @@ COLLECTIVES = (
 
 
 def seconds_to_first_step(folder: Path, launch: str, checkout: Path) -> float:
-    """Start a run; return the seconds until its first step is on record. Raises RuntimeError if it fails."""
     begin, workers = LAUNCHES[launch]
     run_dir, began = folder / f"run{len(list(folder.iterdir()))}", time.monotonic()
     job = common.start(run_dir, SETTINGS, workers=workers, launch=begin, checkout=checkout)

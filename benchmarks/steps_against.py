@@ -77,10 +77,7 @@ class Bench:
         self.folder, self.runs, self.is_good = folder, itertools.count(1), True
 
     def step_s(self, settings: common.Settings, workers: int = 2, **options: Any) -> float:
-        """Train a run; return its median seconds per step. `options` are those of `common.start`.
-
-        Raises RuntimeError if the run fails, or is not compiled although it should be.
-        """
+        """Train a run; return its median seconds per step. `options` are those of `common.start`."""
         run_dir = self.folder / f"run{next(self.runs)}"
         log_every = max(1, settings["trainer.max_steps"] // 20)
         own = {**settings, "trainer.device": "cpu", "trainer.log_every": log_every, "trainer.timeout_s": 300}
@@ -147,10 +144,7 @@ def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> N
 
 
 def copy_peer(checkout: Path, text: str, copy: Path) -> None:
-    """Copy nanoGPT, and add the data that its own prepare.py would make of `text`.
-
-    In the copy, train_bfloat16.py is train.py with autocast on the CPU.
-    """
+    """Copy nanoGPT, and add the data that its own prepare.py would make of `text`, and train_bfloat16.py."""
     shutil.copytree(checkout, copy)
     folder = copy / "data" / "shakespeare_char"
     characters, split = sorted(set(text)), int(0.9 * len(text))
@@ -159,7 +153,7 @@ def copy_peer(checkout: Path, text: str, copy: Path) -> None:
         write_nanogpt(folder / f"{name}.bin", [number_of[character] for character in part])
     meta = {"vocab_size": len(characters), "itos": dict(enumerate(characters)), "stoi": number_of}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    program = (copy / "train.py").read_text()
+    program = (copy / "train.py").read_text()  # which has autocast only on GPUs
     changed = program.replace("ctx = nullcontext() if device_type == 'cpu' else ", "ctx = ")
     assert changed != program, "this train.py is not the one that the change was made for"
     (copy / "train_bfloat16.py").write_text(changed)
@@ -209,19 +203,17 @@ def main() -> int:
     parser = common.argument_parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("checkout", type=Path, nargs="?")
-    what.add_argument("--reduction", action="store_true")
-    what.add_argument("--scaling", action="store_true")
-    what.add_argument("--jobs", action="store_true")
+    options = {"--reduction": exact_over_fast, "--scaling": scaling, "--jobs": beside_two_jobs}
+    for option, function in options.items():
+        what.add_argument(option, dest="measure", action="store_const", const=function)
     what.add_argument("--nanogpt", nargs=2, metavar=("CHECKOUT", "TEXT"))
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp", help="of --reduction")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, help="default and cpu, or 10M in place of cpu")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    measure, sizes = against_checkout, ["default", "cpu"]
-    if arguments.reduction or arguments.scaling:
-        measure, sizes = exact_over_fast if arguments.reduction else scaling, ["default", "10M"]
-    elif arguments.jobs:
-        measure, sizes = beside_two_jobs, ["default", "10M"]
+    measure, sizes = arguments.measure, ["default", "10M"]
+    if arguments.checkout:
+        measure, sizes = against_checkout, ["default", "cpu"]
     elif arguments.nanogpt:
         measure, sizes = beside_nanogpt, ["cpu", "10M"]
     with common.work_folder() as folder:
