@@ -72,7 +72,6 @@ class Tally:
 
 
 def arguments_of(settings: Settings, more: Iterable[str] = ()) -> list[str]:
-    """Return the settings as words of train.py's command line; words of `more` override them."""
     given = dict(word.partition("=")[::2] for word in more)
     return [f"{key}={value}" for key, value in {**settings, **given}.items()]
 
@@ -107,23 +106,20 @@ def train(run_dir: Path, settings: Settings, *more: str, **options: Any) -> None
     wait_for_success(start(run_dir, settings, *more, **options))
 
 
-def train_undisturbed(folder: Path, settings: Settings, *more: str, workers: int = 2) -> tuple[str, float]:
+def train_undisturbed(folder: Path, settings: Settings, *more: str) -> str:
     run_dir, began = folder / "undisturbed", time.monotonic()
-    train(run_dir, settings, *more, workers=workers)
-    seconds = time.monotonic() - began
-    row(undisturbed=short_hash(run_dir), seconds=round(seconds, 1))
-    return short_hash(run_dir), seconds
+    train(run_dir, settings, *more)
+    row(undisturbed=short_hash(run_dir), seconds=round(time.monotonic() - began, 1))
+    return short_hash(run_dir)
 
 
 def wait_for_success(job: Job, timeout_s: float = 24 * 3600) -> None:
-    """Wait for a job. Raises RuntimeError if the job fails, TimeoutError after `timeout_s`."""
     code = job.wait(timeout_s)
     if code:
         raise RuntimeError(f"the job ended with code {code}:\n{job.err()[-3000:]}")
 
 
 def exit_code(job: Job, timeout_s: float) -> int | None:
-    """Return the exit code of a job, or None if the job did not end in time and was killed."""
     try:
         return job.wait(timeout_s)
     except TimeoutError:

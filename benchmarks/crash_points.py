@@ -114,7 +114,6 @@ def staged(tier: Tier, step: int) -> Saver:
 
 
 def write(tier: Tier, step: int) -> None:
-    """Save a step, as the background thread does. `tier.error` keeps an error."""
     staged(tier, step).write(manifest(step), [tier], lambda: None)
 
 

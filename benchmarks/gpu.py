@@ -128,7 +128,6 @@ class Bench:
 
 
 def find_beside(*names: str) -> Path | None:
-    """Look for `names` in the places that the module's docstring names; return the first path, or None."""
     places = (ROOT.parent, *ROOT.parent.iterdir(), *ROOT.iterdir())
     return next((place / name for place in places for name in names if (place / name).exists()), None)
 
@@ -146,10 +145,7 @@ def speed(bench: Bench, size: str, more: Row) -> Row:
 
 
 def same_hash(bench: Bench, how: str = "", size: str = "default", workers: int = 1, more: Row = NONE) -> Row:
-    """Train a run; in the row, `held` is whether the hash is that of an undisturbed run with one worker.
-
-    `how` names what disturbs the run: "" nothing, "STOP" a file STOP before a second start, or a signal.
-    """
+    """Train a run that `how` disturbs: "" nothing, "STOP" a file STOP, or a signal. Return the hashes."""
     if workers > bench.facts["gpus"]:
         raise LeftOut("NCCL refuses two workers on one card, and gloo does not train on GPUs")
     settings, runs = bench.settings(size, more), [bench.once(size, more)]
@@ -213,14 +209,12 @@ def large(bench: Bench, more: Row) -> Row:
 
 
 def saves(bench: Bench, memory_every: int) -> Row:
-    """Train at 124 M parameters. In the row, `seconds` is the median wait for a save, by kind of save."""
     more = {"snapshot.every": 5, "snapshot.memory_every": memory_every}
     row = speed(bench, "124M", PLAIN | more)
     return row | {"seconds": {kind: statistics.median(times) for kind, times in row.pop("saves").items()}}
 
 
 def sanitized(bench: Bench, *prefix: str, **env: str) -> Row:
-    """Train ten steps under a sanitizer, chosen by `prefix` or `env`; the sanitizer must find nothing."""
     if prefix and shutil.which(prefix[0]) is None:
         raise LeftOut(f"no {prefix[0]} on PATH")
     run_dir, more = bench.folder / f"run{len(bench.jobs)}", TINY | {"trainer.max_steps": 10}
@@ -233,7 +227,6 @@ def sanitized(bench: Bench, *prefix: str, **env: str) -> Row:
 
 
 def sampling(bench: Bench) -> Row:
-    """Measure sample.py's tokens per second for 1 and 16 samples, from the times of two lengths."""
     run_dir, lengths, rates = bench.once("124M", PLAIN), (4, 12) if bench.is_tiny else (16, 272), Row()
     for samples in (1, 16):
         times = []

@@ -28,8 +28,7 @@ from mingpt.tools.jobs import ROOT
 PROGRAMS = ("train", "sample", "init", "init file", "eval")
 SETTINGS = (
     "data.block_size=32", "model.n_layer=2", "model.n_embd=32", "trainer.batch_size=4", "trainer.workers=1",
-    "trainer.sample_tokens=0", "trainer.device=cpu", "snapshot.every=2",
-    "snapshot.memory_every=0",
+    "trainer.sample_tokens=0", "trainer.device=cpu", "snapshot.every=2", "snapshot.memory_every=0",
 )  # fmt: skip
 MB = 1e6
 PARSED_MB = 120  # of memory, for 4 MB of JSON once they are parsed
@@ -108,7 +107,6 @@ class Range:
         assert status == 0, "the forgery failed"
 
     def trial(self, kind: str, program: str, older: bool) -> bool:
-        """Try a program, with a snapshot of step 2 if `older`; print a row; return whether all went well."""
         clean_peak, run_dir = self.clean_peak(program), self.copy()
         snapshots = run_dir / "snapshots"
         self.forge(kind, snapshots)

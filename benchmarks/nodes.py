@@ -28,8 +28,8 @@ nodes that are up must end with exit code 0, with one history and the hash of th
 lose at most snapshot.memory_every steps; with a sharded state or around a join twice as many, because the
 save under way may be lost. With a sharded state and a shared disk, only one node has it in memory: a kill may
 then lose snapshot.every steps, and the save under way. If both writers come back with empty disks, the job
-may instead end with one sentence, without a last snapshot. Another fault may hold the others up
-for at most trainer.timeout_s + 15 s. The median `on_s` of kills, except those around joins, is at most 8 s.
+may instead end with one sentence, without a last snapshot. Another fault may hold the others up for at most
+trainer.timeout_s + 15 s. The median `on_s` of kills, except those around joins, is at most 8 s.
 """
 
 import argparse
@@ -224,19 +224,6 @@ def has_begun(job: NodesJob, nodes: Sequence[Node], since: float) -> bool:
     return bool(generations) and generations[-1]["began"] > since and generations[-1]["workers"] == NODES
 
 
-def outcome(trial: Trial, job: NodesJob) -> Found:
-    codes = job.exit_codes()
-    last = job.newest_run_dir(job.nodes)
-    history = read_history(last)
-    keys = ("workers", "from_step", "to_step", "end")
-    generations = [[entry[key] for key in keys] for entry in history["generations"]]
-    found: Found = {"codes": codes, "status": history["status"], "told": history.get("steps_lost")}
-    found |= {"generations": generations, "hashes": sorted(job.hashes(trial.steps))}
-    lines = {line[:300] for node in job.running.values() for line in node.err().splitlines()}
-    found["errors"] = sorted(line for line in lines if line.startswith("error:"))
-    return found | {"losses": recorded(last)}
-
-
 def carry_out(trial: Trial, rng: random.Random, undisturbed: Found) -> Found:
     """Run a trial's job; return its results, compared with `undisturbed` unless `undisturbed` is empty."""
     settings, began = SETTINGS | trial.settings | {"trainer.max_steps": trial.steps}, time.monotonic()
@@ -246,8 +233,17 @@ def carry_out(trial: Trial, rng: random.Random, undisturbed: Found) -> Found:
         job = NodesJob(cluster, trial.launch, trial.disk, trial.minimum, settings, trial.limit_s, program)
         job.start(*cluster.nodes[: 1 if trial.fault == "grow" else NODES])
         ways = {"grow": grow_and_shrink, "join": lose_around_a_join, "writers": kill_writers}
-        found = {} if trial.fault == "none" else ways.get(trial.fault, disturb)(trial, job, rng)
-        found |= outcome(trial, job) | {"seconds": round(time.monotonic() - began, 1)}
+        found: Found = {} if trial.fault == "none" else ways.get(trial.fault, disturb)(trial, job, rng)
+        codes = job.exit_codes()
+        last = job.newest_run_dir(job.nodes)
+        history = read_history(last)
+        keys = ("workers", "from_step", "to_step", "end")
+        generations = [[entry[key] for key in keys] for entry in history["generations"]]
+        found |= {"codes": codes, "status": history["status"], "told": history.get("steps_lost")}
+        found |= {"generations": generations, "hashes": sorted(job.hashes(trial.steps))}
+        lines = {line[:300] for node in job.running.values() for line in node.err().splitlines()}
+        found["errors"] = sorted(line for line in lines if line.startswith("error:"))
+        found |= {"losses": recorded(last), "seconds": round(time.monotonic() - began, 1)}
         if undisturbed:
             found["same"] = found["hashes"] == undisturbed["hashes"]
             found["one_history"] = found.pop("losses") == undisturbed["losses"]

@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import torch.distributed.fsdp  # noqa: F401 - imported once, before the forks
@@ -71,32 +70,28 @@ def main() -> int:
     with work_folder() as folder:
         for number, chosen in enumerate(configurations(arguments.arch.split(","))):
             hashes: dict[str, dict[str, str]] = {}
-            for strategy, more in STRATEGIES.items():
-                for count in workers:
-                    run_dir = folder / f"{number}-{strategy}-{count}".replace(" ", "")
-                    own = {"run_dir": str(run_dir), "trainer.max_steps": arguments.steps}
-                    given = (SETTINGS | chosen | more | own, count, free_port())
-                    multiprocessing.start_processes(run_worker, given, count, start_method="fork")
-                    hashes.setdefault(strategy, {})[str(count)] = short_hash(run_dir)
+            for (strategy, more), count in itertools.product(STRATEGIES.items(), workers):
+                run_dir = folder / f"{number}-{strategy}-{count}".replace(" ", "")
+                own = {"run_dir": str(run_dir), "trainer.max_steps": arguments.steps}
+                given = (SETTINGS | chosen | more | own, count, free_port())
+                multiprocessing.start_processes(run_worker, given, count, start_method="fork")
+                hashes.setdefault(strategy, {})[str(count)] = short_hash(run_dir)
             distinct = {found for by_count in hashes.values() for found in by_count.values()}
             several += len(distinct) > 1
             row(**chosen, hashes=len(distinct), **hashes)
         if not arguments.no_jobs:
-            several += jobs(folder, arguments.steps)
+            chosen = {"model.arch": "modern", "optimizer.name": "muon", "trainer.dtype": "bfloat16"}
+            chosen["trainer.max_steps"] = arguments.steps
+            ends = {}
+            for (strategy, more), count in itertools.product(STRATEGIES.items(), (1, 2)):
+                run_dir = folder / f"job-{strategy}-{count}".replace(" ", "")
+                train(run_dir, SETTINGS | chosen | more, workers=count)
+                ends[f"{strategy}, {count}"] = short_hash(run_dir)
+            distinct = set(ends.values())
+            several += len(distinct) > 1
+            row(under="torchrun", hashes=len(distinct), **ends)
     row(**{"configurations with several hashes": several, "seconds": round(time.monotonic() - began)})
     return 1 if several else 0
-
-
-def jobs(folder: Path, steps: int) -> int:
-    chosen = {"model.arch": "modern", "optimizer.name": "muon", "trainer.dtype": "bfloat16"}
-    hashes = {}
-    for strategy, more in STRATEGIES.items():
-        for count in (1, 2):
-            run_dir = folder / f"job-{strategy}-{count}".replace(" ", "")
-            train(run_dir, SETTINGS | chosen | more | {"trainer.max_steps": steps}, workers=count)
-            hashes[f"{strategy}, {count}"] = short_hash(run_dir)
-    row(under="torchrun", hashes=len(set(hashes.values())), **hashes)
-    return len(set(hashes.values())) > 1
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def main() -> int:
     options = parser.parse_args()
     tally = common.Tally()
     with common.work_folder() as folder:
-        expected, _ = common.train_undisturbed(folder, SETTINGS, "trainer.replay_every=0")
+        expected = common.train_undisturbed(folder, SETTINGS, "trainer.replay_every=0")
         for kind in filter(None, options.kinds.split(",")):
             for case in KINDS[kind]:
                 try_lie(folder, kind, case, expected, tally)

@@ -54,8 +54,7 @@ class Event:
 
     `what` is "kill", "freeze", "stop" (SIGUSR1), "stop job", "interrupt job", "stop file" or "fill" (the
     disk). The worker is `rank`, or the first that comes there; a signal goes to the one that is `of` ranks
-    after it, `delay_s` later. "worker_start" comes whatever the step, and "file_progress" when half of a
-    tensor file is written.
+    after it, `delay_s` later. "worker_start" comes in any step, "file_progress" with half of a tensor file.
     """
 
     what: str
@@ -287,7 +286,7 @@ def has_records(run_dir: Path, undisturbed: Path) -> bool:
 
 
 def try_schedules(folder: Path, chosen: Sequence[tuple[str, Schedule]], tally: common.Tally) -> None:
-    expected, _ = common.train_undisturbed(folder, SETTINGS)
+    expected = common.train_undisturbed(folder, SETTINGS)
     import_s = common.seconds_to_import_torch()
     for number, (name, schedule) in enumerate(chosen):
         trial = Trial(folder / f"trial{number}", schedule)

@@ -119,7 +119,7 @@ def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
     took, ratios = list[float](), list[float]()
     # Each step has a record, so that a completed step is seen.
     settings = {"trainer.log_every": 1, "trainer.max_steps": arguments.steps}
-    expected, _ = common.train_undisturbed(folder, settings)
+    expected = common.train_undisturbed(folder, settings)
     while len(took) < arguments.kills:
         run_dir = folder / f"run{tally.trials}"
         kills = min(KILLS_PER_RUN, arguments.kills - len(took))

@@ -137,7 +137,8 @@ def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> N
         with ThreadPoolExecutor(2) as pool:
             return statistics.fmean(pool.map(lambda _: bench.step_s(settings, 1), range(2)))
 
-    variants = {"two workers": functools.partial(bench.step_s, SIZES[size]), "two jobs": two_jobs_s}
+    two_workers_s = functools.partial(bench.step_s, SIZES[size])
+    variants: common.Variants = {"two workers": two_workers_s, "two jobs": two_jobs_s}
     found = common.measure_in_turns(variants, arguments.rounds, size=size)
     ratios = common.paired(found, "two jobs", "two workers")
     common.row(size=size, **common.median_and_spread(ratios, name="efficiency"))
