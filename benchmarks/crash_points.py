@@ -38,6 +38,7 @@ from pathlib import Path
 import torch
 from common import Tally, argument_parser, row, work_folder
 from faulty_store import FAULTS, FaultyStore
+from support.snapshots import make_manifest
 
 from mingpt.snapshot import Checkpoint, Manifest, MemoryFolder, Saver, Snapshot, Store, Tier
 from mingpt.snapshot.layout import make_layout, specs_of
@@ -69,7 +70,6 @@ class Place:
         self.memory = MemoryFolder(str(path), "0" * 32, path)
 
     def stores(self) -> list[Store]:
-        """Return all Stores in which a start looks for snapshots."""
         return [self.disk, *self.memory.stores()]
 
     def tier(self, generation: int, keep: int = 1) -> Tier:
@@ -81,7 +81,6 @@ class Place:
         return Tier("memory", store, keep=keep, may_skip=True, is_durable=False, replaces=replaces)
 
     def save_first(self) -> None:
-        """Save what exists before the fault: steps 10 and 20, in memory only step 20."""
         if self.kind == "disk":
             self.disk.prepare()
         tier = self.tier(1, keep=2)
@@ -106,16 +105,10 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def manifest(step: int) -> Manifest:
-    """Return the manifest of a step, without the fields that a save fills in."""
-    return Manifest.model_validate({
-        "step": step, "windows": step, "config": {}, "tokenizer": {"kind": "bytes", "vocab_size": 3},
-        "data": {"path": "data/input.txt", "sha256": "0" * 64},
-        "software": {"torch": "2.13.0", "device": "cpu AVX512", "threads": 1, "dtype": "float32"},
-    })  # fmt: skip
+    return make_manifest(step, tokenizer={"kind": "bytes", "vocab_size": 3})
 
 
 def staged(tier: Tier, step: int) -> Saver:
-    """Return a Saver that has copied the state of a step, for `Saver.write`."""
     saver, tensors = Saver([tier], tokenizer=b"abc"), tensors_of(step)
     saver.allocate(tensors)
     assert saver.staging
@@ -124,7 +117,6 @@ def staged(tier: Tier, step: int) -> Saver:
 
 
 def write(tier: Tier, step: int) -> None:
-    """Save a step, as the background thread does. `tier.error` keeps an error."""
     staged(tier, step).write(manifest(step), [tier], lambda: None)
 
 
@@ -308,15 +300,13 @@ def verdict_of_loop(folder: Path) -> str:
 
 
 def file_operations(log: Path, root: str) -> list[Operation]:
-    """Return the save's operations on files in the folder `root`, from strace's log."""
+    """Return the save's operations on the folder `root` and its files, without writes, from strace's log."""
     done: list[Operation] = []
     for name, _, line in system_calls(log):
         names = re.findall(rf'"{root}/([^"]+)"', line)
         opened = re.search(rf"^\w+\(\d+<{root}/?([^>]*)>", line)
         if name == "openat" and "O_CREAT" in line and names:
-            done.append(("create", names[0], ""))
-        elif name == "write" and opened:
-            done.append(("write", opened[1], ""))
+            done.append(("create", names[0], f"new {names[0]}"))
         elif name == "fsync" and opened:
             done.append(("sync", opened[1], ""))  # without a name it is the folder
         elif name.startswith("rename") and names:
@@ -335,26 +325,21 @@ def states_after(
     """
     contents = dict(before)  # {inode: content once all of it is written}
     current = {name: name for name in before}  # {name: inode} as processes see the folder
-    durable = dict(current)  # {name: inode} as the folder's last fsync left it
+    durable = current  # {name: inode} as the folder's last fsync left it
     pending: list[Operation] = []  # operations on the folder since then
     unsynced: set[str] = set()  # inodes
-    for kind, name, new in done:
-        if kind == "create":
-            inode = f"new {name}"
-            current[name] = inode
-            contents[inode] = saved.get(name.removeprefix("partial-"), b"")
-            unsynced.add(inode)
-            pending.append((kind, name, inode))
-        elif kind == "sync" and name:
+    for operation in done:
+        kind, name, new = operation
+        if kind == "sync" and name:
             unsynced.discard(current[name])
         elif kind == "sync":
-            durable, pending = dict(current), []
-        elif kind == "rename":
-            current[new] = current.pop(name)
-            pending.append((kind, name, new))
-        elif kind == "unlink":
-            current.pop(name, None)
-            pending.append((kind, name, ""))
+            durable, pending = current, []
+        else:
+            current = apply(current, [operation])
+            pending.append(operation)
+        if kind == "create":
+            contents[new] = saved.get(name.removeprefix("partial-"), b"")
+            unsynced.add(new)
     for choice in itertools.product([True, False], repeat=len(pending)):
         folder = apply(durable, [operation for operation, did in zip(pending, choice, strict=True) if did])
         for fraction in (0.0, 0.5, 1.0):
@@ -401,7 +386,6 @@ def power_losses(work: Path, stride: int) -> Verdicts:
 
 
 def orders(work: Path, kind: str, stride: int) -> Verdicts:
-    """Yield the verdicts on `order`, one for each combination of the files' states."""
     states = list(itertools.product(("absent", "half", "whole"), repeat=2))
     for number, state in list(enumerate(states))[::stride]:
         place = Place(kind, work / f"{kind}-order-{number}")
@@ -419,7 +403,6 @@ def orders(work: Path, kind: str, stride: int) -> Verdicts:
 
 
 def faulty_store(work: Path) -> tuple[Place, FaultyStore]:
-    """Return a place that has the first two snapshots, and the FaultyStore that holds its files."""
     FaultyStore.store.clear()
     FaultyStore.pseudo_dirs[:] = [""]
     place = Place("disk", work / "store", Store("memory://bucket/run", (0.0, 0.0)))
@@ -430,7 +413,6 @@ def faulty_store(work: Path) -> tuple[Place, FaultyStore]:
 
 
 def faults_of_a_store(work: Path, stride: int) -> Verdicts:
-    """Yield the verdicts on `store`."""
     place, files = faulty_store(work)
     files.armed = True
     write(place.tier(2), 30)
@@ -440,7 +422,6 @@ def faults_of_a_store(work: Path, stride: int) -> Verdicts:
 
 
 def fault_of_a_store(work: Path, fault: str, at: int) -> str:
-    """Return the verdict on a save to a store with this fault at call `at`."""
     place, files = faulty_store(work)
     files.last_listing = files.ls(place.disk.root, detail=False)
     files.armed, files.fault, files.at = True, fault, at

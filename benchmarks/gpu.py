@@ -40,7 +40,7 @@ from support.shards import write_nanogpt
 from mingpt.base import events
 from mingpt.config.cli import build, parse, read_file
 from mingpt.data import CharTokenizer
-from mingpt.tools.jobs import ROOT, torchrun
+from mingpt.tools.jobs import ROOT
 from mingpt.tools.plan import CUDA_BYTES, estimate
 
 STAND_IN = "CUDA stand-in"
@@ -88,8 +88,6 @@ class LeftOut(Exception):
 
 
 class Bench:
-    """What measurements share: a folder, data, jobs, undisturbed runs, and the time left to a part."""
-
     def __init__(self, folder: Path, facts: Row, is_tiny: bool) -> None:
         self.folder, self.facts, self.is_tiny, self.deadline = folder, facts, is_tiny, 0.0
         self.jobs, self.losses, self.undisturbed = list[Job](), list[float](), dict[str, Path]()
@@ -108,7 +106,6 @@ class Bench:
         return left_s
 
     def settings(self, size: str, more: Row) -> Row:
-        """Return a size's settings, by dotted names; those in `more` override them."""
         data = self.folder / "tokens" if size == "124M" else self.text or ROOT / "data/input.txt"
         small = {"trainer.micro_batch_size": 4} if size == "124M" and self.facts["memory_gb"] < 40 else {}
         return SIZES[size] | ALL | {"data.path": str(data)} | small | (TINY if self.is_tiny else {}) | more
@@ -116,25 +113,21 @@ class Bench:
     def start(self, run_dir: Path, settings: Row, workers: int = 1) -> Job:
         """Start a job whose rank 0 writes device.json to the run folder (see `observe`)."""
         program = common.changed_program(self.folder, CODE)
-        words = common.arguments_of(settings | {"run_dir": run_dir})
-        self.jobs.append(Job([*torchrun(workers, 3), program, *words], run_dir, cwd=ROOT))
+        self.jobs.append(common.start(run_dir, settings, workers=workers, restarts=3, program=program))
         return self.jobs[-1]
 
     def train(self, size: str, more: Row = NONE) -> Path:
-        """Train to the end; return the run folder. Raises RuntimeError, TimeoutError or LeftOut."""
         run_dir = self.folder / f"run{len(self.jobs)}"
         common.wait_for_success(self.start(run_dir, self.settings(size, more)), self.left_s())
         return run_dir
 
     def once(self, size: str, more: Row) -> Path:
-        """Return the folder of an undisturbed run; only the first call with these settings trains it."""
         key = json.dumps([size, more])
         self.undisturbed[key] = self.undisturbed.get(key) or self.train(size, more)
         return self.undisturbed[key]
 
 
 def find_beside(*names: str) -> Path | None:
-    """Look for `names` in the places that the module's docstring names; return the first path, or None."""
     places = (ROOT.parent, *ROOT.parent.iterdir(), *ROOT.iterdir())
     return next((place / name for place in places for name in names if (place / name).exists()), None)
 
@@ -152,10 +145,7 @@ def speed(bench: Bench, size: str, more: Row) -> Row:
 
 
 def same_hash(bench: Bench, how: str = "", size: str = "default", workers: int = 1, more: Row = NONE) -> Row:
-    """Train a run; in the row, `held` is whether the hash is that of an undisturbed run with one worker.
-
-    `how` names what disturbs the run: "" nothing, "STOP" a file STOP before a second start, or a signal.
-    """
+    """Train a run that `how` disturbs: "" nothing, "STOP" a file STOP, or a signal. Return the hashes."""
     if workers > bench.facts["gpus"]:
         raise LeftOut("NCCL refuses two workers on one card, and gloo does not train on GPUs")
     settings, runs = bench.settings(size, more), [bench.once(size, more)]
@@ -178,10 +168,7 @@ def same_hash(bench: Bench, how: str = "", size: str = "default", workers: int =
 
 
 def beside(bench: Bench, ours: Row, theirs: Row, size: str = "default", metric: str = "train/loss") -> Row:
-    """Train two runs with the settings `ours` and `theirs`, unless they were trained before.
-
-    Returns a row; `worst` is the largest relative difference between the runs' records of `metric`.
-    """
+    """Return a row; `worst` is the largest relative difference between the two runs' records of `metric`."""
     one, other = (read_metric(bench.once(size, more), metric) for more in (ours, theirs))
     worst = max(abs(one[step] / other[step] - 1) for step in other)
     return {"held": worst <= LIMIT, "metric": metric, "worst": worst, "records": len(other)}
@@ -194,7 +181,7 @@ def beside_nanogpt(bench: Bench) -> Row:
         raise LeftOut("no nanoGPT beside this folder" if checkout is None else "it has no tiny size here")
     steps, tokens, copy = SIZES["10M"]["trainer.max_steps"], 64 * 256, bench.folder / "nanoGPT"
     copy_peer(checkout, (bench.text or ROOT / "data/input.txt").read_text(), copy)
-    variants: dict[str, Callable[[], float]] = {
+    variants = {
         "theirs": lambda: peer_step_s(copy, "10M", "compiled", "cuda", steps, bench.left_s()),
         "ours": lambda: common.median_metric(bench.train("10M", COMPILED), "step_s") or 0.0,
     }
@@ -204,7 +191,6 @@ def beside_nanogpt(bench: Bench) -> Row:
 
 
 def recipe(bench: Bench, seed: int) -> Row:
-    """Train the recipe; return a row with the final validation loss, and its mean over the seeds so far."""
     run_dir = bench.train("recipe", {"seed": seed})
     bench.losses += list(read_metric(run_dir, "val/loss").values())[-1:]
     last = read_history(run_dir)["generations"][-1]
@@ -223,14 +209,12 @@ def large(bench: Bench, more: Row) -> Row:
 
 
 def saves(bench: Bench, memory_every: int) -> Row:
-    """Train at 124 M parameters. In the row, `seconds` is the median wait for a save, by kind of save."""
     more = {"snapshot.every": 5, "snapshot.memory_every": memory_every}
     row = speed(bench, "124M", PLAIN | more)
     return row | {"seconds": {kind: statistics.median(times) for kind, times in row.pop("saves").items()}}
 
 
 def sanitized(bench: Bench, *prefix: str, **env: str) -> Row:
-    """Train ten steps under a sanitizer, chosen by `prefix` or `env`; the sanitizer must find nothing."""
     if prefix and shutil.which(prefix[0]) is None:
         raise LeftOut(f"no {prefix[0]} on PATH")
     run_dir, more = bench.folder / f"run{len(bench.jobs)}", TINY | {"trainer.max_steps": 10}
@@ -243,7 +227,6 @@ def sanitized(bench: Bench, *prefix: str, **env: str) -> Row:
 
 
 def sampling(bench: Bench) -> Row:
-    """Measure sample.py's tokens per second for 1 and 16 samples, from the times of two lengths."""
     run_dir, lengths, rates = bench.once("124M", PLAIN), (4, 12) if bench.is_tiny else (16, 272), Row()
     for samples in (1, 16):
         times = []
@@ -310,8 +293,6 @@ COLUMNS = {
 
 
 class Report:
-    """Prints rows; if a folder `out` is given, keeps the rows and their table there."""
-
     def __init__(self, machine: str, out: Path | None) -> None:
         self.machine, self.out, self.rows = machine, out, list[Row]()
 
@@ -344,7 +325,6 @@ def spelled(value: Any) -> str:
 
 
 def run_part(name: str, bench: Bench, report: Report, factor: float, left_s: float) -> None:
-    """Add a part's rows to `report`, within `left_s` seconds and `factor` times the part's minutes."""
     minutes, _, checks = PARTS[name]
     bench.deadline = time.monotonic() + min(60 * factor * minutes, left_s)
     if left_s < 30 * factor * minutes:
@@ -362,9 +342,8 @@ def run_part(name: str, bench: Bench, report: Report, factor: float, left_s: flo
             told = next((line for line in lines if line.startswith("error: ")), lines[-1])
             held = None if time.monotonic() > bench.deadline - 1 else False  # None: the time has run out
             row = {"held": held, "reason": f"{type(error).__name__}: {lines[0]} {told}"[:400]}
-        for job in bench.jobs:
-            if job.is_running():
-                job.kill()
+        for job in filter(Job.is_running, bench.jobs):
+            job.kill()
         report.add(name, what, row)
     print(report.table(), flush=True)
 
@@ -373,11 +352,8 @@ def observe(arguments: list[str]) -> None:
     """Make rank 0 of train.py write device.json: host waits per step, peak memory, seconds of saves."""
     import torch
 
-    path, profile, began = (
-        Path(parse(arguments).run_dir, DEVICE),
-        torch.profiler.profile(),
-        dict[str, float](),
-    )
+    path = Path(parse(arguments).run_dir, DEVICE)
+    profile, began = torch.profiler.profile(), dict[str, float]()
     found: Row = {"host_waits": None, "saves": {}}
 
     def start_step(step: int) -> None:

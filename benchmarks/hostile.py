@@ -14,23 +14,21 @@ Prints a row per trial, as JSON; exit code 1 if a trial has a problem. `--kinds`
 
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from common import Tally, argument_parser, row, work_folder
 from hostile_kinds import KINDS, VALID_FIELDS, forge, read
+from support.jobs import Job
 
-from mingpt.tools.jobs import ROOT, clean_environment
+from mingpt.tools.jobs import ROOT
 
 PROGRAMS = ("train", "sample", "init", "init file", "eval")
 SETTINGS = (
     "data.block_size=32", "model.n_layer=2", "model.n_embd=32", "trainer.batch_size=4", "trainer.workers=1",
-    "trainer.sample_tokens=0", "trainer.device=cpu", "snapshot.every=2",
-    "snapshot.memory_every=0",
+    "trainer.sample_tokens=0", "trainer.device=cpu", "snapshot.every=2", "snapshot.memory_every=0",
 )  # fmt: skip
 MB = 1e6
 PARSED_MB = 120  # of memory, for 4 MB of JSON once they are parsed
@@ -38,8 +36,6 @@ PARSED_MB = 120  # of memory, for 4 MB of JSON once they are parsed
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a program: exit code, output and peak memory."""
-
     code: int
     out: str
     err: str
@@ -47,17 +43,11 @@ class Outcome:
 
 
 def execute(command: Sequence[str], timeout_s: float = 120) -> Outcome:
-    """Run a program to its end, or kill it after `timeout_s`."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        words = ["timeout", "--signal=KILL", str(timeout_s), *command]
-        process = subprocess.Popen(words, cwd=ROOT, env=clean_environment(), stdout=out, stderr=err)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-    return Outcome(process.returncode, texts[0], texts[1], usage.ru_maxrss * 1024)
+    with work_folder() as folder:
+        job = Job(["timeout", "--signal=KILL", str(timeout_s), *command], folder / "job")
+        _, status, usage = os.wait4(job.pid, 0)
+        job.process.returncode = os.waitstatus_to_exitcode(status)
+        return Outcome(job.process.returncode, job.out(), job.err(), usage.ru_maxrss * 1024)
 
 
 def command(program: str, run_dir: Path, text: Path, fresh: Path) -> list[str]:
@@ -65,17 +55,13 @@ def command(program: str, run_dir: Path, text: Path, fresh: Path) -> list[str]:
     train = [sys.executable, "train.py", f"data.path={text}", *SETTINGS]
     if program == "sample":
         return [sys.executable, "sample.py", str(run_dir), "--tokens", "5"]
-    if program == "train":
-        return [*train, f"run_dir={run_dir}", "trainer.max_steps=4"]
-    if program == "eval":
-        return [*train, f"run_dir={run_dir}", "trainer.max_steps=4", "trainer.eval_only=true"]
+    if program in ("train", "eval"):
+        return [*train, f"run_dir={run_dir}", "trainer.max_steps=4", f"trainer.eval_only={program == 'eval'}"]
     origin = run_dir if program == "init" else run_dir / "snapshots" / "step_00000004.safetensors"
     return [*train, f"run_dir={fresh}", f"snapshot.init_from={origin}", "trainer.max_steps=0"]
 
 
 class Range:
-    """Tries the programs, each on a copy of one run with valid snapshots."""
-
     def __init__(self, folder: Path, slack_mb: float) -> None:
         self.folder, self.slack_mb = folder, slack_mb
         self.text, self.whole, self.canary = folder / "text", folder / "whole", folder / "canary"
@@ -100,8 +86,7 @@ class Range:
         if program not in self.clean_peaks:
             run_dir = self.copy()
             snapshots = run_dir / "snapshots"
-            manifest = snapshots / "step_00000004.json"
-            self.forge("valid: unchanged", manifest, manifest.with_suffix(".safetensors"))
+            self.forge("valid: unchanged", snapshots)
             for path in snapshots.glob("step_00000004.*" if program == "train" else "step_00000002.*"):
                 path.unlink()
             outcome = self.start(program, run_dir)
@@ -110,27 +95,25 @@ class Range:
             self.clean_peaks[program] = outcome.peak
         return self.clean_peaks[program]
 
-    def forge(self, kind: str, manifest: Path, tensors: Path) -> None:
-        """Replace a snapshot by a bad snapshot of this kind, in a child process."""
+    def forge(self, kind: str, snapshots: Path) -> None:
+        paths = snapshots / "step_00000004.json", snapshots / "step_00000004.safetensors"
         child = os.fork()
         if child == 0:
-            forgery = read(manifest, tensors, self.canary)
+            forgery = read(*paths, self.canary)
             forge(kind, forgery)
-            forgery.write(manifest, tensors)
+            forgery.write(*paths)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         assert status == 0, "the forgery failed"
 
     def trial(self, kind: str, program: str, older: bool) -> bool:
-        """Try a program, with a snapshot of step 2 if `older`; print a row; return whether all went well."""
         clean_peak, run_dir = self.clean_peak(program), self.copy()
         snapshots = run_dir / "snapshots"
-        paths = snapshots / "step_00000004.json", snapshots / "step_00000004.safetensors"
-        self.forge(kind, *paths)
+        self.forge(kind, snapshots)
         for path in snapshots.iterdir():
             if not older and "step_00000004" not in path.name:
                 path.unlink()
-        size = sum(path.lstat().st_blocks * 512 for path in (*paths, paths[1].with_suffix(".tokenizer")))
+        size = sum(path.lstat().st_blocks * 512 for path in snapshots.glob("step_00000004.*"))
         before = sorted(path.name for path in snapshots.iterdir())
         outcome = self.start(program, run_dir)
         after = sorted(path.name for path in snapshots.iterdir())
@@ -157,15 +140,13 @@ class Range:
 
 
 def problems(outcome: Outcome, has_older: bool) -> list[str]:
-    """Return the problems of a program that was given a bad snapshot of step 4."""
-    lines = outcome.err.splitlines()
+    lines, expected = outcome.err.splitlines(), 0 if has_older else 2
+    wrong = [] if outcome.code == expected else [f"exit code {outcome.code}, not {expected}"]
     if has_older:
-        named = [line for line in lines if "snapshot of step 4 " in line]
-        wrong = [] if outcome.code == 0 else [f"exit code {outcome.code}, not 0"]
-        return wrong + ([] if len(named) == 1 else [f"named in {len(named)} lines"])
-    wrong = [] if outcome.code == 2 else [f"exit code {outcome.code}, not 2"]
-    sentences = [line for line in lines if line.startswith("error: ")]
-    return wrong + ([] if len(sentences) == 1 else [f"{len(sentences)} sentences"])
+        named = sum("snapshot of step 4 " in line for line in lines)
+        return wrong + ([] if named == 1 else [f"named in {named} lines"])
+    sentences = sum(line.startswith("error: ") for line in lines)
+    return wrong + ([] if sentences == 1 else [f"{sentences} sentences"])
 
 
 def main() -> int:

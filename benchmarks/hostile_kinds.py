@@ -4,6 +4,7 @@ Each kind changes a valid snapshot. Checksums and sizes still fit, unless the ki
 changes written files. No torch is imported here, because a child's peak memory begins with its parent's.
 """
 
+import functools
 import hashlib
 import io
 import json
@@ -16,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MB = 1 << 20
 WEIGHT = "model.wte.weight"
+DEEP = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
 @dataclass
@@ -54,9 +55,6 @@ class Forgery:
             change(manifest_path, tensor_path)
 
 
-Kind = Callable[[Forgery], None]
-
-
 def read(manifest_path: Path, tensor_path: Path, canary: Path) -> Forgery:
     header: dict[str, Any] = {}
     data = b""
@@ -82,11 +80,11 @@ def seal(manifest: dict[str, Any]) -> bytes:
     return (json.dumps(body | {"checksum": digest}, indent=1) + "\n").encode()
 
 
+@dataclass
 class Payload:
     """An object that creates the file `canary` when it is unpickled."""
 
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
+    canary: Path
 
     def __reduce__(self) -> Any:
         return os.system, (f"touch {self.canary}",)
@@ -97,7 +95,6 @@ def pickled(forgery: Forgery) -> bytes:
 
 
 def zipped(forgery: Forgery) -> bytes:
-    """Return the pickled Payload in a zip file like those that torch.save writes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("archive/data.pkl", pickled(forgery))
@@ -116,9 +113,7 @@ TENSOR_FILES: dict[str, Callable[[Forgery], bytes]] = {
     "tensors: a pickle behind a header's length": lambda forgery: with_header(pickled(forgery), forgery.data),
     "header: longer than the file": lambda forgery: (2**40).to_bytes(8, "little") + forgery.data,
     "header: no JSON": lambda forgery: with_header(b"no JSON at all", forgery.data),
-    "header: nested 100,000 deep": lambda forgery: with_header(
-        b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", forgery.data
-    ),
+    "header: nested 100,000 deep": lambda forgery: with_header(DEEP, forgery.data),
     "header: 4 MB of small values": lambda forgery: with_header(
         b'{"a": [' + b"{}," * 1_300_000 + b"0]}", forgery.data
     ),
@@ -127,10 +122,10 @@ TENSOR_FILES: dict[str, Callable[[Forgery], bytes]] = {
 MANIFEST_FILES: dict[str, Callable[[Forgery], bytes]] = {
     "manifest: empty": lambda _: b"",
     "manifest: a pickle": pickled,
-    "manifest: nested 100,000 deep": lambda _: b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "manifest: nested 100,000 deep": lambda _: DEEP,
     "manifest: 4 MB of small values": lambda _: b'{"a": [' + b"[]," * 1_300_000 + b"0]}",
     "manifest: 4 MB of escaped quotes": lambda _: b'{"a": "' + b'\\"' * 2_000_000,
-    "manifest: 100 MB": lambda _: b" " * (100 * MB),
+    "manifest: 100 MB": lambda _: b" " * (100 << 20),
     "manifest: a checksum of nothing": lambda _: seal({"schema": 4, "step": 4}),
 }
 # Fields of one tensor.
@@ -143,10 +138,7 @@ HEADER_FIELDS: dict[str, dict[str, Any]] = {
     "header: an unknown dtype": {"dtype": "PICKLE"},
 }
 NEW_NAMES = {"header: ../ in a name": f"../../{WEIGHT}", "model: a tensor has another name": f"{WEIGHT}s"}
-NUMBERS = {
-    "model: NaN": (WEIGHT, float("nan")),
-    "optimizer: NaN": ("optimizer.wte.weight.exp_avg_sq", float("nan")),
-}
+NOT_A_NUMBER = {"model: NaN": WEIGHT, "optimizer: NaN": "optimizer.wte.weight.exp_avg_sq"}
 MANIFEST_FIELDS: dict[str, dict[str, Any]] = {
     "manifest: step is another": {"step": 3},
     "manifest: schema is -1": {"schema": -1},
@@ -160,7 +152,7 @@ MANIFEST_FIELDS: dict[str, dict[str, Any]] = {
 TOKENIZERS: dict[str, Callable[[Forgery], bytes]] = {
     "tokenizer: empty": lambda _: b"",
     "tokenizer: a pickle": pickled,
-    "tokenizer: nested 100,000 deep": lambda _: b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "tokenizer: nested 100,000 deep": lambda _: DEEP,
     "tokenizer: a character twice": lambda forgery: forgery.tokenizer.replace(b'"a": ', b'"b": '),
 }
 # Fields of the manifest's parts.
@@ -215,33 +207,13 @@ def extra_tensor(forgery: Forgery) -> None:
     forgery.data += bytes(4)
 
 
-def put_number(forgery: Forgery, name: str, number: float) -> None:
-    """Overwrite the first number of a tensor."""
-    begin = forgery.header[name]["data_offsets"][0]
-    forgery.data = forgery.data[:begin] + struct.pack("<f", number) + forgery.data[begin + 4 :]
-
-
-def rename(forgery: Forgery, new: str) -> None:
-    """Give the tensor WEIGHT a new name; the order of the header stays."""
-    forgery.header = {new if name == WEIGHT else name: entry for name, entry in forgery.header.items()}
-
-
-def set_part(forgery: Forgery, part: str, values: dict[str, Any]) -> None:
-    parent = forgery.manifest if part in ("software", "tokenizer") else forgery.manifest["config"]
-    parent[part] |= values
-
-
-def place_instead(forgery: Forgery, change: Callable[[Path], Any], suffix: str) -> None:
-    def place(manifest_path: Path, tensor_path: Path) -> None:
-        path = manifest_path if suffix == "json" else tensor_path
-        path.unlink()
-        change(path)
-
-    forgery.place.append(place)
+def place_instead(change: Callable[[Path], Any], subject: str, manifest: Path, tensors: Path) -> None:
+    path = manifest if subject == "manifest" else tensors
+    path.unlink()
+    change(path)
 
 
 def forge(kind: str, forgery: Forgery) -> None:
-    """Turn `forgery` into a snapshot of this kind."""
     subject, _, rest = kind.partition(": ")
     if kind in OTHERS:
         OTHERS[kind](forgery)
@@ -251,23 +223,27 @@ def forge(kind: str, forgery: Forgery) -> None:
         forgery.manifest_file = MANIFEST_FILES[kind](forgery)
     elif kind in TOKENIZERS:
         forgery.tokenizer = TOKENIZERS[kind](forgery)
-        digest = hashlib.sha256(forgery.tokenizer).hexdigest()
-        forgery.manifest["tokenizer"]["sha256"] = digest
+        forgery.manifest["tokenizer"]["sha256"] = hashlib.sha256(forgery.tokenizer).hexdigest()
     elif kind in HEADER_FIELDS:
         forgery.header[WEIGHT].update(HEADER_FIELDS[kind])
     elif kind in NEW_NAMES:
-        rename(forgery, NEW_NAMES[kind])
-    elif kind in NUMBERS:
-        put_number(forgery, *NUMBERS[kind])
+        entries = forgery.header.items()  # the order of the header stays
+        forgery.header = {NEW_NAMES[kind] if name == WEIGHT else name: entry for name, entry in entries}
+    elif kind in NOT_A_NUMBER:
+        begin = forgery.header[NOT_A_NUMBER[kind]]["data_offsets"][0]
+        number = struct.pack("<f", float("nan"))
+        forgery.data = forgery.data[:begin] + number + forgery.data[begin + 4 :]
     elif kind in PARTS:
-        set_part(forgery, *PARTS[kind])
+        part, values = PARTS[kind]
+        parent = forgery.manifest if part == "tokenizer" else forgery.manifest["config"]
+        parent[part] |= values
     elif rest in PLACED:
-        place_instead(forgery, PLACED[rest], "json" if subject == "manifest" else "safetensors")
+        forgery.place.append(functools.partial(place_instead, PLACED[rest], subject))
     else:
         forgery.manifest.update((MANIFEST_FIELDS | VALID_FIELDS)[kind])
 
 
-OTHERS: dict[str, Kind] = {
+OTHERS: dict[str, Callable[[Forgery], None]] = {
     "tensors: truncated": truncated,
     "tokenizer: a sparse file of 1 GB": huge_tokenizer,
     "model: a tensor is missing": missing_tensor,
@@ -275,7 +251,7 @@ OTHERS: dict[str, Kind] = {
     "model: every matrix transposed": transposed,
 }
 KINDS = [
-    *TENSOR_FILES, *OTHERS, *HEADER_FIELDS, *NEW_NAMES, *NUMBERS, *MANIFEST_FILES, *MANIFEST_FIELDS,
+    *TENSOR_FILES, *OTHERS, *HEADER_FIELDS, *NEW_NAMES, *NOT_A_NUMBER, *MANIFEST_FILES, *MANIFEST_FIELDS,
     *TOKENIZERS, *PARTS,
     *(f"{subject}: {what}" for subject in ("tensors", "manifest") for what in PLACED),
 ]  # fmt: skip

@@ -135,29 +135,25 @@ class SlowSwitch(Switch):
 
 
 def disturb(job: NodesJob) -> dict[str, float | None]:
-    """Kill and replace the first node, then cut off and heal the second; return the times."""
     first, second, third = job.nodes
-    since = time.time()
+    since, found = time.time(), dict[str, float | None]()
     first.kill()
-    kill_on_s = job.seconds_until(lambda: job.goes_on([second, third], since, 2), since)
+    found["kill_on_s"] = job.seconds_until(lambda: job.goes_on([second, third], since, 2), since)
     since = time.time()
     first.boot(wipe=True)
     job.start(first)
-    found = {
-        "kill_on_s": kill_on_s,
-        "kill_rejoined_s": job.seconds_until(lambda: job.all_train(since), since),
-    }
+    found["kill_rejoined_s"] = job.seconds_until(lambda: job.all_train(since), since)
     job.reach(job.last_step() + 5)
     since = time.time()
     second.cut_network()
     found["cut_on_s"] = job.seconds_until(lambda: job.goes_on([first, third], since, 2), since)
     since = time.time()
     second.heal()
-    return found | {"cut_rejoined_s": job.seconds_until(lambda: job.all_train(since), since)}
+    found["cut_rejoined_s"] = job.seconds_until(lambda: job.all_train(since), since)
+    return found
 
 
 def measure(folder: Path, delay_ms: float, loss_percent: float) -> dict[str, Any]:
-    """Return the row of one network, in which "ok" does not yet tell of the hash."""
     found: dict[str, Any] = {"delay_ms": delay_ms, "loss_percent": loss_percent}
     switch, program = SlowSwitch(delay_ms / 1000, loss_percent / 100), changed_program(folder, PAUSE)
     with Cluster(3, folder / "cluster", shared=False, switch=switch) as cluster:
@@ -191,9 +187,8 @@ def main() -> int:
     if why_not:
         print(why_not, file=sys.stderr)
         return 2
-    networks = [(0.0, 0.0), *itertools.product(arguments.delays_ms, arguments.losses_percent)]
     tally, expected = Tally(), list[str]()
-    for network in networks:
+    for network in [(0.0, 0.0), *itertools.product(arguments.delays_ms, arguments.losses_percent)]:
         with work_folder() as folder:
             found = measure(folder, *network)
         expected = expected or found["hashes"]

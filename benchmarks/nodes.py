@@ -28,8 +28,8 @@ nodes that are up must end with exit code 0, with one history and the hash of th
 lose at most snapshot.memory_every steps; with a sharded state or around a join twice as many, because the
 save under way may be lost. With a sharded state and a shared disk, only one node has it in memory: a kill may
 then lose snapshot.every steps, and the save under way. If both writers come back with empty disks, the job
-may instead end with one sentence, without a last snapshot. Another fault may hold the others up
-for at most trainer.timeout_s + 15 s. The median `on_s` of kills, except those around joins, is at most 8 s.
+may instead end with one sentence, without a last snapshot. Another fault may hold the others up for at most
+trainer.timeout_s + 15 s. The median `on_s` of kills, except those around joins, is at most 8 s.
 """
 
 import argparse
@@ -40,11 +40,11 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import SMALL, Tally, argument_parser, changed_program, row, work_folder
+from common import SMALL, STRATEGIES, Tally, argument_parser, changed_program, row, work_folder
 from support.jobs import read_history, recorded
 from support.nodes import Cluster, Node, why_no_cluster
 from support.nodes_job import LAUNCHES, PORT, NodesJob, listens
@@ -60,11 +60,14 @@ SETTINGS = SMALL | {
 JOIN_STEPS, JOIN_SETTINGS = 120, {"trainer.timeout_s": 60, "trainer.batch_size": 6}
 SLOW = "import time; events.subscribe('step_end', lambda step: time.sleep(0.1))"
 KILL_STEPS, LONG_STEPS = 400, 600  # enough for the job to be training when a healed node is back
-CUTS = ("network", "storage", "both", "frozen")
+# {fault: (what inflicts it on a node, what heals the node)}
+CUTS = {
+    "network": (Node.cut_network, Node.heal),
+    "storage": (Node.cut_storage, Node.heal),
+    "both": (Node.cut, Node.heal),
+    "frozen": (Node.freeze, Node.thaw),
+}
 ON_OWN_DISKS = ("network", "frozen")  # the other faults need storage over a network
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "ddp": {}, "fsdp": {"trainer.parallel": "fsdp"}, "sharded": {"trainer.shard_optimizer": True}
-}  # fmt: skip
 MOMENTS = [
     *(("agent", delay_s) for delay_s in (0.0, 1.0, 2.0)),
     *(("end", delay_s) for delay_s in (0.0, 0.1, 0.3)),
@@ -91,38 +94,23 @@ class Trial:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def has_storage(self) -> bool:
-        return self.disk == "shared" or self.launch == "folder"
-
-    @property
     def most_lost(self) -> int:
-        """How many steps a kill may lose."""
         is_sharded = not {"trainer.parallel", "trainer.shard_optimizer"}.isdisjoint(self.settings)
         if is_sharded and self.disk == "shared":
             return DISK_EVERY + MEMORY_EVERY
         return MEMORY_EVERY * (2 if is_sharded or self.fault == "join" else 1)
 
 
-def inflict(fault: str, node: Node) -> None:
-    faults: dict[str, Callable[[], None]] = {
-        "kill": node.kill, "network": node.cut_network, "storage": node.cut_storage, "both": node.cut,
-        "frozen": node.freeze,
-    }  # fmt: skip
-    faults[fault]()
-
-
 def disturb(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
-    """Inflict the fault; heal the victim or, after a kill, replace it if the trial says so. Return a row."""
-    is_training = job.reach(rng.randrange(60, 200))
-    if not is_training:
+    if not job.reach(rng.randrange(60, 200)):
         return {"on_s": None}
     time.sleep(rng.uniform(0, 0.2))  # a random moment in a step
-    victim = job.nodes[trial.victim]
+    victim, (inflict, heal) = job.nodes[trial.victim], CUTS.get(trial.fault, (Node.kill, None))
     others = [node for node in job.nodes if node is not victim]
     found: Found = {"rank": job.rank(victim), "hosts_rendezvous": listens(victim, PORT)}
     found["load"] = round(os.getloadavg()[0], 1)
     since = time.time()
-    inflict(trial.fault, victim)
+    inflict(victim)
     found["at_step"] = job.last_step()
     if trial.fault == "kill":
         found["on_s"] = job.seconds_until(lambda: job.goes_on(others, since), since)
@@ -133,9 +121,13 @@ def disturb(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
         return found
     lost = max(0, found["at_step"] - now.from_step) if now.began > since else 0
     found |= {"lost": lost, "on_workers": now.workers}
-    if trial.fault != "kill" or trial.is_replaced:
+    if heal or trial.is_replaced:
         since = time.time()
-        mend(trial, job, victim)
+        if heal:
+            heal(victim)
+        else:
+            victim.boot(wipe=True)
+            job.start(victim)
         found["rejoined_s"] = job.seconds_until(lambda: job.all_train(since), since)
     return found
 
@@ -143,8 +135,7 @@ def disturb(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
 def kill_writers(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
     """Kill and boot the nodes of ranks 0 and 1, which write a sharded state; return the row's values."""
     found: Found = {"on_s": None}
-    is_training = job.reach(rng.randrange(60, 200))
-    if not is_training:
+    if not job.reach(rng.randrange(60, 200)):
         return found
     victims = [node for node in job.nodes if job.rank(node) in (0, 1)]
     since, found["at_step"] = time.time(), job.last_step()
@@ -160,31 +151,15 @@ def kill_writers(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
     return found | {"from_step": now.from_step if now and found["on_s"] else None}
 
 
-def mend(trial: Trial, job: NodesJob, victim: Node) -> None:
-    if trial.fault == "kill":
-        victim.boot(wipe=True)
-        job.start(victim)
-    elif trial.fault == "frozen":
-        victim.thaw()
-    else:
-        victim.heal()
-
-
-def grow_and_shrink(trial: Trial, job: NodesJob) -> Found:
-    """Go from 1 node to 3 and back to 2; the victim leaves by SIGTERM to its agent.
-
-    Returns the victim's `rank`, and the seconds until the job went on after each change (`grown_s`,
-    `shrunk_s`; None if it did not).
-    """
+def grow_and_shrink(trial: Trial, job: NodesJob, _: random.Random) -> Found:
+    """Go from 1 node to 3, then back to 2 by a SIGTERM to the victim's agent; return the seconds of both."""
     found: Found = {"grown_s": None, "shrunk_s": None}
-    is_training = job.reach(100)
-    if not is_training:
+    if not job.reach(100):
         return found
     since = time.time()
     job.start(*job.nodes[1:])
     found["grown_s"] = job.seconds_until(lambda: job.goes_on(job.nodes, since, NODES), since)
-    is_training = found["grown_s"] is not None and job.reach(job.last_step() + 100)
-    if not is_training:
+    if found["grown_s"] is None or not job.reach(job.last_step() + 100):
         return found
     leaver = job.nodes[trial.victim]
     others = [node for node in job.nodes if node is not leaver]
@@ -218,8 +193,7 @@ def lose_around_a_join(trial: Trial, job: NodesJob, rng: random.Random) -> Found
     }
     joiner.boot(wipe=True)
     job.start(joiner)
-    is_time = job.wait_until(has_come[moment])
-    if not is_time:
+    if not job.wait_until(has_come[moment]):
         return found
     time.sleep(delay_s)
     since, found["at_step"], found["load"] = time.time(), job.last_step(), round(os.getloadavg()[0], 1)
@@ -241,7 +215,6 @@ def lose_around_a_join(trial: Trial, job: NodesJob, rng: random.Random) -> Found
 
 
 def said(job: NodesJob, nodes: Sequence[Node], text: str) -> int:
-    """Return how often a text is in the stderr of these nodes' jobs."""
     return sum(job.running[node].err().count(text) for node in nodes)
 
 
@@ -251,40 +224,29 @@ def has_begun(job: NodesJob, nodes: Sequence[Node], since: float) -> bool:
     return bool(generations) and generations[-1]["began"] > since and generations[-1]["workers"] == NODES
 
 
-def outcome(trial: Trial, job: NodesJob) -> Found:
-    """Wait for the end of the job; return its exit codes, generations, hashes, errors and losses."""
-    codes = job.exit_codes()
-    last = job.newest_run_dir(job.nodes)
-    history = read_history(last)
-    keys = ("workers", "from_step", "to_step", "end")
-    generations = [[entry[key] for key in keys] for entry in history["generations"]]
-    found: Found = {"codes": codes, "status": history["status"], "told": history.get("steps_lost")}
-    found |= {"generations": generations, "hashes": sorted(job.hashes(trial.steps))}
-    lines = {line[:300] for node in job.running.values() for line in node.err().splitlines()}
-    found["errors"] = sorted(line for line in lines if line.startswith("error:"))
-    return found | {"losses": recorded(last)}
-
-
 def carry_out(trial: Trial, rng: random.Random, undisturbed: Found) -> Found:
     """Run a trial's job; return its results, compared with `undisturbed` unless `undisturbed` is empty."""
     settings, began = SETTINGS | trial.settings | {"trainer.max_steps": trial.steps}, time.monotonic()
-    with work_folder() as folder, Cluster(NODES, folder, shared=trial.has_storage) as cluster:
+    has_storage = trial.disk == "shared" or trial.launch == "folder"
+    with work_folder() as folder, Cluster(NODES, folder, shared=has_storage) as cluster:
         program = changed_program(folder, SLOW) if trial.fault == "join" else str(ROOT / "train.py")
         job = NodesJob(cluster, trial.launch, trial.disk, trial.minimum, settings, trial.limit_s, program)
         job.start(*cluster.nodes[: 1 if trial.fault == "grow" else NODES])
-        found: Found = {}
-        if trial.fault == "grow":
-            found = grow_and_shrink(trial, job)
-        elif trial.fault == "join":
-            found = lose_around_a_join(trial, job, rng)
-        elif trial.fault == "writers":
-            found = kill_writers(trial, job, rng)
-        elif trial.fault != "none":
-            found = disturb(trial, job, rng)
-        found |= outcome(trial, job) | {"seconds": round(time.monotonic() - began, 1)}
+        ways = {"grow": grow_and_shrink, "join": lose_around_a_join, "writers": kill_writers}
+        found: Found = {} if trial.fault == "none" else ways.get(trial.fault, disturb)(trial, job, rng)
+        codes = job.exit_codes()
+        last = job.newest_run_dir(job.nodes)
+        history = read_history(last)
+        keys = ("workers", "from_step", "to_step", "end")
+        generations = [[entry[key] for key in keys] for entry in history["generations"]]
+        found |= {"codes": codes, "status": history["status"], "told": history.get("steps_lost")}
+        found |= {"generations": generations, "hashes": sorted(job.hashes(trial.steps))}
+        lines = {line[:300] for node in job.running.values() for line in node.err().splitlines()}
+        found["errors"] = sorted(line for line in lines if line.startswith("error:"))
+        found |= {"losses": recorded(last), "seconds": round(time.monotonic() - began, 1)}
         if undisturbed:
             found["same"] = found["hashes"] == undisturbed["hashes"]
-            found["one_history"] = found["losses"] == undisturbed["losses"]
+            found["one_history"] = found.pop("losses") == undisturbed["losses"]
             found["ok"] = is_ok(trial, found)
             if not found["ok"]:
                 sys.stderr.write(job.errors())
@@ -310,7 +272,6 @@ def is_ok(trial: Trial, found: Found) -> bool:
 
 
 def plan(arguments: argparse.Namespace) -> Iterator[Trial]:
-    """Yield the trials that the arguments ask for, except the trials of joins."""
     launch_of, number_of_kills = {"shared": "folder", "own": "hosts"}, itertools.count()
     for disk in arguments.disks:
         launch = arguments.launch or launch_of[disk]
@@ -344,7 +305,7 @@ def plan_joins(arguments: argparse.Namespace, rng: random.Random) -> Iterator[Tr
     chosen = [
         ((number + number // 3) % NODES, NODES - 1, MOMENTS[number], settings)
         for number in arguments.joins
-        for settings in map(STRATEGIES.__getitem__, arguments.strategies)
+        for settings in (STRATEGIES[name] for name in arguments.strategies)
     ]
     for _ in range(arguments.random_joins):
         moment = rng.choice(MOMENTS)[0], round(rng.uniform(0, 3), 2)
@@ -355,7 +316,7 @@ def plan_joins(arguments: argparse.Namespace, rng: random.Random) -> Iterator[Tr
         yield Trial("join", victim, "own", "hosts", 1, False, JOIN_STEPS, 600, joiner, moment, given)
 
 
-def read_arguments() -> argparse.Namespace:
+def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--kills", type=int, default=0, metavar="N")
     parser.add_argument("--cuts", type=int, default=0, metavar="N")
@@ -371,11 +332,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--victims", nargs="+", type=int, choices=range(NODES), default=range(NODES))
     parser.add_argument("--launch", choices=LAUNCHES, help="instead of folder (shared disk) and hosts (own)")
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
-
-
-def main() -> int:
-    arguments, why_not = read_arguments(), why_no_cluster()
+    arguments, why_not = parser.parse_args(), why_no_cluster()
     if why_not:
         sys.stderr.write(f"error: {why_not}\n")
         return 2
@@ -386,16 +343,14 @@ def main() -> int:
             launch = arguments.launch or "folder"
             settings = JOIN_SETTINGS if trial.fault == "join" else {}
             calm = Trial("none", 0, "shared", launch, steps=trial.steps, limit_s=600, settings=settings)
-            undisturbed[trial.steps] = carry_out(calm, rng, {})
-            row(fault="none", steps=trial.steps, **without_losses(undisturbed[trial.steps]))
+            found = undisturbed[trial.steps] = carry_out(calm, rng, {})
+            row(fault="none", steps=trial.steps, **{key: found[key] for key in found if key != "losses"})
         found = carry_out(trial, rng, undisturbed[trial.steps])
         kind = {"fault": trial.fault, "victim": trial.victim, "disk": trial.disk, "launch": trial.launch}
         if trial.fault == "join":
             moment, delay_s = trial.moment
-            kind |= {"joiner": trial.joiner, "moment": moment, "delay_s": delay_s, **trial.settings}
-        else:
-            kind |= trial.settings
-        row(**kind, nodes=f"{trial.minimum}:{NODES}", replaced=trial.is_replaced, **without_losses(found))
+            kind |= {"joiner": trial.joiner, "moment": moment, "delay_s": delay_s}
+        row(**kind, **trial.settings, nodes=f"{trial.minimum}:{NODES}", replaced=trial.is_replaced, **found)
         if trial.launch != "stock":
             tally.add(found["ok"])
             if trial.fault == "kill" and found["on_s"] is not None:
@@ -403,10 +358,6 @@ def main() -> int:
     median_s = statistics.median(took) if took else None
     code = tally.exit_code(kills_that_went_on=len(took), median_on_s=median_s)
     return code if median_s is None or median_s <= MEDIAN_S else 1
-
-
-def without_losses(found: Found) -> Found:
-    return {key: value for key, value in found.items() if key != "losses"}
 
 
 if __name__ == "__main__":

@@ -12,22 +12,24 @@ import itertools
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import torch.distributed.fsdp  # noqa: F401 - imported once, before the forks
 from common import Settings, argument_parser, row, short_hash, train, work_folder
 from support.jobs import free_port
+from torch import multiprocessing
 
 from mingpt.config.cli import build
 from mingpt.config.settings import Arch
+from mingpt.distributed import Worker
+from mingpt.tools import verify
+from mingpt.training.run import build_run
+from mingpt.training.start import find_start
+from mingpt.training.trainer import Trainer
 
-STRATEGIES: dict[str, dict[str, object]] = {
-    "ddp": {"trainer.parallel": "ddp"},
-    "ddp, sharded optimizer": {"trainer.parallel": "ddp", "trainer.shard_optimizer": True},
-    "fsdp": {"trainer.parallel": "fsdp"},
-    "fsdp, recompute": {"trainer.parallel": "fsdp", "trainer.recompute": "block"},
+STRATEGIES = verify.STRATEGIES | {
+    "fsdp, recompute": {"trainer.parallel": "fsdp", "trainer.recompute": "block"}
 }
 SETTINGS = {
     "data.block_size": 24, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 36, "model.dropout": 0.1,
@@ -38,45 +40,20 @@ SETTINGS = {
 WIDE = 768  # more than 25 MiB of weights, which is what fsdp gathers whole
 
 
-def train_forked(settings: Settings, workers: int) -> None:
-    """Train with this many workers, forks of this process. Raises RuntimeError if a worker fails."""
-    port, pids = free_port(), []
-    for rank in range(workers):
-        pid = os.fork()
-        if not pid:
-            run_worker(settings, workers, rank, port)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    if any(codes):
-        raise RuntimeError(f"workers ended with codes {codes}")
-
-
-def run_worker(settings: Settings, workers: int, rank: int, port: int) -> None:
-    """Run worker `rank` in this forked process, then end the process."""
-    from mingpt.distributed import Worker
-    from mingpt.training.run import build_run
-    from mingpt.training.start import find_start
-    from mingpt.training.trainer import Trainer
-
+def run_worker(rank: int, settings: Settings, workers: int, port: int) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
-    try:
-        with Worker() as worker:
-            config = build(dict(settings))
-            context = worker.connect(config.trainer.device, config.trainer.dtype)
-            worker.stopped_by = Trainer(build_run(config, context, find_start(config, context))).run()
-    except SystemExit as end:
-        os._exit(end.code if isinstance(end.code, int) else 1)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+    with Worker() as worker:
+        config = build(dict(settings))
+        context = worker.connect(config.trainer.device, config.trainer.dtype)
+        worker.stopped_by = Trainer(build_run(config, context, find_start(config, context))).run()
 
 
-def configurations(archs: Sequence[str]) -> Iterator[dict[str, object]]:
+def configurations(archs: Sequence[str]) -> Iterator[dict[str, Any]]:
     for arch, optimizer, dtype in itertools.product(archs, ("adamw", "muon"), ("float32", "bfloat16")):
-        chosen: dict[str, object] = {"model.arch": arch, "optimizer.name": optimizer, "trainer.dtype": dtype}
+        chosen = {"model.arch": arch, "optimizer.name": optimizer, "trainer.dtype": dtype}
         yield chosen
     yield chosen | {"model.n_embd": WIDE, "trainer.dtype": "float32"}  # fast on every CPU
 
@@ -89,39 +66,32 @@ def main() -> int:
     parser.add_argument("--no_jobs", action="store_true", help="leave out the jobs under torchrun")
     arguments = parser.parse_args()
     workers = [int(word) for word in arguments.workers.split(",")]
-    import torch.distributed.fsdp  # noqa: F401 - imported once, before the forks
-
     several, began = 0, time.monotonic()
     with work_folder() as folder:
         for number, chosen in enumerate(configurations(arguments.arch.split(","))):
             hashes: dict[str, dict[str, str]] = {}
-            for strategy, more in STRATEGIES.items():
-                for count in workers:
-                    run_dir = folder / f"{number}-{strategy}-{count}".replace(" ", "")
-                    given = SETTINGS | chosen | more | {"run_dir": str(run_dir)}
-                    given["trainer.max_steps"] = arguments.steps
-                    train_forked(given, count)
-                    hashes.setdefault(strategy, {})[str(count)] = short_hash(run_dir)
+            for (strategy, more), count in itertools.product(STRATEGIES.items(), workers):
+                run_dir = folder / f"{number}-{strategy}-{count}".replace(" ", "")
+                own = {"run_dir": str(run_dir), "trainer.max_steps": arguments.steps}
+                given = (SETTINGS | chosen | more | own, count, free_port())
+                multiprocessing.start_processes(run_worker, given, count, start_method="fork")
+                hashes.setdefault(strategy, {})[str(count)] = short_hash(run_dir)
             distinct = {found for by_count in hashes.values() for found in by_count.values()}
             several += len(distinct) > 1
             row(**chosen, hashes=len(distinct), **hashes)
         if not arguments.no_jobs:
-            several += jobs(folder, arguments.steps)
+            chosen = {"model.arch": "modern", "optimizer.name": "muon", "trainer.dtype": "bfloat16"}
+            chosen["trainer.max_steps"] = arguments.steps
+            ends = {}
+            for (strategy, more), count in itertools.product(STRATEGIES.items(), (1, 2)):
+                run_dir = folder / f"job-{strategy}-{count}".replace(" ", "")
+                train(run_dir, SETTINGS | chosen | more, workers=count)
+                ends[f"{strategy}, {count}"] = short_hash(run_dir)
+            distinct = set(ends.values())
+            several += len(distinct) > 1
+            row(under="torchrun", hashes=len(distinct), **ends)
     row(**{"configurations with several hashes": several, "seconds": round(time.monotonic() - began)})
     return 1 if several else 0
-
-
-def jobs(folder: Path, steps: int) -> int:
-    """Train by each strategy under torchrun, with one worker and with two; return 1 if hashes differ."""
-    chosen = {"model.arch": "modern", "optimizer.name": "muon", "trainer.dtype": "bfloat16"}
-    hashes = {}
-    for strategy, more in STRATEGIES.items():
-        for count in (1, 2):
-            run_dir = folder / f"job-{strategy}-{count}".replace(" ", "")
-            train(run_dir, SETTINGS | chosen | more | {"trainer.max_steps": steps}, workers=count)
-            hashes[f"{strategy}, {count}"] = short_hash(run_dir)
-    row(under="torchrun", hashes=len(set(hashes.values())), **hashes)
-    return len(set(hashes.values())) > 1
 
 
 if __name__ == "__main__":

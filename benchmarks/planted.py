@@ -6,21 +6,18 @@
 
 A fault is two texts. `old` stands once in a file of mingpt/ or anynode/. In a copy of the working tree, `new`
 takes the place of `old`, and tests run until one fails. Prints a row per fault, as JSON, with that test, or
-null. Exit code 1 if a fault cannot be planted or no test has found it. Run this program before and after you
-delete tests or move code. If your change has removed the `old` text of a fault, write another text with that
-fault.
+null. Exit code 1 if a fault cannot be planted or no test has found it.
 """
 
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 from pathlib import Path
 
-from common import argument_parser, row
+from common import argument_parser, row, work_folder
 
 from mingpt.tools.jobs import ROOT
 
@@ -36,14 +33,12 @@ JOBS = {
     "tools": ["test_doctor_jobs", "test_own_models", "test_token_data"],
     "training": ["test_resuming", "test_stopping"],
 }  # fmt: skip
-ELSEWHERE = {
-    "extras": ["tests/parallel/test_strategies.py"]
-}  # which compares the hook for DDP with strategies
+# The hook for DDP is compared with strategies.
+ELSEWHERE = {"extras": ["tests/parallel/test_strategies.py"]}
 PYTEST = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider"]
 
 
 def copy_tree(target: Path) -> None:
-    """Copy the files that git knows, except benchmarks/results, as they are in the working tree."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in names.stdout.split("\0"):
         source = ROOT / name
@@ -66,7 +61,6 @@ def first_failure(tree: Path, paths: list[str], marker: str) -> str | None:
 
 
 def find(tree: Path, file: str, on_cuda: bool) -> str | None:
-    """Return the test that notices the fault planted in a file, or None."""
     top, below = Path(file).parts[:2]
     package = below if top == "mingpt" else top
     units = [f"tests/{package}", *ELSEWHERE.get(package, [])]
@@ -84,8 +78,7 @@ def main() -> int:
     faults_file = ROOT / ("tests/cuda/faults.toml" if arguments.cuda else "benchmarks/planted.toml")
     faults = tomllib.loads(faults_file.read_text())["fault"]
     missed = 0
-    with tempfile.TemporaryDirectory() as name:
-        tree = Path(name)
+    with work_folder() as tree:
         copy_tree(tree)
         for number, fault in enumerate(faults, start=1):
             if arguments.faults and number not in arguments.faults:

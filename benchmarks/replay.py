@@ -16,7 +16,6 @@ a row per job, as JSON. Exit code 1 if one of these conditions does not hold. Ne
 """
 
 import contextlib
-import os
 import re
 import sys
 from pathlib import Path
@@ -24,33 +23,29 @@ from typing import Any
 
 import common
 import torch
-from support.jobs import Job
 
 from mingpt.base import events
-from mingpt.tools.jobs import torchrun
 
 SETTINGS = common.SMALL | {
     "trainer.max_steps": 100, "trainer.replay_every": 20, "trainer.eval_every": 50, "snapshot.every": 10,
     "snapshot.memory_every": 5, "model.dropout": 0.1,
 }  # fmt: skip
-STRATEGIES = {"ddp": [], "fsdp": ["trainer.parallel=fsdp"], "sharded": ["trainer.shard_optimizer=true"]}
+NAMES = list(common.STRATEGIES)
 KINDS = {  # (workers, strategy, reduction) of each job
-    "bit": [(workers, name, how) for name in STRATEGIES for how in ("exact", "fast") for workers in (3, 4)],
+    "bit": [(workers, name, how) for name in NAMES for how in ("exact", "fast") for workers in (3, 4)],
     "two": [(2, "ddp", "exact"), (2, "fsdp", "exact"), (2, "sharded", "exact"), (2, "fsdp", "fast")],
-    "once": [(workers, name, "exact") for name in STRATEGIES for workers in (3, 4)],
+    "once": [(workers, name, "exact") for name in NAMES for workers in (3, 4)],
     "copy": [(workers, name, "exact") for name in ("ddp", "sharded") for workers in (2, 3)],
 }
 
 
 def flip_bit(tensor: torch.Tensor) -> torch.Tensor:
-    """Flip bit 12 of the first element of a float32 tensor, in place; return the tensor."""
     tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 12)
     return tensor
 
 
-def lie() -> None:
-    """Make the last worker compute wrongly, in the way that the environment variable LIE names."""
-    kind, told = os.environ["LIE"], list[int]()
+def lie(kind: str) -> None:
+    told = list[int]()
 
     def on_run_start(state: Any, strategy: Any) -> None:
         if strategy.rank < strategy.world_size - 1:
@@ -73,17 +68,15 @@ def lie() -> None:
 
 
 def try_lie(folder: Path, kind: str, case: tuple[int, str, str], expected: str, tally: common.Tally) -> None:
-    """Run a job that lies, then its command without a lie. Exact reduction must give the hash `expected`."""
     workers, strategy, reduction = case
-    words = [*STRATEGIES[strategy], f"trainer.reduction={reduction}"]
+    settings = SETTINGS | common.STRATEGIES[strategy] | {"trainer.reduction": reduction}
     name = "-".join(map(str, (kind, *case)))
-    run_dir, program = folder / name, common.changed_program(folder, "import replay; replay.lie()")
-    command = [*torchrun(workers, 2), program, f"run_dir={run_dir}", *common.arguments_of(SETTINGS, words)]
-    liar = Job(command, run_dir, LIE=kind)
+    run_dir, program = folder / name, common.changed_program(folder, f"import replay; replay.lie({kind!r})")
+    liar = common.start(run_dir, settings, workers=workers, restarts=2, program=program)
     codes = [liar.wait(600)]
     sentence = next((line for line in liar.err().splitlines() if " is not made" in line), "")
     named = [int(rank) for rank in re.findall(r"worker (\d+) on", sentence)]
-    again = common.start(run_dir, SETTINGS, *words, workers=workers)
+    again = common.start(run_dir, settings, workers=workers)
     codes.append(again.wait(600))
     set_aside = sorted({path.name.split(".")[0] for path in (run_dir / "snapshots").glob("suspect-*")})
     is_named = "step 61:" in sentence and named == ([0, 1] if workers == 2 else [workers - 1])
@@ -99,14 +92,14 @@ def main() -> int:
     options = parser.parse_args()
     tally = common.Tally()
     with common.work_folder() as folder:
-        expected, _ = common.train_undisturbed(folder, SETTINGS, "trainer.replay_every=0")
+        expected = common.train_undisturbed(folder, SETTINGS, "trainer.replay_every=0")
         for kind in filter(None, options.kinds.split(",")):
             for case in KINDS[kind]:
                 try_lie(folder, kind, case, expected, tally)
         with common.busy_processes(2) if options.honest else contextlib.nullcontext():
             for number in range(options.honest):
-                strategy = list(STRATEGIES)[number % 3]
-                words = [*STRATEGIES[strategy], f"trainer.compile={str(number % 2 == 1).lower()}"]
+                more = common.STRATEGIES[NAMES[number % 3]] | {"trainer.compile": number % 2 == 1}
+                words = [word.lower() for word in common.arguments_of(more)]
                 job = common.start(folder / f"honest-{number}", SETTINGS, *words, "trainer.max_steps=500")
                 code = job.wait(1200)
                 tally.add(code == 0, job)

@@ -46,7 +46,6 @@ SETTINGS = common.SMALL | {
 }  # fmt: skip
 TO_WORKER = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "stop": signal.SIGUSR1}
 TO_JOB = {"stop job": signal.SIGTERM, "interrupt job": signal.SIGINT}
-STRATEGIES: list[dict[str, Any]] = [{}, {"trainer.parallel": "fsdp"}, {"trainer.shard_optimizer": True}]
 
 
 @dataclass
@@ -55,8 +54,7 @@ class Event:
 
     `what` is "kill", "freeze", "stop" (SIGUSR1), "stop job", "interrupt job", "stop file" or "fill" (the
     disk). The worker is `rank`, or the first that comes there; a signal goes to the one that is `of` ranks
-    after it, `delay_s` later. "worker_start" comes whatever the step, and "file_progress" when half of a
-    tensor file is written.
+    after it, `delay_s` later. "worker_start" comes in any step, "file_progress" with half of a tensor file.
     """
 
     what: str
@@ -90,10 +88,7 @@ class Schedule:
 
 
 class Actor:
-    """A worker's part in the events of `folder`/events.json; construct it before the Worker.
-
-    `folder`/done.jsonl gets a line for each event that this worker brings about.
-    """
+    """A worker's part in the events of `folder`/events.json; construct it before the Worker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.step, self.rank = folder, 0, int(os.environ.get("RANK", -1))
@@ -142,7 +137,6 @@ class Actor:
 
 
 def random_moment(rng: random.Random) -> dict[str, Any]:
-    """Return the fields `at`, `step`, `rank` and `delay_s` of an event for two workers."""
     if rng.random() < 0.2:
         return {"at": "worker_start", "rank": rng.randrange(2), "delay_s": rng.uniform(0, 3)}
     at = rng.choice(["step_start", "backward_end", "reduction_start", "evaluation_start", "file_progress"])
@@ -156,7 +150,8 @@ def kill(rng: random.Random, launch: str) -> Schedule:
 
 def kill_memory(rng: random.Random) -> Schedule:
     """Return a kill in a save to memory, in a job that saves nothing to disk before its end."""
-    settings = {"snapshot.memory_every": MEMORY_EVERY, "snapshot.every": 1000} | rng.choice(STRATEGIES)
+    settings = {"snapshot.memory_every": MEMORY_EVERY, "snapshot.every": 1000}
+    settings |= rng.choice(list(common.STRATEGIES.values()))
     step, of = rng.randrange(2 * MEMORY_EVERY, STEPS - 20), rng.randrange(2)  # the writer, or the next one
     event = Event("kill", "file_progress", step, of=of)
     return Schedule([event], "plain", rng.choice([2, 3]), settings, may_lose=2 * MEMORY_EVERY)
@@ -198,7 +193,6 @@ FAULTS: dict[str, Callable[[random.Random], Schedule]] = {
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """Mount a tmpfs of 20 MB at `folder`, until the block ends."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(folder)], check=True)
     try:
@@ -208,8 +202,6 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 class Trial:
-    """A run with a schedule; `folder` is made."""
-
     def __init__(self, folder: Path, schedule: Schedule) -> None:
         self.folder, self.schedule, self.run_dir = folder, schedule, folder / "run"
         (folder / "memory").mkdir(parents=True)
@@ -231,12 +223,9 @@ class Trial:
             command = [*torchrun(1, 3, meeting), *words]
             self.jobs = [Job(command, self.folder / f"job{agent}") for agent in range(2)]
             return
-        begin = common.start_plain if self.schedule.launch == "plain" else common.start
         named: dict[str, Any] = {"output": self.folder / "job", "program": self.program}
-        self.jobs = [begin(self.run_dir, self.settings, workers=self.schedule.workers, restarts=3, **named)]
-
-    def codes(self) -> list[int | None]:
-        return [common.exit_code(job, JOB_S) for job in self.jobs]
+        named |= {"workers": self.schedule.workers, "restarts": 3, "launch": self.schedule.launch}
+        self.jobs = [common.start(self.run_dir, self.settings, **named)]
 
     def done(self) -> list[dict[str, Any]]:
         path = self.folder / "done.jsonl"
@@ -252,30 +241,30 @@ class Trial:
         return round(time.time() - last["time"], 2)
 
     def run(self, import_s: float) -> tuple[dict[str, Any], list[str]]:
-        """Run the job to its end, or to both ends; return what a row tells, and what did not hold."""
         schedule = self.schedule
         self.start()
         while len(self.done()) < len(schedule.events) and any(job.is_running() for job in self.jobs):
             time.sleep(0.005)
         done = self.done()
         gone_s, on_s, lost = self.seconds_until_gone(done[-1]) if done else 0.0, 0.0, 0
-        codes, said = [self.codes()], "".join(job.err() for job in self.jobs)
+        codes = [[common.exit_code(job, JOB_S) for job in self.jobs]]
+        said = "".join(job.err() for job in self.jobs)
         is_stopped = read_history(self.run_dir)["status"] == "stopped"
         if schedule.ends:
             (self.run_dir / "STOP").unlink(missing_ok=True)
             (self.folder / "disk" / "filler").unlink(missing_ok=True)
             self.start()
-            codes.append(self.codes())
+            codes.append([common.exit_code(job, JOB_S) for job in self.jobs])
         generations = read_history(self.run_dir)["generations"]
         if len(generations) > 1 and done:
             lost = generations[-2]["to_step"] - generations[-1]["from_step"]
             on_s = 0.0 if schedule.ends else round(generations[-1]["began"] - done[-1]["time"], 2)
-        is_start = any(event.at == "worker_start" for event in schedule.events)
+        starts = [event for event in schedule.events if event.at == "worker_start"]
         held = {
             "events": len(done) == len(schedule.events) and (done != [] or len(generations) == 1),
             "code": not any(codes[-1]),
             "said": schedule.says in said,
-            "gone_s": gone_s <= schedule.gone_limit_s + is_start * import_s,
+            "gone_s": gone_s <= schedule.gone_limit_s + (import_s if starts else 0),
             "on_s": on_s <= schedule.on_limit_s,
             "lost": lost <= (0 if is_stopped else schedule.may_lose),
             "memory": not any((self.folder / "memory").iterdir()),
@@ -285,11 +274,9 @@ class Trial:
 
 
 def has_records(run_dir: Path, undisturbed: Path) -> bool:
-    """Return whether the losses of `undisturbed` are on record, or missing, as run.json says.
-
-    The evaluation at the step before the first missing step may be missing, too.
-    """
+    """Return whether the losses of `undisturbed` are on record, or missing, as run.json says."""
     told = [entry.get("metrics_missing", [0, -1]) for entry in read_history(run_dir)["generations"]]
+    # The evaluation at the step before the first missing step may be missing, too.
     missing = {step for first, last in told for step in range(first - 1, last + 1)}
     for name in ("train/loss", "val/loss"):
         found, whole = read_metric(run_dir, name), read_metric(undisturbed, name)
@@ -299,7 +286,7 @@ def has_records(run_dir: Path, undisturbed: Path) -> bool:
 
 
 def try_schedules(folder: Path, chosen: Sequence[tuple[str, Schedule]], tally: common.Tally) -> None:
-    expected, _ = common.train_undisturbed(folder, SETTINGS)
+    expected = common.train_undisturbed(folder, SETTINGS)
     import_s = common.seconds_to_import_torch()
     for number, (name, schedule) in enumerate(chosen):
         trial = Trial(folder / f"trial{number}", schedule)

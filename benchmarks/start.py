@@ -28,7 +28,6 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,15 +36,15 @@ import common
 from support.jobs import Job, last_step, read_history
 
 from mingpt.base import events
-from mingpt.tools.jobs import ROOT, torchrun
+from mingpt.tools.jobs import ROOT
 
 SETTINGS = {
     "trainer.eval_at_start": False, "trainer.log_every": 1, "trainer.max_steps": 3,
     "trainer.sample_tokens": 0, "trainer.device": "cpu",
 }  # fmt: skip
-# {name: (the words before train.py, the number of workers)}
-LAUNCHES = {"one": ([sys.executable], 1), "plain": ([sys.executable], 2), "torchrun": (torchrun(2), 2)}
-KILLS_PER_RUN, IMPORTS = 8, 5
+# {name: (the launch of `common.start`, the number of workers)}
+LAUNCHES = {"one": ("plain", 1), "plain": ("plain", 2), "torchrun": ("torchrun", 2)}
+KILLS_PER_RUN, IMPORTS, POLL_S = 8, 5, 0.002
 MAX_START, MAX_RECOVERY = 2.5, 1.25
 PACKAGE = str(ROOT / "mingpt") + os.sep
 COLLECTIVES = (
@@ -55,23 +54,22 @@ COLLECTIVES = (
 
 
 def seconds_to_first_step(folder: Path, launch: str, checkout: Path) -> float:
-    """Start a run; return the seconds until its first step is on record. Raises RuntimeError if it fails."""
-    launcher, workers = LAUNCHES[launch]
-    run_dir = folder / f"run{len(list(folder.iterdir()))}"
-    settings = SETTINGS | {"run_dir": run_dir, "trainer.workers": workers}
-    command = [*launcher, "train.py", *common.arguments_of(settings)]
-    return common.seconds_until(command, run_dir, "\n", checkout)
+    begin, workers = LAUNCHES[launch]
+    run_dir, began = folder / f"run{len(list(folder.iterdir()))}", time.monotonic()
+    job = common.start(run_dir, SETTINGS, workers=workers, launch=begin, checkout=checkout)
+    record = run_dir / "metrics.jsonl"
+    while job.is_running() and not (record.exists() and "\n" in record.read_text()):
+        time.sleep(POLL_S)
+    took = time.monotonic() - began
+    common.wait_for_success(job)
+    return took
 
 
 def measure_starts(folder: Path, arguments: argparse.Namespace) -> int:
-    """Time starts in turns, and print their rows; return this program's exit code."""
     first_step = functools.partial(seconds_to_first_step, folder, arguments.launch)
-    variants: dict[str, Callable[[], float]] = {
-        "import_torch_s": common.seconds_to_import_torch,
-        "first_step_s": functools.partial(first_step, ROOT),
-    }
+    variants = {"import_torch_s": common.seconds_to_import_torch, "first_step_s": lambda: first_step(ROOT)}
     if arguments.against:
-        variants["other_first_step_s"] = functools.partial(first_step, arguments.against.resolve())
+        variants["other_first_step_s"] = lambda: first_step(arguments.against.resolve())
     found = common.measure_in_turns(variants, arguments.rounds, digits=3)
     if arguments.against:
         over_other = common.paired(found, "first_step_s", "other_first_step_s")
@@ -117,19 +115,18 @@ def seconds_to_recover(
 
 
 def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
-    """Kill workers, in as many runs as are needed, and print rows; return this program's exit code."""
     rng, tally = random.Random(arguments.seed), common.Tally()
     took, ratios = list[float](), list[float]()
     # Each step has a record, so that a completed step is seen.
     settings = {"trainer.log_every": 1, "trainer.max_steps": arguments.steps}
-    expected, _ = common.train_undisturbed(folder, settings)
+    expected = common.train_undisturbed(folder, settings)
     while len(took) < arguments.kills:
         run_dir = folder / f"run{tally.trials}"
         kills = min(KILLS_PER_RUN, arguments.kills - len(took))
         import_s = statistics.median(common.seconds_to_import_torch() for _ in range(IMPORTS))
         common.row(run=tally.trials, import_torch_s=round(import_s, 3))
-        launch = common.start if arguments.launch == "torchrun" else common.start_plain
-        job = launch(run_dir, settings, workers=2, restarts=100)
+        launch = LAUNCHES[arguments.launch][0]
+        job = common.start(run_dir, settings, workers=2, restarts=100, launch=launch)
         for step in sorted(rng.sample(range(5, arguments.steps - 10), kills)):
             took.append(seconds_to_recover(job, run_dir, step, rng, import_s))
             ratios.append(took[-1] / import_s)
@@ -160,17 +157,13 @@ def trace(output: Path) -> None:
         if not output.exists():
             output.write_text(json.dumps({"entered": sorted(entered), "collectives": len(called)}))
 
-    def counted(name: str, collective: Any) -> Any:
-        @functools.wraps(collective)
-        def call(*args: Any, **options: Any) -> Any:
-            called.append(name)
-            return collective(*args, **options)
-
-        return call
+    def call(collective: Any, *args: Any, **options: Any) -> Any:
+        called.append(collective.__name__)
+        return collective(*args, **options)
 
     for name in COLLECTIVES:
         if hasattr(torch.distributed, name):
-            wrapped = counted(name, getattr(torch.distributed, name))
+            wrapped = functools.partial(call, getattr(torch.distributed, name))
             for module in (torch.distributed, torch.distributed.distributed_c10d):
                 setattr(module, name, wrapped)
     events.subscribe("forward_end", write)
@@ -179,7 +172,6 @@ def trace(output: Path) -> None:
 
 
 def count_path(folder: Path) -> int:
-    """Trace a fresh start and a resumed one of two workers, and print their rows."""
     settings = {"trainer.compile": False, "snapshot.every": 2, "snapshot.resume": "changed"}
     for start, max_steps in (("fresh", 4), ("resumed", 6)):
         code = f"import pathlib, start; start.trace(pathlib.Path({str(folder / start)!r}))"

@@ -34,47 +34,30 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import common
-import numpy as np
+from support.shards import write_nanogpt
 
 from mingpt.config import TrainerConfig
-from mingpt.tools.jobs import ROOT, clean_environment
+from mingpt.tools.jobs import clean_environment
 
 CPU = {
     "model.arch": "gpt2", "model.n_layer": 4, "model.n_head": 4, "model.n_embd": 128, "data.block_size": 64,
-    "trainer.batch_size": 12, "trainer.micro_batch_size": 6, "optimizer.name": "adamw",
+    "model.dropout": 0.0, "trainer.batch_size": 12, "trainer.micro_batch_size": 6, "optimizer.name": "adamw",
     "optimizer.learning_rate": 0.001, "trainer.max_steps": 200,
 }  # fmt: skip
 BIG = {
     "model.arch": "gpt2", "model.n_layer": 6, "model.n_head": 6, "model.n_embd": 384, "model.dropout": 0.2,
-    "trainer.batch_size": 64, "trainer.micro_batch_size": 8, "optimizer.name": "adamw",
-    "optimizer.learning_rate": 0.001, "trainer.max_steps": 6,
+    "data.block_size": 256, "trainer.batch_size": 64, "trainer.micro_batch_size": 8,
+    "optimizer.name": "adamw", "optimizer.learning_rate": 0.001, "trainer.max_steps": 6,
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {"default": {"trainer.max_steps": 60}, "cpu": CPU, "10M": BIG}
 EFFICIENCY, EFFICIENCY_OF_10M = 0.92, 0.95
-PEER = {
-    "cpu": [
-        "--block_size=64",
-        "--batch_size=12",
-        "--n_layer=4",
-        "--n_head=4",
-        "--n_embd=128",
-        "--dropout=0.0",
-    ],
-    "10M": [
-        "--block_size=256",
-        "--batch_size=64",
-        "--n_layer=6",
-        "--n_head=6",
-        "--n_embd=384",
-        "--dropout=0.2",
-    ],
-}
+# Settings that have the same names in nanoGPT.
+SAME_NAMES = ("block_size", "batch_size", "n_layer", "n_head", "n_embd", "dropout")
 PEER_VARIANTS = {
     "not compiled": ["--compile=False"],
     "bfloat16": ["--compile=False", "--dtype=bfloat16"],
@@ -90,16 +73,11 @@ HOOK = "import common; from support import hooked_ddp as h; h.STRATEGIES['ddp', 
 
 
 class Bench:
-    """Measures our step times, each in a run with its own folder."""
-
     def __init__(self, folder: Path) -> None:
-        self.folder, self.runs = folder, itertools.count(1)
+        self.folder, self.runs, self.is_good = folder, itertools.count(1), True
 
     def step_s(self, settings: common.Settings, workers: int = 2, **options: Any) -> float:
-        """Train a run; return its median seconds per step. `options` are those of `common.start`.
-
-        Raises RuntimeError if the run fails, or is not compiled although it should be.
-        """
+        """Train a run; return its median seconds per step. `options` are those of `common.start`."""
         run_dir = self.folder / f"run{next(self.runs)}"
         log_every = max(1, settings["trainer.max_steps"] // 20)
         own = {**settings, "trainer.device": "cpu", "trainer.log_every": log_every, "trainer.timeout_s": 300}
@@ -110,20 +88,16 @@ class Bench:
         return common.median_metric(run_dir) or 0.0
 
 
-def against_checkout(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
-    checkouts = {"ours_s": ROOT, "theirs_s": arguments.checkout.resolve()}
-    variants: dict[str, Callable[[], float]] = {
-        name: functools.partial(bench.step_s, SIZES[size], checkout=checkout)
-        for name, checkout in checkouts.items()
-    }
-    found = common.measure_in_turns(variants, arguments.rounds, size=size)
+def against_checkout(bench: Bench, size: str, arguments: argparse.Namespace) -> None:
+    step_s = functools.partial(bench.step_s, SIZES[size])
+    theirs_s = functools.partial(step_s, checkout=arguments.checkout.resolve())
+    found = common.measure_in_turns({"ours_s": step_s, "theirs_s": theirs_s}, arguments.rounds, size=size)
     common.row(size=size, **common.median_and_spread(common.paired(found, "ours_s", "theirs_s"), 4))
-    return True
 
 
-def exact_over_fast(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
+def exact_over_fast(bench: Bench, size: str, arguments: argparse.Namespace) -> None:
     settings = SIZES[size] | {"trainer.parallel": arguments.parallel, "trainer.replay_every": 0}
-    variants: dict[str, Callable[..., float]] = {
+    variants = {
         reduction: functools.partial(bench.step_s, settings | {"trainer.reduction": reduction})
         for reduction in ("exact", "fast")
     }
@@ -134,35 +108,27 @@ def exact_over_fast(bench: Bench, size: str, arguments: argparse.Namespace) -> b
     found = common.measure_in_turns(variants, arguments.rounds, **about)
     for over in sorted({*variants} - {"fast"}):
         common.row(**about, over=over, **common.median_and_spread(common.paired(found, over, "fast"), 4))
-    return True
 
 
-def scaling(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
-    """Measure 1, 2 and 4 workers; return whether two workers are efficient enough.
-
-    A job with one worker wraps its model in DistributedDataParallel only with fast reduction. So the row with
-    `reduction` "fast" and `workers` 1 shows what the wrapper costs.
-    """
-    variants: dict[str, Callable[[], float]] = {
-        f"{reduction} {workers}": functools.partial(
-            bench.step_s, SIZES[size] | {"trainer.reduction": reduction}, workers
-        )
-        for workers in (1, 2, 4)
-        for reduction in ("exact", "fast")
-    }
-    found, is_good = common.measure_in_turns(variants, arguments.rounds, size=size), True
+def scaling(bench: Bench, size: str, arguments: argparse.Namespace) -> None:
+    # A job with one worker wraps its model in DistributedDataParallel only with fast reduction. So the row
+    # with `reduction` "fast" and `workers` 1 shows what the wrapper costs.
+    variants = {}
+    for workers, reduction in itertools.product((1, 2, 4), ("exact", "fast")):
+        settings = SIZES[size] | {"trainer.reduction": reduction}
+        variants[f"{reduction} {workers}"] = functools.partial(bench.step_s, settings, workers)
+    found = common.measure_in_turns(variants, arguments.rounds, size=size)
     for variant in variants:
-        reduction, workers = variant.split()
-        efficiencies = [ratio / int(workers) for ratio in common.paired(found, "exact 1", variant)]
-        job = {"size": size, "reduction": reduction, "workers": int(workers), "cores": os.cpu_count()}
+        reduction, count = variant.split()
+        efficiencies = [ratio / int(count) for ratio in common.paired(found, "exact 1", variant)]
+        job = {"size": size, "reduction": reduction, "workers": int(count), "cores": os.cpu_count()}
         common.row(**job, **common.median_and_spread(efficiencies, name="efficiency"))
         if variant == "exact 2":
             least = EFFICIENCY_OF_10M if size == "10M" else EFFICIENCY
-            is_good = statistics.median(efficiencies) >= least
-    return is_good
+            bench.is_good &= statistics.median(efficiencies) >= least
 
 
-def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
+def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> None:
     """Measure the cost of the exchange: two jobs at once also share the memory bus, but exchange nothing."""
 
     def two_jobs_s() -> float:
@@ -171,34 +137,24 @@ def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> b
         with ThreadPoolExecutor(2) as pool:
             return statistics.fmean(pool.map(lambda _: bench.step_s(settings, 1), range(2)))
 
-    variants: dict[str, Callable[[], float]] = {
-        "two workers": functools.partial(bench.step_s, SIZES[size]),
-        "two jobs": two_jobs_s,
-    }
+    two_workers_s = functools.partial(bench.step_s, SIZES[size])
+    variants: common.Variants = {"two workers": two_workers_s, "two jobs": two_jobs_s}
     found = common.measure_in_turns(variants, arguments.rounds, size=size)
-    common.row(
-        size=size,
-        **common.median_and_spread(common.paired(found, "two jobs", "two workers"), name="efficiency"),
-    )
-    return True
+    ratios = common.paired(found, "two jobs", "two workers")
+    common.row(size=size, **common.median_and_spread(ratios, name="efficiency"))
 
 
 def copy_peer(checkout: Path, text: str, copy: Path) -> None:
-    """Copy nanoGPT, and add the data that its own prepare.py would make of `text`.
-
-    In the copy, train_bfloat16.py is train.py with autocast on the CPU.
-    """
+    """Copy nanoGPT, and add the data that its own prepare.py would make of `text`, and train_bfloat16.py."""
     shutil.copytree(checkout, copy)
     folder = copy / "data" / "shakespeare_char"
-    characters = sorted(set(text))
+    characters, split = sorted(set(text)), int(0.9 * len(text))
     number_of = {character: number for number, character in enumerate(characters)}
-    split = int(0.9 * len(text))
     for name, part in (("train", text[:split]), ("val", text[split:])):
-        tokens = np.array([number_of[character] for character in part], dtype=np.uint16)
-        tokens.tofile(folder / f"{name}.bin")
+        write_nanogpt(folder / f"{name}.bin", [number_of[character] for character in part])
     meta = {"vocab_size": len(characters), "itos": dict(enumerate(characters)), "stoi": number_of}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    program = (copy / "train.py").read_text()
+    program = (copy / "train.py").read_text()  # which has autocast only on GPUs
     changed = program.replace("ctx = nullcontext() if device_type == 'cpu' else ", "ctx = ")
     assert changed != program, "this train.py is not the one that the change was made for"
     (copy / "train_bfloat16.py").write_text(changed)
@@ -211,8 +167,10 @@ def peer_step_s(
     program = "train_bfloat16.py" if variant == "bfloat16" else "train.py"
     steps = steps or SIZES[size]["trainer.max_steps"]
     evaluation = ["--eval_iters=1", "--eval_interval=100000", "--log_interval=1", f"--max_iters={steps}"]
-    settings = [f"--device={device}", *evaluation, *PEER[size], *PEER_VARIANTS[variant]]
-    command = [sys.executable, program, "config/train_shakespeare_char.py", *settings]
+    values = {name.partition(".")[2]: value for name, value in SIZES[size].items()}
+    given = [f"--device={device}", *evaluation, *PEER_VARIANTS[variant]]
+    given += [f"--{name}={values[name]}" for name in SAME_NAMES]
+    command = [sys.executable, program, "config/train_shakespeare_char.py", *given]
     done = subprocess.run(
         command, cwd=copy, env=clean_environment(), capture_output=True, text=True, timeout=timeout_s
     )
@@ -223,11 +181,11 @@ def peer_step_s(
     return statistics.median(times[len(times) // 2 :])
 
 
-def beside_nanogpt(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
+def beside_nanogpt(bench: Bench, size: str, arguments: argparse.Namespace) -> None:
     checkout, text = map(Path, arguments.nanogpt)
     copy = bench.folder / f"peer-{size}"
     copy_peer(checkout, text.read_text(), copy)
-    variants: dict[str, Callable[[], float]] = {
+    variants = {
         f"theirs, {variant}": functools.partial(peer_step_s, copy, size, variant) for variant in PEER_VARIANTS
     }
     for kind, (workers, more) in OURS.items():
@@ -240,32 +198,30 @@ def beside_nanogpt(bench: Bench, size: str, arguments: argparse.Namespace) -> bo
         for variant in PEER_VARIANTS:
             ratios = common.paired(found, f"theirs, {variant}", f"ours, {kind}")
             common.row(size=size, ours=kind, peer=variant, **common.median_and_spread(ratios))
-    return True
 
 
 def main() -> int:
     parser = common.argument_parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("checkout", type=Path, nargs="?")
-    what.add_argument("--reduction", action="store_true")
-    what.add_argument("--scaling", action="store_true")
-    what.add_argument("--jobs", action="store_true")
+    options = {"--reduction": exact_over_fast, "--scaling": scaling, "--jobs": beside_two_jobs}
+    for option, function in options.items():
+        what.add_argument(option, dest="measure", action="store_const", const=function)
     what.add_argument("--nanogpt", nargs=2, metavar=("CHECKOUT", "TEXT"))
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp", help="of --reduction")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, help="default and cpu, or 10M in place of cpu")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    measure, sizes = against_checkout, ["default", "cpu"]
-    if arguments.reduction or arguments.scaling:
-        measure, sizes = exact_over_fast if arguments.reduction else scaling, ["default", "10M"]
-    elif arguments.jobs:
-        measure, sizes = beside_two_jobs, ["default", "10M"]
+    measure, sizes = arguments.measure, ["default", "10M"]
+    if arguments.checkout:
+        measure, sizes = against_checkout, ["default", "cpu"]
     elif arguments.nanogpt:
         measure, sizes = beside_nanogpt, ["cpu", "10M"]
     with common.work_folder() as folder:
         bench = Bench(folder)
-        are_good = [measure(bench, size, arguments) for size in arguments.sizes or sizes]
-    return 0 if all(are_good) else 1
+        for size in arguments.sizes or sizes:
+            measure(bench, size, arguments)
+    return 0 if bench.is_good else 1
 
 
 if __name__ == "__main__":
