@@ -9,15 +9,16 @@ folder per step, whose newest with a `.metadata` counts; the Trainer with `save_
 `resume_from_checkpoint=True`. All tensors of step N have the value N.
 
 Prints rows, as JSON. `wait_s` is how long a step waits, `durable_s` ends when all files are on disk (by fsync
-where a way does not call it): the median of the last four of eight saves, two of
-which each way keeps. `bytes` is the size of one
-snapshot. After a fault in the save of step 2 (SIGKILL at moments that are even over the save, a disk that
-is full) or in its largest file (a flipped bit, the second half missing), a new process loads: the newest
-snapshot, the one before it, nothing (there is an error instead), or what was never saved ("wrong").
+where a way does not call it): the median of the last four of eight saves, two of which each way keeps.
+`bytes` is the size of one snapshot. After a fault in the save of step 2 (SIGKILL at moments that are even
+over the save, a disk that is full) or in its largest file (a flipped bit, the second half missing), a new
+process loads: the newest snapshot, the one before it, nothing (there is an error instead), or what was never
+saved ("wrong").
 """
 
 import collections
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -26,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,8 @@ class Trial:
     def child(self, work: Callable[[Loop, Tell], int]) -> tuple[int, Iterator[tuple[str, float]]]:
         """Fork; return the child's id and what it tells.
 
-        The child's exit code is what `work` returns, or 4 after an error; DCP's are no Exceptions."""
+        The child's exit code is what `work` returns, or 4 after an error; DCP's errors are no Exceptions.
+        """
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -235,21 +237,26 @@ class Trial:
         os.close(writing)
         return child, listen(reading)
 
-    def save(self, steps: int) -> tuple[list[tuple[str, float]], int]:
-        """Save some steps; return what happened when, and the exit code."""
+    def start(self, steps: int) -> tuple[int, Iterator[tuple[str, float]]]:
+        """Begin to save some steps in a child, as `child` does."""
 
         def work(loop: Loop, tell: Tell) -> int:
             loop.run(steps, tell)
             return 0
 
-        child, events = self.child(work)
+        return self.child(work)
+
+    def save(self, steps: int) -> list[tuple[str, float]]:
+        """Save some steps, as far as that goes; return what happened when."""
+        child, events = self.start(steps)
         found = list(events)
-        return found, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.waitpid(child, 0)
+        return found
 
     def kill(self, after_s: float) -> None:
         """Save two steps; kill the process `after_s` after the second save has begun."""
-        child, events = self.child(lambda loop, tell: loop.run(2, tell) or 0)
-        began = [at for event, at in (next(events) for _ in range(4)) if event == "begin"][1]
+        child, events = self.start(2)
+        began = [at for event, at in itertools.islice(events, 4) if event == "begin"][1]
         time.sleep(max(0.0, began + after_s - time.monotonic()))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -263,10 +270,12 @@ class Trial:
             tensors = tensors_of(loop.model, loop.optimizer)
             return next((step for step in (1, 2) if all(bool((one == step).all()) for one in tensors)), 3)
 
-        child, events = self.child(work)
-        list(events)
+        child, _ = self.child(work)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return OUTCOMES[code] if 0 < code < 4 else "nothing"
+
+    def size(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
     def clear(self) -> None:
         subprocess.run(["find", str(self.folder), "-mindepth", "1", "-delete"], check=True)
@@ -290,23 +299,9 @@ def largest_file(folder: Path) -> Path:
 
 
 def flip(path: Path) -> None:
-    with open(path, "r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 64]))
-
-
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def seconds(found: Sequence[tuple[str, float]], until: str) -> list[float]:
-    """Return the seconds from the begin of each save to the event `until`."""
-    begins = [at for event, at in found if event == "begin"]
-    return [
-        at - begin for begin, at in zip(begins, (at for event, at in found if event == until), strict=True)
-    ]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 64
+    path.write_bytes(content)
 
 
 def measure(trials: Mapping[str, Trial], rounds: int) -> dict[str, float]:
@@ -315,16 +310,16 @@ def measure(trials: Mapping[str, Trial], rounds: int) -> dict[str, float]:
     for number in range(rounds):
         for way in sorted(trials, reverse=number % 2 == 1):
             trials[way].clear()
-            events, code = trials[way].save(SAVES)
-            assert code == 0, f"{way} ended with {code}"
-            for until in ("return", "durable"):
-                found[way][until] += seconds(events, until)[WARM_UP:]
+            events = trials[way].save(SAVES)
+            begins = [at for event, at in events if event == "begin"]
+            for until, values in found[way].items():
+                ends = [at for event, at in events if event == until]
+                values += [end - begin for begin, end in zip(begins, ends, strict=True)][WARM_UP:]
     for way, trial in trials.items():
         trial.clear()
         trial.save(1)
-        size = sum(path.stat().st_size for path in trial.folder.rglob("*") if path.is_file())
         for until, name in (("return", "wait_s"), ("durable", "durable_s")):
-            row(way=way, bytes=size, **median_and_spread(found[way][until], name=name))
+            row(way=way, bytes=trial.size(), **median_and_spread(found[way][until], name=name))
     return {way: statistics.median(times["durable"]) for way, times in found.items()}
 
 
@@ -349,12 +344,11 @@ def full_disk(trial: Trial) -> str:
     """Return the outcome on a disk with room for one snapshot and a half, and whether training went on."""
     trial.clear()
     trial.save(1)
-    size = sum(path.stat().st_size for path in trial.folder.rglob("*") if path.is_file())
+    size = trial.size()
     trial.clear()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 3 // 2}", "disk", trial.folder], check=True)
     try:
-        events, _ = trial.save(2)
-        has_returned = [event for event, _ in events].count("return") == 2
+        has_returned = [event for event, _ in trial.save(2)].count("return") == 2
         return f"{trial.load()}, save {'returned' if has_returned else 'raised'}"
     finally:
         subprocess.run(["umount", trial.folder], check=True)
@@ -366,20 +360,21 @@ def main() -> int:
     parser.add_argument("--embd", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a forked child has no other threads
     with work_folder() as folder:
-        trials = {
-            way: Trial(way, folder / way.replace(" ", "-"), arguments.layers, arguments.embd)
-            for way in arguments.ways
-        }
-        row(parameters=sum(weight.numel() for weight in trials[arguments.ways[0]].model.parameters()))
+        sizes = arguments.layers, arguments.embd
+        trials = {way: Trial(way, folder / way.replace(" ", "-"), *sizes) for way in WAYS}
+        row(parameters=sum(weight.numel() for weight in trials["DCP"].model.parameters()))
         durable_s = measure(trials, arguments.rounds)
         for way, trial in trials.items():
             row(way=way, fault="kill", outcomes=kills(trial, arguments.kills, durable_s[way]))
             row(way=way, fault="flipped bit", outcome=damage(trial, flip))
-            row(way=way, fault="file cut in half", outcome=damage(trial, cut))
+            row(
+                way=way,
+                fault="file cut in half",
+                outcome=damage(trial, lambda path: os.truncate(path, path.stat().st_size // 2)),
+            )
             row(way=way, fault="full disk", outcome=full_disk(trial))
     return 0
 

@@ -25,7 +25,9 @@ otherwise.
 
 import collections
 import contextlib
+import functools
 import itertools
+import multiprocessing
 import os
 import re
 import signal
@@ -251,35 +253,27 @@ def faults_of_a_loop(work: Path, stride: int) -> Verdicts:
     for index, (fault, point, injection) in enumerate(points_of(log)[::stride]):
         folder = work / f"loop-{fault}-{index}"
         loop_under_strace(folder, injection, work / "fault.log")
-        reading, writing = os.pipe()
-        if os.fork() == 0:  # so that no thread of a Checkpoint is there when a child is forked
-            os.write(writing, verdict_of_loop(folder).encode())
-            os._exit(0)
-        os.close(writing)
-        with open(reading) as said:
-            yield fault, point, said.read() or "no verdict"
-        os.wait()
+        with multiprocessing.get_context("fork").Pool(1) as pool:  # the threads of a Checkpoint end there
+            yield fault, point, pool.apply(verdict_of_loop, [folder])
+
+
+def save_by_checkpoint(checkpoint: Checkpoint, *steps: int) -> None:
+    for step in steps:
+        checkpoint.save(step, {"weights": tensors_of(step)})
+    checkpoint.wait()
 
 
 def loop_under_strace(folder: Path, injection: list[str], log: Path) -> None:
     """Save steps 10 and 20 in a process, and step 30 in another one, under strace."""
     if os.fork() == 0:
-        checkpoint = Checkpoint(folder)
-        for step in (10, 20):
-            checkpoint.save(step, {"weights": tensors_of(step)})
-        checkpoint.wait()
+        save_by_checkpoint(Checkpoint(folder), 10, 20)
         os._exit(0)
     os.wait()
 
     def prepare() -> Callable[[], None]:
         checkpoint = Checkpoint(folder, keep=1)
         checkpoint.load({"weights": tensors_of(0)})
-
-        def save() -> None:
-            checkpoint.save(30, {"weights": tensors_of(30)})
-            checkpoint.wait()
-
-        return save
+        return functools.partial(save_by_checkpoint, checkpoint, 30)
 
     run_under_strace(prepare, injection, log)
 
@@ -288,12 +282,9 @@ def verdict_of_loop(folder: Path) -> str:
     """Load, then save step 40; return "ok", or what is wrong."""
     checkpoint, state = Checkpoint(folder, keep=1), {"weights": tensors_of(0)}
     step = checkpoint.load(state) or 0
-    if step not in (20, 30):
-        return f"step {step} was loaded"
-    if any(not bool((one == step).all()) for one in state["weights"].values()):
-        return "other content"
-    checkpoint.save(40, state)
-    checkpoint.wait()
+    if step not in (20, 30) or any(bool((one != step).any()) for one in state["weights"].values()):
+        return f"step {step} was loaded, or other content"
+    save_by_checkpoint(checkpoint, 40)
     store = Store(str(folder))
     is_clean = store.steps("safetensors") == [40] and not list(folder.glob("partial-*"))
     return "ok" if store.steps() == [40] and is_clean else "files of another save are left"

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 ALWAYS = [("ddp_loop", 2), ("own_loop", 2)]
 EXAMPLES = ("plain_loop", "ddp_loop", "fsdp_loop", "own_loop", "hf_trainer")
 ONCE_A_WEEK = list(itertools.product(EXAMPLES, (1, 2)))
-UNDER_TORCHRUN = ("ddp_loop", "fsdp_loop")
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def run_recipe(start: Start, tmp_path: Path) -> Callable[[str, int, str], Job]:
     def run(name: str, workers: int, where: str) -> Job:
         folder = tmp_path / where
         folder.mkdir(exist_ok=True)
-        launcher = torchrun(workers) if workers > 1 or name in UNDER_TORCHRUN else [sys.executable]
+        launcher = torchrun(workers) if workers > 1 or name in ("ddp_loop", "fsdp_loop") else [sys.executable]
         text = (ROOT / "examples" / f"{name}.py").read_text().replace(" = 1, 900,", " = 1, 200,")
         (folder / "loop.py").write_text(text.replace("Path(__file__).parent.parent", f"Path({str(ROOT)!r})"))
         command = ["env", "-C", str(folder), *launcher, "loop.py"]
