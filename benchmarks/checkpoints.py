@@ -207,17 +207,11 @@ def sync(folder: Path) -> None:
 
 
 class Trial:
-    """Runs a way in child processes, each with a model and an optimizer of its own, in an empty folder."""
+    """Runs a way in child processes, each with a copy of the model and optimizer, in an empty folder."""
 
-    def __init__(self, way: str, folder: Path, layers: int, embd: int) -> None:
-        self.way, self.folder = way, folder
-        folder.mkdir(exist_ok=True)
-        self.model = GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=embd, n_head=embd // 64))
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        for weight in self.model.parameters():
-            weight.grad = torch.zeros_like(weight)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def __init__(self, way: str, folder: Path, model: torch.nn.Module, optimizer: Any) -> None:
+        self.way, self.folder, self.model, self.optimizer = way, folder, model, optimizer
+        folder.mkdir()
 
     def child(self, work: Callable[[Loop, Tell], int]) -> tuple[int, Iterator[tuple[str, float]]]:
         """Fork; return the child's id and what it tells.
@@ -363,9 +357,15 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a forked child has no other threads
     with work_folder() as folder:
-        sizes = arguments.layers, arguments.embd
-        trials = {way: Trial(way, folder / way.replace(" ", "-"), *sizes) for way in WAYS}
-        row(parameters=sum(weight.numel() for weight in trials["DCP"].model.parameters()))
+        embd = arguments.embd
+        model = GPT2LMHeadModel(GPT2Config(n_layer=arguments.layers, n_embd=embd, n_head=embd // 64))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        optimizer.zero_grad()
+        row(parameters=sum(weight.numel() for weight in model.parameters()))
+        trials = {way: Trial(way, folder / way.replace(" ", "-"), model, optimizer) for way in WAYS}
         durable_s = measure(trials, arguments.rounds)
         for way, trial in trials.items():
             row(way=way, fault="kill", outcomes=kills(trial, arguments.kills, durable_s[way]))
