@@ -9,8 +9,9 @@
 | dropout | torch's | random bytes, vectorised | random bytes |
 | attention | torch's fused kernel | products, up to MAX_MATH_ATTENTION tokens | likewise, without a cache |
 
-torch's backward passes keep and read more intermediate results than those of `CPUOps`. A dropout probability
-above 0 is rounded to n / 256, 0 < n < 256.
+Without torch.compile, attention in float32 without dropout and rotary positions is torch's, which is faster
+there. torch's backward passes keep and read more intermediate results than
+those of `CPUOps`. A dropout probability above 0 is rounded to n / 256, 0 < n < 256.
 """
 
 import functools
@@ -86,7 +87,8 @@ class CPUOps(Operations):
         self, qkv: Tensor, heads: int, positions: Positions, dropout: float, cache: KeyValues | None = None
     ) -> Tensor:
         length, dtype = qkv.size(1), qkv.dtype
-        if cache or length > MAX_MATH_ATTENTION:
+        is_plain = dtype == torch.float32 and not dropout and not positions.are_rotary
+        if cache or length > MAX_MATH_ATTENTION or is_plain:
             return super().attention(qkv, heads, positions, dropout, cache)
         cos = sin = None
         if positions.are_rotary:

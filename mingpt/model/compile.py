@@ -9,7 +9,7 @@ model is trained without it.
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,26 @@ from mingpt.base.files import reason_of
 from mingpt.config import Config
 from mingpt.model.gpt import GPT, Block
 
-# {kind of device: planned FLOPs from which trainer.compile=auto compiles a new run}. The choice is therefore
-# the same for any number of workers, and on all machines with the same kind of device.
-# cpu: measured on two cores of an Intel Xeon with AMX, torch 2.13, bfloat16. The first compiling takes 37 s.
+
+class Compiling(NamedTuple):
+    """The number of planned FLOPs from which compiling pays, and what it saves of a step's time."""
+
+    fewest_flops: float
+    saved: float | None = None  # None: not measured
+
+
+# What trainer.compile=auto goes by, for a kind of device and a dtype of matrix products. The choice is
+# therefore the same for any number of workers, and on all machines with the same kind of device.
+# cpu, bfloat16: measured on two cores of an Intel Xeon with AMX, torch 2.13. The first compiling takes 37 s.
 # It saves twice that in runs of 2e13 FLOPs at the default size and at nanoGPT's CPU size, and of 1.7e14 at
 # 10.65 M parameters.
 # cuda: an estimate, not measured.
-COMPILE_FLOPS = {"cpu": 1.5e14, "cuda": 1e17}
+COMPILING = {
+    ("cpu", "bfloat16"): Compiling(1.5e14, 0.4),
+    ("cpu", "float32"): Compiling(1.5e14, 0.3),
+    ("cuda", "bfloat16"): Compiling(1e17),
+    ("cuda", "float16"): Compiling(1e17),
+}
 MAX_DIFFERENCE = 0.1  # of a compiled block's results from the block's own; bfloat16 rounds by less than 0.01
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -33,14 +46,14 @@ log = logging.getLogger(__name__)
 
 
 def choose_compile(
-    config: Config, flops_per_token: float, device_type: str, recorded: bool | None = None
+    config: Config, flops_per_token: float, device_type: str, dtype: str, recorded: bool | None = None
 ) -> tuple[bool, str]:
     """Return whether the model is to be compiled, as trainer.compile says, and the reason in words.
 
-    `flops_per_token` counts a forward and backward pass; `device_type` is "cpu", "cuda" or "mps". `recorded`
-    says whether a compiled model computed the snapshot from which the run resumes; None means that the run
-    has trained nothing yet. trainer.compile=auto keeps `recorded`. Raises UserError if trainer.compile is
-    auto, `recorded` is true, and trainer.recompute is not "none".
+    `flops_per_token` counts a forward and backward pass; `device_type` is "cpu", "cuda" or "mps", and `dtype`
+    that of matrix products. `recorded` says whether a compiled model computed the snapshot from which the run
+    resumes; None means that the run has trained nothing yet. trainer.compile=auto keeps `recorded`. Raises
+    UserError if trainer.compile is auto, `recorded` is true, and trainer.recompute is not "none".
     """
     trainer = config.trainer
     if trainer.compile != "auto":
@@ -55,12 +68,14 @@ def choose_compile(
         return recorded, "trainer.compile=auto goes on as the snapshot was computed"
     if trainer.recompute != "none":
         return False, f"trainer.recompute={trainer.recompute} does not go with it"
-    if device_type not in COMPILE_FLOPS:
-        return False, f"trainer.compile=auto has no limit for {device_type}"
-    tokens = config.data.block_size * trainer.batch_size * trainer.max_steps
-    flops, fewest = flops_per_token * tokens, COMPILE_FLOPS[device_type]
-    reason = f"the run has {flops:.1e} FLOPs, and trainer.compile=auto compiles from {fewest:.1e}"
-    return flops >= fewest, reason
+    known = COMPILING.get((device_type, dtype))
+    if known is None:
+        return False, f"trainer.compile=auto has no limit for {device_type} and {dtype}"
+    flops = flops_per_token * config.data.block_size * trainer.batch_size * trainer.max_steps
+    reason = f"the run has {flops:.1e} FLOPs, and trainer.compile=auto compiles from {known.fewest_flops:.1e}"
+    if known.saved:
+        reason += f"; compiling saves about {known.saved:.0%} of a step"
+    return flops >= known.fewest_flops, reason
 
 
 def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dtype) -> bool:

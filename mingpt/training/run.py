@@ -95,7 +95,7 @@ def build_run(config: Config, context: DistributedContext, start: StartPoint) ->
         compiled = start.manifest.software.compiled if start.snapshot else False
         return Run(config, context, start, state, sampler, replace(environment, compiled=compiled), "")
     flops, kind = state.model.flops_per_token(), context.device.type
-    is_chosen, reason = choose_compile(config, flops, kind, start.was_compiled)
+    is_chosen, reason = choose_compile(config, flops, kind, environment.dtype, start.was_compiled)
     is_compiled = is_chosen and compile_on_all_ranks(config, context, state.model)
     if is_chosen and not is_compiled:
         reason = "torch.compile failed"

@@ -14,7 +14,7 @@ from support.models import loss_and_gradients, make_model, make_tokens
 from mingpt.base.errors import UserError
 from mingpt.config.cli import build
 from mingpt.model import GPT, can_compile_block, compile_blocks
-from mingpt.model.compile import COMPILE_FLOPS, choose_compile
+from mingpt.model.compile import COMPILING, choose_compile
 from mingpt.training.run import compile_on_all_ranks
 
 SHAKESPEARE: dict[str, Any] = {
@@ -24,17 +24,19 @@ SHAKESPEARE: dict[str, Any] = {
 FLOPS_PER_TOKEN = 7e7  # about those of SHAKESPEARE
 SHORT, LONG = {"trainer.max_steps": 1}, {"trainer.max_steps": 10**8}
 RECOMPUTES, UNCOMPILED = {"trainer.recompute": "block"}, {"trainer.compile": False}
+Kind = tuple[str, str]  # of a device, and the dtype of matrix products
+CPU, MPS = ("cpu", "bfloat16"), ("mps", "float32")
 ON_EIGHT = {"trainer.workers": 8, "trainer.parallel": "fsdp", "trainer.micro_batch_size": 4}
 
 
-def choice_of(settings: dict[str, Any], kind: str = "cpu", recorded: bool | None = None) -> bool:
-    return choose_compile(build(SHAKESPEARE | settings), FLOPS_PER_TOKEN, kind, recorded)[0]
+def choice_of(settings: dict[str, Any], kind: Kind = CPU, recorded: bool | None = None) -> bool:
+    return choose_compile(build(SHAKESPEARE | settings), FLOPS_PER_TOKEN, *kind, recorded)[0]
 
 
 @pytest.mark.parametrize("others", [{}, ON_EIGHT], ids=["one worker", "eight"])
-@pytest.mark.parametrize("kind", COMPILE_FLOPS)
-def test_auto_compiles_from_a_length_on_whoever_computes(kind: str, others: dict[str, Any]) -> None:
-    fewest = -int(-COMPILE_FLOPS[kind] // (256 * 64 * FLOPS_PER_TOKEN))
+@pytest.mark.parametrize("kind", COMPILING)
+def test_auto_compiles_from_a_length_on_whoever_computes(kind: Kind, others: dict[str, Any]) -> None:
+    fewest = -int(-COMPILING[kind].fewest_flops // (256 * 64 * FLOPS_PER_TOKEN))
     found = [choice_of(others | {"trainer.max_steps": steps}, kind) for steps in (0, fewest - 1, fewest)]
     assert found == [False, False, True]
 
@@ -42,17 +44,17 @@ def test_auto_compiles_from_a_length_on_whoever_computes(kind: str, others: dict
 @pytest.mark.parametrize(
     ("settings", "kind", "recorded", "expected"),
     [
-        (LONG, "mps", None, False),
-        (LONG | RECOMPUTES, "cpu", None, False),
-        (LONG | UNCOMPILED, "cpu", None, False),
-        (SHORT | {"trainer.compile": True}, "mps", None, True),
-        (SHORT, "cpu", True, True),  # a resumed run goes on as its snapshot was computed
-        (LONG, "cpu", False, False),
-        (UNCOMPILED | RECOMPUTES, "cpu", True, False),
+        (LONG, MPS, None, False),
+        (LONG | RECOMPUTES, CPU, None, False),
+        (LONG | UNCOMPILED, CPU, None, False),
+        (SHORT | {"trainer.compile": True}, MPS, None, True),
+        (SHORT, CPU, True, True),  # a resumed run goes on as its snapshot was computed
+        (LONG, CPU, False, False),
+        (UNCOMPILED | RECOMPUTES, CPU, True, False),
     ],
 )
 def test_settings_devices_and_snapshots_for_which_the_length_does_not_count(
-    settings: dict[str, Any], kind: str, recorded: bool | None, expected: bool
+    settings: dict[str, Any], kind: Kind, recorded: bool | None, expected: bool
 ) -> None:
     assert choice_of(settings, kind, recorded) is expected
 

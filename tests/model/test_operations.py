@@ -29,7 +29,9 @@ def test_without_the_module_of_the_table_a_model_computes_the_same_up_to_roundin
     monkeypatch.setattr(extras, "missing", [])
     found = loss_and_gradients(make_model(arch), make_tokens(), dtype)
     pairs = zip(found, expected, strict=True)
-    assert 0 < max(float((one - other).norm() / other.norm()) for one, other in pairs) < tolerance
+    largest = max(float((one - other).norm() / other.norm()) for one, other in pairs)
+    has_own = arch == "modern" or dtype == torch.bfloat16
+    assert largest < tolerance and (largest > 0) == has_own
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
