@@ -17,10 +17,11 @@ CHECKOUT      our time / the other checkout's time
 --jobs        `efficiency`: tokens/s / tokens/s of two jobs at once (each: one worker, half the batch)
 
 nanoGPT runs in a copy of CHECKOUT, on TEXT (tiny Shakespeare as one file). Size `cpu` has the settings of the
-CPU run in nanoGPT's README. Size `10M` is nanoGPT's shakespeare_char configuration. nanoGPT runs in three
-ways: not compiled; not compiled, with bfloat16 autocast; and compiled. Our program runs as two workers with
-one thread each, not compiled and compiled, and as one compiled worker with two threads. Exit code 1 if
---scaling finds less than 0.95 for two workers with exact reduction at 10M, or 0.92 at another size.
+CPU run in nanoGPT's README. Size `10M` is nanoGPT's shakespeare_char configuration. nanoGPT runs in four
+ways: not compiled; likewise with our biases and tanh GELU ("same model"); with bfloat16 autocast; compiled.
+Our program runs as two workers with one thread each, not compiled and compiled, and as one compiled worker
+with two threads. Exit code 1 if --scaling finds less than 0.95 for two workers with exact reduction at 10M,
+or 0.92 at another size.
 """
 
 import argparse
@@ -60,6 +61,7 @@ EFFICIENCY, EFFICIENCY_OF_10M = 0.92, 0.95
 SAME_NAMES = ("block_size", "batch_size", "n_layer", "n_head", "n_embd", "dropout")
 PEER_VARIANTS = {
     "not compiled": ["--compile=False"],
+    "same model": ["--compile=False", "--bias=True"],
     "bfloat16": ["--compile=False", "--dtype=bfloat16"],
     "compiled": ["--compile=True"],
 }
@@ -145,7 +147,7 @@ def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> N
 
 
 def copy_peer(checkout: Path, text: str, copy: Path) -> None:
-    """Copy nanoGPT, and add the data that its own prepare.py would make of `text`, and train_bfloat16.py."""
+    """Copy nanoGPT, and add the data that its own prepare.py would make of `text`; add changed programs."""
     shutil.copytree(checkout, copy)
     folder = copy / "data" / "shakespeare_char"
     characters, split = sorted(set(text)), int(0.9 * len(text))
@@ -158,13 +160,16 @@ def copy_peer(checkout: Path, text: str, copy: Path) -> None:
     changed = program.replace("ctx = nullcontext() if device_type == 'cpu' else ", "ctx = ")
     assert changed != program, "this train.py is not the one that the change was made for"
     (copy / "train_bfloat16.py").write_text(changed)
+    tanh = "import functools, torch\ntorch.nn.GELU = functools.partial(torch.nn.GELU, approximate='tanh')\n"
+    (copy / "train_same_model.py").write_text(tanh + program)
 
 
 def peer_step_s(
     copy: Path, size: str, variant: str, device: str = "cpu", steps: int = 0, timeout_s: float | None = None
 ) -> float:
     """Train nanoGPT in `copy`; return the median seconds per step over the second half of the steps."""
-    program = "train_bfloat16.py" if variant == "bfloat16" else "train.py"
+    own_program = copy / f"train_{variant.replace(' ', '_')}.py"
+    program = own_program.name if own_program.exists() else "train.py"
     steps = steps or SIZES[size]["trainer.max_steps"]
     evaluation = ["--eval_iters=1", "--eval_interval=100000", "--log_interval=1", f"--max_iters={steps}"]
     values = {name.partition(".")[2]: value for name, value in SIZES[size].items()}
@@ -189,7 +194,7 @@ def beside_nanogpt(bench: Bench, size: str, arguments: argparse.Namespace) -> No
         f"theirs, {variant}": functools.partial(peer_step_s, copy, size, variant) for variant in PEER_VARIANTS
     }
     for kind, (workers, more) in OURS.items():
-        settings = SIZES[size] | more | {"data.path": text.resolve()}
+        settings = SIZES[size] | more | {"data.path": text.resolve(), "trainer.dtype": arguments.dtype}
         if workers == 1:
             settings["trainer.micro_batch_size"] = settings["trainer.batch_size"]
         variants[f"ours, {kind}"] = functools.partial(bench.step_s, settings, workers)
@@ -209,6 +214,7 @@ def main() -> int:
         what.add_argument(option, dest="measure", action="store_const", const=function)
     what.add_argument("--nanogpt", nargs=2, metavar=("CHECKOUT", "TEXT"))
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp", help="of --reduction")
+    parser.add_argument("--dtype", default="auto", help="trainer.dtype of ours beside nanoGPT")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, help="default and cpu, or 10M in place of cpu")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
