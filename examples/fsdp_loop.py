@@ -48,7 +48,7 @@ def main() -> None:
             break
     checkpoint.wait()
     if step == STEPS:
-        content = b"".join(one.full_tensor().detach().numpy().tobytes() for one in model.parameters())
+        content = b"".join(one.full_tensor().numpy().tobytes() for one in model.state_dict().values())
         if rank == 0:
             print("weights", hashlib.sha256(content).hexdigest())
     dist.destroy_process_group()
