@@ -30,6 +30,7 @@ ENVIRONMENT = Environment(
     device_type="cpu",
     threads=1,
     numerics=1,
+    code="ab" * 32,
     dtype="float32",
     kernels="none",
     compiled=False,
