@@ -17,10 +17,12 @@ from mingpt.base.errors import StopRequested, UserError
 from mingpt.base.system import keep_freed_memory
 from mingpt.distributed.device import (
     NUMERICS,
+    ROOT,
     Environment,
     check_gloo,
     device_name,
     find_device,
+    hash_code,
     kernel_variables,
     resolve_dtype,
 )
@@ -172,6 +174,7 @@ class DistributedContext(Group):
             device_type=self.device.type,
             threads=self.threads,
             numerics=NUMERICS,
+            code=hash_code(ROOT),
             dtype=str(self.dtype).removeprefix("torch."),
             kernels=kernel_variables(self.device),
             compiled=False,

@@ -17,6 +17,7 @@ from mingpt.distributed.launch import Launch
 if TYPE_CHECKING:
     import torch
 
+ROOT = Path(__file__).parents[2]  # the folder of mingpt/
 DRIVER = Path("/proc/driver/nvidia/version")
 DEVICES_DIFFER = (
     "the workers have different kinds of devices (by rank: {devices}): start the job where all have the "
@@ -154,6 +155,7 @@ class Environment:
     device_type: str  # such as "cuda"
     threads: int  # CPU threads per worker
     numerics: int  # NUMERICS of the program that trained
+    code: str  # what `hash_code` returns for the program that trained
     dtype: str  # of matrix products, such as "bfloat16"
     kernels: str  # what `kernel_variables` returns
     compiled: bool | str  # True: the model as a whole; "blocks": each block by itself; False: not compiled
@@ -217,10 +219,20 @@ def find_program() -> str:
     """
     import torch
 
-    root = Path(__file__).parents[2]
-    paths = [*root.glob("train.py"), *sorted(root.glob("mingpt/**/*.py"))]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
-    return f"code {digest[:12]} and torch {torch.__version__}"
+    return f"code {hash_code(ROOT)[:12]} and torch {torch.__version__}"
+
+
+def hash_code(root: Path) -> str:
+    """Return one SHA-256, in hex, for train.py, if there is one, and all *.py files of mingpt/ in `root`.
+
+    This is the SHA-256 of the lines that `sha256sum` prints for these files, with paths relative to `root`,
+    in the order of the paths. Raises OSError if a file cannot be read.
+    """
+    paths = [*root.glob("train.py"), *root.glob("mingpt/**/*.py")]
+    # An editor may leave a link that leads nowhere, such as Emacs's .#gpt.py.
+    names = sorted(path.relative_to(root).as_posix() for path in paths if path.is_file())
+    lines = [f"{hashlib.sha256((root / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def enable_determinism() -> None:

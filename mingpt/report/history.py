@@ -154,6 +154,8 @@ class RunHistory:
 
     - `status`: running, finished, stopped or failed
     - `durable_step`: the step of the newest snapshot on disk; 0 if none is known
+    - `weights_sha256`: the SHA-256, in hex, of the last snapshot's file of weights, if the status is finished
+      or stopped; "" before
     - `job`: the random token of the last job that passed the checks of its start
     - `job_began`: the time at which that job started
     - `inputs`: fingerprints of the last generation's data and tokenizer, and its software; the results depend
@@ -242,6 +244,7 @@ class RunHistory:
         # In a restart, the newest snapshot may be lost with its disk, but its step must stay on record.
         earlier = self.content["durable_step"] if start.is_restart else 0
         self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
+        self.content["weights_sha256"] = ""  # of an earlier end
         if self.content.get("job") != start.job or "job_began" not in self.content:
             self.content |= {"job": start.job, "job_began": now - start_s}
         self.content["settings"] = start.settings

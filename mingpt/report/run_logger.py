@@ -212,19 +212,20 @@ class RunLogger:
         step: int,
         stopped_by: str | None,
         snapshots: str,
+        weights_sha256: str,
         phases: dict[str, float] | None = None,
         best: tuple[float, int] = (math.inf, -1),
     ) -> None:
         """Report that the run finished, or that the request `stopped_by` stopped it. Closes the sinks.
 
         Call this last, once the snapshot of `step` is durable. `stopped_by` is None if the run finished.
-        `snapshots` is the folder or URL of the snapshots. `phases` is `StepTimer.phases`. `best` is (lowest
-        validation loss of a snapshot that is kept, step of this snapshot). Raises ClaimLost as `log_values`
-        does.
+        `snapshots` is the folder or URL of the snapshots, and `weights_sha256` the SHA-256, in hex, of the
+        file of weights of `step`. `phases` is `StepTimer.phases`. `best` is (lowest validation loss of a
+        snapshot that is kept, step of this snapshot). Raises ClaimLost as `log_values` does.
         """
         self.start.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
-        self.history.content["durable_step"] = step
+        self.history.content |= {"durable_step": step, "weights_sha256": weights_sha256}
         self._end("stopped" if stopped_by else "finished", step, how, phases)
         can_go_on = stopped_by and self.start.config.snapshot.resume != "never"
         goes_on = "; the same command goes on" if can_go_on else ""
@@ -233,6 +234,7 @@ class RunLogger:
             peak_mb, memory = torch.cuda.max_memory_allocated() / 1e6, self.gpu["memory"]
             log.info(f"worker 0 used at most {peak_mb:,.0f} MB of tensors, of the GPU's {memory}")
         log.info(f"the snapshot is in {snapshots}; metrics.jsonl and loss.png are in {self.start.run_dir}")
+        log.info(f"SHA-256 of the weights at step {step}: {weights_sha256}")
         command = ["python", "-m", "mingpt", "sample", str(self.start.run_dir)]
         loss, best_step = best
         if loss < math.inf:

@@ -62,6 +62,7 @@ class Tier:
     replaces: list[Store] = field(default_factory=list)  # these are cleared after the first snapshot here
     begun: int = -1  # step of the newest save that was begun, or that the Store held at first; -1 for none
     written: int = 0  # step of the newest snapshot that this generation has written; 0 for none
+    files: Sequence[FileRecord] = ()  # of that snapshot, weights first; () if this rank has written none
     error: Exception | None = None  # of the last write; None if it succeeded, or is under way
 
     def is_due(self, step: int, status: Status) -> bool:
@@ -179,7 +180,7 @@ class Saver:
                 tier.store.discard(manifest.step)
         if error:
             raise error
-        tier.error, tier.written = None, manifest.step
+        tier.error, tier.written, tier.files = None, manifest.step, records
         if self.rank in tier.writers:
             self.remove_old(tier, manifest)
 

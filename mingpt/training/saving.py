@@ -255,18 +255,28 @@ class Saving:
                 f"than {self.disk.store.url}"
             )
 
-    def finish(self) -> None:
-        """Wait until the last snapshot is on disk. Raise an error if the main rank could not write it.
+    @property
+    def weights_sha256(self) -> str:
+        """The SHA-256, in hex, of the file of weights in the newest snapshot that this rank wrote to disk.
 
-        If the disk or URL cannot be written to, all ranks raise NonRetryableError. But the errors that
-        `describe_failure` raises are raised only on the main rank. After a failure the snapshots in memory
-        are kept, because they may be newer than those on disk. Collective.
+        If this rank has not written one, that of the snapshot from which this generation started; "" if this
+        is a fresh run.
+        """
+        files = self.disk.files or self.start.manifest.files
+        return files[0].sha256 if files else ""
+
+    def finish(self) -> str:
+        """Wait until the last snapshot is on disk; return the SHA-256, in hex, of its file of weights.
+
+        If the main rank's disk or URL cannot be written to, all ranks raise NonRetryableError. But the errors
+        that `describe_failure` raises are raised only on the main rank. After a failure the snapshots in
+        memory are kept, because they may be newer than those on disk. Collective.
         """
         self.wait()
         failure = self.describe_failure() if self.is_main else None
-        failure = self.context.all_gather_object(failure)[self.main_rank]
+        failure, sha256 = self.context.all_gather_object((failure, self.weights_sha256))[self.main_rank]
         if failure is None:
-            return
+            return sha256
         if self.run_logger:
             self.run_logger.failed(self.state.step, failure)
         raise NonRetryableError(failure)

@@ -186,6 +186,7 @@ class Trainer:
                 f"the run already stands at step {state.step} and trainer.max_steps is {config.max_steps}: "
                 "nothing is left to do"
             )
+            log.info(f"SHA-256 of the weights at step {state.step}: {self.saving.weights_sha256}")
             return False
         logger = self.run_logger
         failure = self.context.on_rank(0, lambda: logger.repeated_failure() if logger else None)
@@ -212,14 +213,15 @@ class Trainer:
         """
         if self.saving.is_missing():
             self.save(is_end=True)
-        self.timer.exclude(self.saving.finish, "snapshot_wait_s")
+        weights_sha256 = self.timer.exclude(self.saving.finish, "snapshot_wait_s")
         events.emit("run_end", state=self.state)
 
         def report() -> None:
             if self.run_logger:
                 self.context.stop_signal.remove_stop_file()
                 url, best = self.saving.disk.store.url, self.saving.disk.store.best
-                self.run_logger.ended(self.state.step, stopped_by, url, self.timer.phases, best)
+                phases = self.timer.phases
+                self.run_logger.ended(self.state.step, stopped_by, url, weights_sha256, phases, best)
 
         self.context.on_all(report)
         self.saving.remove_memory_snapshots()

@@ -1,4 +1,6 @@
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ from support.commands import refusal
 
 from mingpt.base.errors import NodeRefused
 from mingpt.distributed import Launch
-from mingpt.distributed.device import check_gloo, common_dtype, find_device, resolve_dtype
+from mingpt.distributed.device import check_gloo, common_dtype, find_device, hash_code, resolve_dtype
 
 
 @pytest.mark.parametrize(
@@ -56,3 +58,28 @@ def test_an_interface_that_gloo_cannot_use_is_one_sentence_before_workers_meet(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     with pytest.raises(NodeRefused, match=rf"GLOO_SOCKET_IFNAME={re.escape(interface)} .*interfaces lo"):
         check_gloo()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_other_code"),
+    [
+        (lambda root: (root / "mingpt/gpt.py").write_text("edited"), True),
+        (lambda root: (root / "mingpt/gpt.py").rename(root / "mingpt/renamed.py"), True),
+        (lambda root: (root / "mingpt/model/added.py").touch(), True),
+        (lambda root: (root / "train.py").write_text("edited"), True),
+        (lambda root: (root / "mingpt/__pycache__/gpt.cpython-312.pyc").touch(), False),
+        (lambda root: (root / "mingpt/model/notes.txt").touch(), False),
+        (lambda root: (root / "sample.py").touch(), False),
+        (lambda root: (root / "mingpt/.#gpt.py").symlink_to("nowhere"), False),  # left by Emacs
+    ],
+)
+def test_the_hash_of_the_code_changes_with_each_source_and_with_no_other_file(
+    change: Callable[[Path], object], is_other_code: bool, tmp_path: Path
+) -> None:
+    for folder in ("__pycache__", "model"):
+        (tmp_path / "mingpt" / folder).mkdir(parents=True)
+    for name in ("train.py", "mingpt/gpt.py"):
+        (tmp_path / name).write_text("content")
+    before = hash_code(tmp_path)
+    change(tmp_path)
+    assert (hash_code(tmp_path) != before) == is_other_code

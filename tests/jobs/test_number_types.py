@@ -47,5 +47,7 @@ def test_an_overflow_is_left_out_everywhere_with_one_hash_through_kills(
         assert (scales[12], scales[13], scales[30]) == (65_536, 32_768, 32_768)
         assert manifest(run_dir, 30)["loss_scale"] == {"scale": 32_768, "good_steps": 17}
         assert len(generations(run_dir)) == (1 if number == 0 else 2)
+        weights = manifest(run_dir, 30)["files"][0]["sha256"]
+        assert f"SHA-256 of the weights at step 30: {weights}" in job.err()
         hashes.add(final_hash(run_dir))
     assert len(hashes) == 1

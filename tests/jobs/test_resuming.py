@@ -27,7 +27,8 @@ def test_a_finished_run_says_so_and_trains_on_only_if_a_longer_one_is_asked_for(
     evaluation = finish(trainer__workers=1, trainer__eval_only=True)
     assert contents(copied) == before
     assert f"val/loss {read_metric(undisturbed, 'val/loss')[30]:.4f}" in evaluation.err()
-    assert "already stands at step 30" in finish(trainer__workers=1).err()
+    job, weights = finish(trainer__workers=1), read_history(copied)["weights_sha256"]
+    assert "already stands at step 30" in job.err() and f"weights at step 30: {weights}" in job.err()
     assert_same_run(copied, undisturbed)
     finish(trainer__workers=1, trainer__max_steps=32, snapshot__resume="changed")
     changes = read_history(copied)["changes"]

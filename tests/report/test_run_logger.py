@@ -30,6 +30,7 @@ ENVIRONMENT = Environment(
     device_type="cpu",
     threads=1,
     numerics=1,
+    code="ab" * 32,
     dtype="float32",
     kernels="none",
     compiled=False,
@@ -58,14 +59,16 @@ def test_every_sink_is_told_everything(tmp_path: Path, monkeypatch: pytest.Monke
     logger.log_training(STATS)
     logger.log_evaluation(12, {"val/loss": 1.25}, "To be")
     assert read(tmp_path)["status"] == "running"
-    logger.ended(12, None, "snapshots")
+    logger.ended(12, None, "snapshots", "cd" * 32)
     told = [call.log(12, training_values(STATS)), call.log(12, {"val/loss": 1.25}), call.close()]
     assert make_sink.return_value.mock_calls == told
     assert (make_sink.call_args.args[0].run_dir, read(tmp_path)["status"]) == (tmp_path, "finished")
     # Besides the settings, the bits depend on these.
     inputs = read(tmp_path)["inputs"]
     assert inputs["data"] == hashlib.sha256(TEXT).hexdigest() and len(inputs["tokenizer"]) == 64
-    assert inputs["software"] == asdict(ENVIRONMENT)
+    assert (inputs["software"], read(tmp_path)["weights_sha256"]) == (asdict(ENVIRONMENT), "cd" * 32)
+    make_logger(tmp_path)
+    assert read(tmp_path)["weights_sha256"] == ""  # the run goes on, and its weights are not final any more
 
 
 def test_a_run_is_followed_where_it_is_asked_for_and_by_rank_0_alone(
@@ -76,7 +79,7 @@ def test_a_run_is_followed_where_it_is_asked_for_and_by_rank_0_alone(
     for name, is_main in (("one", True), ("two", False)):
         logger = make_logger(tmp_path / name, asked, is_main=is_main)
         logger.log_training(STATS)
-        logger.ended(STATS.step, None, "snapshots")
+        logger.ended(STATS.step, None, "snapshots", "")
     assert [path.parent.name for path in tmp_path.glob("*/tensorboard")] == ["one"]
     (line,) = [message for message in caplog.messages if "report." in message]
     assert line.startswith("report.tracker=wandb fails (ModuleNotFoundError: ")
@@ -100,7 +103,7 @@ def test_a_run_folder_that_cannot_be_written_ends_no_run(
     names = [message.split(" cannot")[0] for message in caplog.messages if "cannot be written" in message]
     assert len(names) == len(set(names))
     disk.broken = False
-    logger.ended(4, None, "snapshots")
+    logger.ended(4, None, "snapshots", "")
     steps = [record["step"] for record in read_records(tmp_path / "metrics.jsonl")]
     assert (steps, read(tmp_path)["status"]) == ([1, 2, 3, 4], "finished")
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == to_dict(logger.start.config)

@@ -20,6 +20,7 @@ from mingpt.data import make_corpus
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot import Found, MemoryFolder, StoredState
 from mingpt.snapshot.search import Offer
+from mingpt.training.run import compare_environment
 from mingpt.training.saving import Saving
 from mingpt.training.start import NOT_BEGUN
 
@@ -143,3 +144,16 @@ def test_no_rank_saves_to_memory_after_a_save_there_has_failed_on_another(tmp_pa
     assert saving.memory.store.steps() == [STEP] and saving.disk.store.steps() == []
     save_at(saving, STEP + 5, is_end=True)
     assert saving.start.memory.stores() == [] and saving.disk.store.steps() == [STEP + 5]
+
+
+def test_a_resume_from_a_snapshot_of_other_code_is_told_if_the_snapshot_names_its_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    saving = make_saving(tmp_path, {})
+    software = saving.manifest().software.model_dump()
+    of_older_version = {name: value for name, value in software.items() if name != "code"}
+    for then in (software, of_older_version, software | {"code": "ab" * 32}):
+        compare_environment(then, saving.environment)
+    (line,) = caplog.messages
+    assert line.endswith(f"other software or hardware (code: {'ab' * 32} -> {software['code']})")
