@@ -10,8 +10,8 @@
 | attention | torch's fused kernel | products, up to MAX_MATH_ATTENTION tokens | likewise, without a cache |
 
 Without torch.compile, attention in float32 without dropout and rotary positions is torch's, which is faster
-there. torch's backward passes keep and read more intermediate results than
-those of `CPUOps`. A dropout probability above 0 is rounded to n / 256, 0 < n < 256.
+there. torch's backward passes keep and read more intermediate results than those of `CPUOps`. A dropout
+probability above 0 is rounded to n / 256, 0 < n < 256.
 """
 
 import functools
