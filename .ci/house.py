@@ -57,7 +57,7 @@ PROGRAM = ("mingpt", "anynode", "train.py", "sample.py", "launch")
 CORE = ("mingpt", "train.py")
 NOT_CORE = ("mingpt/tools", "mingpt/extras")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_351 + MARGIN["statements"], nodes=84_601 + MARGIN["nodes"]),
+    PROGRAM: Size(statements=11_355 + MARGIN["statements"], nodes=84_651 + MARGIN["nodes"]),
     CORE: Size(statements=8_472 + MARGIN["statements"], nodes=62_299 + MARGIN["nodes"]),
     ("tests",): Size(statements=8_360),
     ("benchmarks",): Size(lines=3_500),
