@@ -57,9 +57,9 @@ PROGRAM = ("mingpt", "anynode", "train.py", "sample.py", "launch")
 CORE = ("mingpt", "train.py")
 NOT_CORE = ("mingpt/tools", "mingpt/extras")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_239 + MARGIN["statements"], nodes=83_494 + MARGIN["nodes"]),
-    CORE: Size(statements=8_486 + MARGIN["statements"], nodes=62_432 + MARGIN["nodes"]),
-    ("tests",): Size(statements=8_325),
+    PROGRAM: Size(statements=11_390 + MARGIN["statements"], nodes=84_950 + MARGIN["nodes"]),
+    CORE: Size(statements=8_505 + MARGIN["statements"], nodes=62_580 + MARGIN["nodes"]),
+    ("tests",): Size(statements=8_500),
     ("benchmarks",): Size(lines=3_500),
 }
 

@@ -1,7 +1,7 @@
 """Checkpoint beside torch.save, torch.distributed.checkpoint (DCP) and the Trainer of Hugging Face.
 
     python benchmarks/checkpoints.py                    # 124M parameters; 4 GB of disk; half an hour
-    python benchmarks/checkpoints.py --layers 2 --embd 128 --kills 5          # a minute
+    python benchmarks/checkpoints.py --size 2 128 --kills 5                   # a minute
 
 Needs transformers and accelerate, and root for the full disk. Each way saves a GPT-2 and its AdamW, on a CPU
 by one thread: Checkpoint; `torch.save` to one file, as nanoGPT does; `dcp.save` and `dcp.async_save` to a
@@ -10,7 +10,7 @@ folder per step, whose newest with a `.metadata` counts; the Trainer with `save_
 
 Prints rows, as JSON. `wait_s` is how long a step waits, `durable_s` ends when all files are on disk (by fsync
 where a way does not call it): the median of the last four of eight saves, two of which each way keeps.
-`bytes` is the size of one snapshot. After a fault in the save of step 2 (SIGKILL at moments that are even
+`bytes` is the size of one snapshot. After a fault in the save of step 2 (a kill at moments that are even
 over the save, a disk that is full) or in its largest file (a flipped bit, the second half missing), a new
 process loads: the newest snapshot, the one before it, nothing (there is an error instead), or what was never
 saved ("wrong").
@@ -18,7 +18,6 @@ saved ("wrong").
 
 import collections
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,31 +41,15 @@ from mingpt.snapshot import Checkpoint
 
 Tell = Callable[[str], None]
 SAVES, WARM_UP = 8, 4  # the first saves are made while no old snapshot is removed
-OUTCOMES = ("nothing", "older", "newest", "wrong")
+OUTCOMES = {1.0: "older", 2.0: "newest"}
 
 
-class Loop:
-    """A model and its optimizer, with a save of each step by Checkpoint."""
+class Way:
+    """A model and its optimizer, with a save of each step in `folder`."""
 
     def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.folder, self.model, self.optimizer = folder, model, optimizer
-        self.prepare()
-
-    def prepare(self) -> None:
-        self.checkpoint = Checkpoint(self.folder / "own", keep=2)
-        self.state = {"model": self.model, "optimizer": self.optimizer}
-
-    def save(self, step: int) -> None:
-        self.checkpoint.save(step, self.state)
-
-    def finish(self, step: int) -> None:
-        manifest = self.folder / f"own/step_{step:08d}.json"
-        while not (manifest.exists() or self.checkpoint.saver.wait(0.002)):
-            pass  # `Checkpoint.wait` ends when the old snapshot is removed
-
-    def load(self) -> None:
-        if self.checkpoint.load(self.state) is None:
-            raise FileNotFoundError(self.folder)
+        self.checkpoint = Checkpoint(folder / "own", keep=2)
 
     def run(self, steps: int, tell: Tell) -> None:
         """Save steps 1 to `steps`, and tell when each save begins, returns and is durable."""
@@ -79,44 +62,47 @@ class Loop:
             tell("durable")
             self.clean(step)
 
+    def save(self, step: int) -> None:
+        self.checkpoint.save(step, {"model": self.model, "optimizer": self.optimizer})
+
+    def finish(self, step: int) -> None:
+        manifest = self.folder / f"own/step_{step:08d}.json"
+        while not (manifest.exists() or self.checkpoint.saver.wait(0.002)):
+            pass  # `Checkpoint.wait` ends when the old snapshot is removed
+
     def clean(self, step: int) -> None:
         """Keep the two newest snapshots. Raises the error of the last write."""
         self.checkpoint.wait()
 
+    def load(self) -> None:
+        if self.checkpoint.load({"model": self.model, "optimizer": self.optimizer}) is None:
+            raise FileNotFoundError(self.folder)
 
-class TorchSave(Loop):
-    def prepare(self) -> None:
-        self.path = self.folder / "ckpt.pt"
 
+class TorchSave(Way):
     def save(self, step: int) -> None:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save(state, self.path)
+        torch.save(state, self.folder / "ckpt.pt")
 
     def finish(self, step: int) -> None:
         sync(self.folder)
 
-    def clean(self, step: int) -> None: ...
-
     def load(self) -> None:
-        state = torch.load(self.path)
+        state = torch.load(self.folder / "ckpt.pt")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-class Dcp(Loop):
-    def prepare(self) -> None:
-        store = distributed.FileStore(str(self.folder.with_suffix(f".store{os.getpid()}")), 1)
-        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-
+class Dcp(TorchSave):
     def state_of(self) -> dict[str, Any]:
+        if not distributed.is_initialized():
+            store = distributed.FileStore(str(self.folder.with_suffix(f".store{os.getpid()}")), 1)
+            distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def save(self, step: int) -> None:
         dcp.save(self.state_of(), checkpoint_id=self.folder / f"step_{step}")
-
-    def finish(self, step: int) -> None:
-        sync(self.folder)
 
     def clean(self, step: int) -> None:
         shutil.rmtree(self.folder / f"step_{step - 2}", ignore_errors=True)
@@ -163,9 +149,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self.tell("durable")
 
 
-class TrainerOwn(Loop):
-    def prepare(self) -> None: ...
-
+class TrainerOwn(Way):
     def trainer(self, steps: int, tell: Tell | None) -> Trainer:
         arguments = TrainingArguments(
             output_dir=str(self.folder), max_steps=steps, save_steps=1, save_total_limit=2, use_cpu=True,
@@ -182,8 +166,8 @@ class TrainerOwn(Loop):
             self.trainer(SAVES, None).train(resume_from_checkpoint=True)
 
 
-WAYS: dict[str, type[Loop]] = {
-    "Checkpoint": Loop, "torch.save": TorchSave, "DCP": Dcp, "DCP async": DcpAsync, "Trainer": TrainerOwn,
+WAYS: dict[str, type[Way]] = {
+    "Checkpoint": Way, "torch.save": TorchSave, "DCP": Dcp, "DCP async": DcpAsync, "Trainer": TrainerOwn,
 }  # fmt: skip
 
 
@@ -213,83 +197,60 @@ class Trial:
         self.way, self.folder, self.model, self.optimizer = way, folder, model, optimizer
         folder.mkdir()
 
-    def child(self, work: Callable[[Loop, Tell], int]) -> tuple[int, Iterator[tuple[str, float]]]:
-        """Fork; return the child's id and what it tells.
-
-        The child's exit code is what `work` returns, or 4 after an error; DCP's errors are no Exceptions.
-        """
-        reading, writing = os.pipe()
+    def in_child(self, work: Callable[[Way], None]) -> int:
+        """Fork, and call `work`; return the child's exit code, or minus the signal that killed it."""
         child = os.fork()
         if child == 0:
-            code = 4
+            # Errors of DCP are no Exceptions.
             with contextlib.suppress(BaseException), open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), 1)
                 os.dup2(nowhere.fileno(), 2)
-                loop = WAYS[self.way](self.folder, self.model, self.optimizer)
-                code = work(loop, lambda event: tell(writing, event))
-            os._exit(code)
-        os.close(writing)
-        return child, listen(reading)
+                work(WAYS[self.way](self.folder, self.model, self.optimizer))
+                os._exit(0)
+            os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    def start(self, steps: int) -> tuple[int, Iterator[tuple[str, float]]]:
-        """Begin to save some steps in a child, as `child` does."""
+    def save(self, steps: int, kill_after_s: float = 0.0) -> list[tuple[str, float]]:
+        """Save some steps, as far as that goes; return what happened when.
 
-        def work(loop: Loop, tell: Tell) -> int:
-            loop.run(steps, tell)
-            return 0
+        With `kill_after_s`, a signal of the kernel ends the process so long after the last save has begun.
+        """
+        path, happened = self.folder.with_suffix(".json"), list[tuple[str, float]]()
+        path.unlink(missing_ok=True)
 
-        return self.child(work)
+        def tell(event: str) -> None:
+            happened.append((event, time.monotonic()))
+            if kill_after_s and event == "begin" and len(happened) == 3 * steps - 2:
+                signal.setitimer(signal.ITIMER_REAL, kill_after_s)
 
-    def save(self, steps: int) -> list[tuple[str, float]]:
-        """Save some steps, as far as that goes; return what happened when."""
-        child, events = self.start(steps)
-        found = list(events)
-        os.waitpid(child, 0)
-        return found
+        def work(way: Way) -> None:
+            try:
+                way.run(steps, tell)
+            finally:
+                path.write_text(json.dumps(happened))
 
-    def kill(self, after_s: float) -> None:
-        """Save two steps; kill the process `after_s` after the second save has begun."""
-        child, events = self.start(2)
-        began = [at for event, at in itertools.islice(events, 4) if event == "begin"][1]
-        time.sleep(max(0.0, began + after_s - time.monotonic()))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        self.in_child(work)
+        return json.loads(path.read_text()) if path.exists() else []
 
     def load(self) -> str:
         """Load in a new process; return which outcome that is."""
 
-        def work(loop: Loop, tell: Tell) -> int:
-            fill(loop.model, loop.optimizer, 0)
-            loop.load()
-            tensors = tensors_of(loop.model, loop.optimizer)
-            return next((step for step in (1, 2) if all(bool((one == step).all()) for one in tensors)), 3)
+        def work(way: Way) -> None:
+            fill(way.model, way.optimizer, 0)
+            way.load()
+            tensors = tensors_of(way.model, way.optimizer)
+            value = tensors[0].flatten()[0].item()
+            is_one = all(bool((tensor == value).all()) for tensor in tensors)
+            path.write_text(OUTCOMES.get(value, "wrong") if is_one else "wrong")
 
-        child, _ = self.child(work)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return OUTCOMES[code] if 0 < code < 4 else "nothing"
+        path = self.folder.with_suffix(".outcome")
+        return path.read_text() if self.in_child(work) == 0 else "nothing"
 
     def size(self) -> int:
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
     def clear(self) -> None:
         subprocess.run(["find", str(self.folder), "-mindepth", "1", "-delete"], check=True)
-
-
-def tell(writing: int, event: str) -> None:
-    os.write(writing, (json.dumps([event, time.monotonic()]) + "\n").encode())
-
-
-def listen(reading: int) -> Iterator[tuple[str, float]]:
-    with open(reading) as lines:
-        for line in lines:
-            event, at = json.loads(line)
-            yield event, at
-
-
-def largest_file(folder: Path) -> Path:
-    """Return the largest file; of several, the one that was written last."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return max(files, key=lambda path: (path.stat().st_size, path.stat().st_mtime_ns))
 
 
 def flip(path: Path) -> None:
@@ -317,20 +278,12 @@ def measure(trials: Mapping[str, Trial], rounds: int) -> dict[str, float]:
     return {way: statistics.median(times["durable"]) for way, times in found.items()}
 
 
-def kills(trial: Trial, count: int, durable_s: float) -> dict[str, int]:
-    """Return {outcome: how often} after kills from the begin of a save until after its end."""
-    outcomes: collections.Counter[str] = collections.Counter()
-    for number in range(count):
-        trial.clear()
-        trial.kill(1.1 * durable_s * number / count)
-        outcomes[trial.load()] += 1
-    return dict(outcomes)
-
-
-def damage(trial: Trial, change: Callable[[Path], None]) -> str:
+def damage(trial: Trial, change: Callable[[Path], Any]) -> str:
+    """Change the largest file (of several, the one that was written last); return the outcome."""
     trial.clear()
     trial.save(2)
-    change(largest_file(trial.folder))
+    files = [path for path in trial.folder.rglob("*") if path.is_file()]
+    change(max(files, key=lambda path: (path.stat().st_size, path.stat().st_mtime_ns)))
     return trial.load()
 
 
@@ -350,15 +303,14 @@ def full_disk(trial: Trial) -> str:
 
 def main() -> int:
     parser = argument_parser(__doc__)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--embd", type=int, default=768)
+    parser.add_argument("--size", type=int, nargs=2, default=(12, 768), metavar=("N_LAYER", "N_EMBD"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=50)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a forked child has no other threads
     with work_folder() as folder:
-        embd = arguments.embd
-        model = GPT2LMHeadModel(GPT2Config(n_layer=arguments.layers, n_embd=embd, n_head=embd // 64))
+        layers, width = arguments.size
+        model = GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64))
         optimizer = torch.optim.AdamW(model.parameters())
         for weight in model.parameters():
             weight.grad = torch.zeros_like(weight)
@@ -368,7 +320,12 @@ def main() -> int:
         trials = {way: Trial(way, folder / way.replace(" ", "-"), model, optimizer) for way in WAYS}
         durable_s = measure(trials, arguments.rounds)
         for way, trial in trials.items():
-            row(way=way, fault="kill", outcomes=kills(trial, arguments.kills, durable_s[way]))
+            outcomes = collections.Counter[str]()
+            for number in range(arguments.kills):
+                trial.clear()
+                trial.save(2, 1.1 * durable_s[way] * (number + 0.5) / arguments.kills)
+                outcomes[trial.load()] += 1
+            row(way=way, fault="kill", outcomes=dict(outcomes))
             row(way=way, fault="flipped bit", outcome=damage(trial, flip))
             row(
                 way=way,

@@ -1,7 +1,4 @@
-"""Helpers for the programs of this folder: arguments, jobs, signals to workers, measurements, exit code.
-
-A program prints its results as rows, one JSON object a line. Rows that were kept are in benchmarks/results/.
-"""
+"""Helpers of the programs that print results as rows of JSON; rows that were kept are in results/."""
 
 import argparse
 import contextlib

@@ -7,15 +7,15 @@
 On disk, snapshots of steps 10 and 20 exist; a save writes the snapshot of step 30, then removes the others.
 In memory, an earlier generation has left a snapshot of step 20; a new generation saves step 30 to a folder of
 its own, then removes the earlier generation's. Each snapshot has two tensor files, a tokenizer and a
-manifest. In a loop, Checkpoint saves step 30, with all that it does before its first save. These kinds of
-faults are tried at every point, `power` and `store` only on disk, and the first three kinds in a loop:
+manifest. In a loop, Checkpoint saves step 30. These kinds of faults are tried at every point, `power` and
+`store` only on disk, and the first three kinds in a loop:
 
 - `kill`: SIGKILL on entering each system call of the save (strace's fault injection), except `futex`;
 - `ENOSPC`, `EIO`: each of the save's calls on files fails with this error, and the process lives;
 - `order`: the workers are killed while each tensor file is absent, half written or whole, in any combination;
-- `power`: the machine loses power after each of the save's file operations. Files that were not fsynced are
-  all whole, all half written or all empty. Each creation, renaming and removal since the folder's last fsync
-  has happened or not, in any combination (after Pillai et al. 2014);
+- `power`: the machine loses power after each file operation. Files that were not fsynced are all whole, half
+  written or empty. Each creation, renaming and removal since the folder's last fsync has happened or not, in
+  any combination (after Pillai et al. 2014);
 - `store`: at each call, an object store has one of the faults that FaultyStore explains.
 
 After each fault the newest valid snapshot must be of step 20 or 30, with the right content. Then a further

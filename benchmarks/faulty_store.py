@@ -11,9 +11,9 @@ FAULTS = ("fails once", "fails on", "tears", "tears and says so", "lists late")
 class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
     """A store with a fault at call number `at`; calls count while the store is `armed`.
 
-    "fails once": this call raises OSError. "fails on": this call and all later calls raise OSError. "tears":
-    if this call is an upload, half of the file is stored. "tears and says so": the upload also raises
-    OSError. "lists late": each listing from this call on repeats the last listing before this call.
+    "fails once": this call raises OSError. "fails on": later calls do, too. "tears": an upload stores half of
+    the file. "tears and says so": it also raises OSError. "lists late": from this call on, a listing is the
+    last listing before it.
     """
 
     protocol = "faulty"

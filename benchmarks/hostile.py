@@ -8,8 +8,8 @@ the snapshot of step 4. If the snapshot of step 2 is there, the program must use
 Otherwise the program must end with one sentence and exit code 2. "init file" is train.py with
 snapshot.init_from=step_00000004.safetensors; it must refuse each bad file. Kinds called "valid" may be used
 or refused. No traceback may appear, and no payload may be executed. Peak memory may exceed the peak on the
-valid snapshot by --slack_mb plus the size of the bad files. Kinds with 4 MB of JSON may take 120 MB more.
-Prints a row per trial, as JSON; exit code 1 if a trial has a problem. `--kinds` takes parts of kinds' names.
+valid snapshot by --slack_mb plus the size of the bad files, and 120 MB for 4 MB of JSON. Prints a row per
+trial, as JSON; exit code 1 if a trial has a problem.
 """
 
 import os

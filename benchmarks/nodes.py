@@ -9,13 +9,12 @@
     python benchmarks/nodes.py --stock        # each node killed once under torchrun's own flags
 
 Needs root. Three nodes with one worker each, in namespaces of this machine. With a shared disk the nodes
-have one run_dir, with separate disks a run_dir each. A node is killed with everything on it. Kills take the
---strategies in turn. In every second round of kills, a node with an empty disk replaces the victim. A node
-that is cut off or frozen is healed when the others have trained again for 5 s. Under `--joins`, with each
-strategy and separate disks, a node is lost and comes back with an empty disk. Then a node is killed `delay_s`
-seconds after the `moment`. The moments: the empty node's agent starts, the rendezvous round ends, the next
-round begins, the next generation is on record. Under `--writers`, with separate disks, the two nodes that
-write the sharded state are killed at once, and come back with their disks or, every second round, empty ones.
+have one run_dir, with separate disks a run_dir each. Kills take the --strategies in turn. In every second
+round of kills, a node with an empty disk replaces the victim. A node that is cut off or frozen is healed when
+the others have trained again for 5 s. Under `--joins`, with each strategy and separate disks, a node is lost
+and comes back with an empty disk. Then a node is killed `delay_s` seconds after the `moment`. Under
+`--writers`, with separate disks, the two nodes that write the sharded state are killed at once, and come back
+with their disks or, every second round, empty ones.
 
 Prints a row per trial, as JSON. `on_s` is the time from a kill until a new generation of the other nodes
 has completed a step. For any other fault, `on_s` is the longest time without a completed step until the

@@ -2,7 +2,6 @@
 
     python benchmarks/planted.py                 # all 60, half an hour on two cores
     python benchmarks/planted.py --faults 7 22   # only these, by their number from 1
-    python benchmarks/planted.py --cuda          # those of tests/cuda/faults.toml, by the tests of tests/cuda
 
 A fault is two texts. `old` stands once in a file of mingpt/ or anynode/. In a copy of the working tree, `new`
 takes the place of `old`, and tests run until one fails. Prints a row per fault, as JSON, with that test, or
@@ -60,23 +59,20 @@ def first_failure(tree: Path, paths: list[str], marker: str) -> str | None:
     return found[1] if found else f"pytest: {done.stdout[-300:]}"
 
 
-def find(tree: Path, file: str, on_cuda: bool) -> str | None:
+def find(tree: Path, file: str) -> str | None:
     top, below = Path(file).parts[:2]
     package = below if top == "mingpt" else top
     units = [f"tests/{package}", *ELSEWHERE.get(package, [])]
     jobs = [f"tests/jobs/{name}.py" for name in JOBS[package]]
     rounds = [(units, "not slow and not weekly"), (jobs, "not weekly"), (units, "slow"), (jobs, "weekly")]
-    rounds = [(["tests/cuda"], "weekly")] if on_cuda else rounds
     return next(filter(None, (first_failure(tree, paths, marker) for paths, marker in rounds)), None)
 
 
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--faults", type=int, nargs="+", metavar="NUMBER")
-    parser.add_argument("--cuda", action="store_true", help="needs what tests/cuda needs")
     arguments = parser.parse_args()
-    faults_file = ROOT / ("tests/cuda/faults.toml" if arguments.cuda else "benchmarks/planted.toml")
-    faults = tomllib.loads(faults_file.read_text())["fault"]
+    faults = tomllib.loads((ROOT / "benchmarks/planted.toml").read_text())["fault"]
     missed = 0
     with work_folder() as tree:
         copy_tree(tree)
@@ -87,7 +83,7 @@ def main() -> int:
             intact = path.read_text()
             is_there = intact.count(fault["old"]) == 1
             path.write_text(intact.replace(fault["old"], fault["new"]))
-            found = find(tree, fault["file"], arguments.cuda) if is_there else None
+            found = find(tree, fault["file"]) if is_there else None
             path.write_text(intact)
             missed += found is None
             seconds = round(time.monotonic() - began, 1)

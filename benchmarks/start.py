@@ -13,8 +13,7 @@ checkout's. The last ratio is our time divided by the time to import torch. Exit
 is at most 2.5 for a start, 1.25 after a kill. Runs with kills must end with the bits of an undisturbed run.
 
 With --path, rank 0 of two notes each function of mingpt/ that any thread enters until the first forward pass
-ends. `functions`, `files` and `lines` count these functions, their files and their lines, each once.
-`collectives` is the number of rank 0's calls of torch.distributed that exchange something by then.
+ends, with its file and lines. `collectives` counts its calls of torch.distributed that exchange something.
 """
 
 import argparse

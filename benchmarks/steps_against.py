@@ -168,8 +168,8 @@ def peer_step_s(
     copy: Path, size: str, variant: str, device: str = "cpu", steps: int = 0, timeout_s: float | None = None
 ) -> float:
     """Train nanoGPT in `copy`; return the median seconds per step over the second half of the steps."""
-    own_program = copy / f"train_{variant.replace(' ', '_')}.py"
-    program = own_program.name if own_program.exists() else "train.py"
+    own_program = f"train_{variant.replace(' ', '_')}.py"
+    program = own_program if (copy / own_program).exists() else "train.py"
     steps = steps or SIZES[size]["trainer.max_steps"]
     evaluation = ["--eval_iters=1", "--eval_interval=100000", "--log_interval=1", f"--max_iters={steps}"]
     values = {name.partition(".")[2]: value for name, value in SIZES[size].items()}

@@ -3,7 +3,10 @@
 A RUN is a run folder, or the metrics.jsonl of a run. The snapshots of a run may also lie at the
 run's snapshot.path. The command prints a row for each run, and draws the losses of all runs into one picture,
 by default compare.png in the working directory. An earlier picture of this program is replaced, but no other
-file. Then the command compares each run with the first run, and prints for each pair:
+file. Runs that differ in nothing but the seed, as far as the result depends on it, are a group: A is the
+group of the first run, then come B, C and so on. A second run with the same seed begins another group. Each
+run of another group is compared with the run of A that has the same seed, or else with the first run. If all
+runs are of one group, each run is compared with the first one. For each such pair the command prints:
 
 - which of the two has the lower validation loss at the last step that both have evaluated
 - the settings, data and versions that differ, with * if they can change the result (with
@@ -13,12 +16,24 @@ file. Then the command compares each run with the first run, and prints for each
 - what is not compared
 - the finding: "the same bits", or what is on record as different
 
+At the end the command says whether A or the other group is better. It takes the validation losses of the
+pairs, in nats, at the last step that all of them have evaluated; if trainer.max_steps differs between the
+groups, each loss is that of the step trainer.max_steps of its run. For each seed it takes the difference of
+the losses. If the mean of n differences is farther from zero than t * s / sqrt(n), the group with the lower
+losses is better. Here s is the standard deviation of the differences, and t the 97.5 % point of Student's t
+distribution with n - 1 degrees of freedom (a paired t-test at the level of 5 %). Otherwise, with fewer than
+three seeds, or if the losses have different meanings, the verdict is "cannot tell".
+
 Exit code 0: all that was compared has the same bits; 1: something differs, or a snapshot is damaged; 2: a
-run is missing or cannot be read, or two runs have no step in common.
+run is missing or cannot be read, or two runs have no step in common. If there are two groups, the code is 3
+if A is better, and 4 if B is better. --json prints one JSON object instead of the lines, and draws no
+picture. It has the groups as {name: {seed: run}}, what was found on each pair, and the verdicts.
 """
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,26 +52,47 @@ from mingpt.tools.pictures import write_picture
 TIMINGS = ("_s", "mfu")  # endings of the names of metrics that measure time, which are not compared
 HEADER = "  steps  val/loss  lowest  bits/byte  lowest  seconds         tokens  run"
 ROW = "{:7}{:10.3f}{:8.3f}{:11.3f}{:8.3f}{:9.0f}{:15,}  "
+SAME = "the same bits"
+CODES = {SAME: 0, "A is better": 3, "B is better": 4}  # exit codes of verdicts; 1 for any other
+# 97.5 % points of Student's t distribution with 2 to 10 degrees of freedom. With more the last one is used,
+# which is a little too large.
+T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+# The validation losses of two runs cannot be compared if one of these facts differs.
+MEANING = {"data", "data.block_size", "data.val_fraction", "tokenizer", "trainer.eval_windows"}
 
 
 class Run(NamedTuple):
     """What a run's folder holds. `stores` has, for each step with a snapshot, the Store to read."""
 
     name: str
-    folder: Path
     file: Path  # metrics.jsonl
     records: Sequence[Mapping[str, Any]]
     history: Mapping[str, Any]
+    facts: Mapping[str, str]
     stores: Mapping[int, Store]
 
 
 class Comparison(NamedTuple):
     """The lines to print on two runs. If `differences` is empty, what was compared has the same bits."""
 
+    one: str  # the names of the runs
+    other: str
     facts: Sequence[str]
     differences: Sequence[str]
     not_compared: Sequence[str]
     finding: str
+
+
+class Verdict(NamedTuple):
+    """Which of two groups of runs is better: A, or the group `other`. Losses are in nats per token."""
+
+    other: str  # the name of the other group
+    facts: Mapping[str, tuple[str, str]]  # {name of a fact that differs: its values in both groups}
+    steps: tuple[int, int]  # at which the losses of A and of the other group are compared; -1 for none
+    pairs: Mapping[str, tuple[float, float]]  # {seed: losses of the run of A and of the other run}
+    mean: float | None  # of the differences, the other loss minus the loss of A; None for fewer than 3 seeds
+    standard_deviation: float | None
+    verdict: str
 
 
 def read_run(name: str) -> Run:
@@ -72,7 +108,8 @@ def read_run(name: str) -> Run:
     folder, file = (path.parent, path) if path.is_file() else (path, path / "metrics.jsonl")
     places = map(Store, possible_places(str(folder)))
     stores = {step: store for store in places for step in store.steps()}
-    return Run(name, folder, file, list(read_records(file)), load_history(folder) or {}, stores)
+    history = load_history(folder) or {}
+    return Run(name, file, list(read_records(file)), history, read_facts(folder, history), stores)
 
 
 def read_values(run: Run) -> dict[tuple[int, str], float]:
@@ -88,22 +125,22 @@ def read_values(run: Run) -> dict[tuple[int, str], float]:
     }
 
 
-def read_facts(run: Run) -> dict[str, str]:
+def read_facts(folder: Path, history: Mapping[str, Any]) -> dict[str, str]:
     """Return {name: value} of a run's settings, data, tokenizer, software and numbers of workers.
 
-    The values are from config.yaml and run.json; the result is empty if either file is missing, or if
-    run.json is damaged or has no `inputs`. "changes" are those of settings during the run. Settings that are
-    not known are left out. Raises UserError if config.yaml cannot be read.
+    The values are from config.yaml in `folder`, and from `history`, the content of run.json. The result is
+    empty if either is missing, or if run.json has no `inputs`. "changes" are those of settings during the
+    run. Settings that are not known are left out. Raises UserError if config.yaml cannot be read.
     """
-    config, inputs = run.folder / "config.yaml", run.history.get("inputs")
+    config, inputs = folder / "config.yaml", history.get("inputs")
     if not inputs or not config.is_file():
         return {}
     found = {key: value for key, value in read_file(str(config)).items() if key in settings()}
     changes = [
         f"{'; '.join(change['settings'])} after step {change['step']}"
-        for change in run.history.get("changes", [])
+        for change in history.get("changes", [])
     ]
-    workers = dict.fromkeys(str(entry.get("workers")) for entry in run.history.get("generations", []))
+    workers = dict.fromkeys(str(entry.get("workers")) for entry in history.get("generations", []))
     found |= {"run_dir": "", "changes": ", ".join(changes), "workers": ", then ".join(workers)}
     return {key: str(value) for key, value in (found | flatten(inputs)).items()}
 
@@ -113,18 +150,27 @@ def affects_result(key: str) -> bool:
     return settings()[key].affects_result if key in settings() else key != "workers"
 
 
+def find_differing(one: Run, other: Run) -> list[str]:
+    """Return the names of the facts that differ between two runs.
+
+    A fact that is missing in one of the runs does not differ: an older version may not have recorded it, such
+    as software.kernels.
+    """
+    return [key for key in one.facts if key in other.facts and one.facts[key] != other.facts[key]]
+
+
 def compare_facts(one: Run, other: Run) -> tuple[list[str], str]:
     """Return (a line for each fact that differs, what is on record as different).
 
     Facts that cannot change the result are only on record as different if there are no others.
     """
-    known, others = read_facts(one), read_facts(other)
-    if not known or not others:
+    if not one.facts or not other.facts:
         return [], "cannot tell: settings are not on record, give run folders"
-    # A fact may be missing in a run of an older version, such as software.kernels.
-    differing = [key for key in known if key in others and known[key] != others[key]]
+    differing = find_differing(one, other)
     causes = [key for key in differing if affects_result(key)]
-    lines = [f"{'*' if key in causes else ' '} {key}: {known[key]} -> {others[key]}" for key in differing]
+    lines = [
+        f"{'*' if key in causes else ' '} {key}: {one.facts[key]} -> {other.facts[key]}" for key in differing
+    ]
     if not differing:
         return [], "cannot tell: nothing on record differs"
     return lines, f"on record as different: {', '.join(causes or differing)}"
@@ -168,7 +214,7 @@ def compare(one: Run, other: Run) -> Comparison:
             best = "" if a == b else said
     facts, finding = compare_facts(one, other)
     differences, not_compared = list(first.values()), list[str]()
-    same, alone = f"the same bits: {len(pairs)} values", len(ours.keys() ^ theirs.keys())
+    same, alone = f"{SAME}: {len(pairs)} values", len(ours.keys() ^ theirs.keys())
     if alone:
         not_compared.append(f"not compared: {alone} values, in one run only")
     if saved is None:
@@ -176,7 +222,81 @@ def compare(one: Run, other: Run) -> Comparison:
     else:
         same += f", tensors of step {saved}"
         differences += compare_snapshots(one, other, saved)
-    return Comparison([best, *facts], differences, not_compared, finding if differences else same)
+    return Comparison(
+        one.name, other.name, [best, *facts], differences, not_compared, finding if differences else same
+    )
+
+
+def group_runs(runs: Sequence[Run]) -> dict[str, dict[str, Run]]:
+    """Return {name: group}; a group is {seed: run}, and the names are A, B, C and so on.
+
+    The runs of a group differ in no fact that can change the result, apart from the seed. There are no groups
+    if the settings of a run are not on record.
+    """
+    groups = dict[str, dict[str, Run]]()
+    if not all(run.facts for run in runs):
+        return groups
+    for run in runs:
+        seed = run.facts["seed"]
+        for group in groups.values():
+            differing = {key for key in find_differing(first_of(group), run) if affects_result(key)}
+            if seed not in group and differing <= {"seed"}:
+                group[seed] = run
+                break
+        else:
+            groups[chr(ord("A") + len(groups))] = {seed: run}
+    return groups
+
+
+def first_of(group: Mapping[str, Run]) -> Run:
+    return next(iter(group.values()))
+
+
+def judge(differences: Sequence[float], name: str = "B") -> tuple[float | None, float | None, str]:
+    """Return (mean of the differences, their standard deviation, verdict).
+
+    The module's docstring has the rule. `differences` has, for each seed, the loss of the group `name` minus
+    the loss of A, in nats. With fewer than three differences, mean and standard deviation are None.
+    """
+    count = len(differences)
+    if count < 3:
+        return None, None, "cannot tell: needs three seeds"
+    mean, deviation = statistics.fmean(differences), statistics.stdev(differences)
+    margin = T[min(count - 3, len(T) - 1)] * deviation / math.sqrt(count)
+    better = f"{name if mean < 0 else 'A'} is better"
+    return mean, deviation, better if abs(mean) > margin else "cannot tell"
+
+
+def decide(one: Mapping[str, Run], other: Mapping[str, Run], name: str, same: Collection[str]) -> Verdict:
+    """Return the verdict on A, the group `one`, and the group `other`, whose name is `name`.
+
+    `same` has the names of the runs that have the same bits as the run with which they were compared.
+    """
+    first, second = first_of(one), first_of(other)
+    differing = [key for key in find_differing(first, second) if key != "seed"]
+    shown = [key for key in differing if affects_result(key)] or differing
+    losses = {seed: (read_losses(one[seed]), read_losses(other[seed])) for seed in one if seed in other}
+    ends = int(first.facts["trainer.max_steps"]), int(second.facts["trainer.max_steps"])
+    if ends[0] == ends[1]:  # else the learning rates at one step are those of different schedules
+        evaluated = [found.keys() for both in losses.values() for found in both]
+        last = max(set(read_losses(first)).intersection(*evaluated), default=-1)
+        ends = last, last
+    pairs = {
+        seed: (a[ends[0]], b[ends[1]]) for seed, (a, b) in losses.items() if ends[0] in a and ends[1] in b
+    }
+    mean, deviation, verdict = judge([b - a for a, b in pairs.values()], name)
+    meanings = [key for key in differing if key in MEANING]
+    if losses and all(other[seed].name in same for seed in losses):
+        verdict = SAME
+    elif meanings:
+        verdict = f"cannot tell: val/loss depends on {', '.join(meanings)}"
+    facts = {key: (first.facts[key], second.facts[key]) for key in shown}
+    return Verdict(name, facts, ends, pairs, mean, deviation, verdict)
+
+
+def read_losses(run: Run) -> dict[int, float]:
+    """Return {step: validation loss in nats per token} of a run."""
+    return {step: value for (step, name), value in read_values(run).items() if name == "val/loss"}
 
 
 def tabulate(runs: Sequence[Run]) -> Iterator[str]:
@@ -206,6 +326,26 @@ def draw(runs: Sequence[Run], path: str) -> Iterator[str]:
         yield f"{path} is not drawn ({reason_of(error)}): give another --plot FILE"
 
 
+def describe(comparisons: Sequence[Comparison], verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """Yield the lines to print on pairs of runs and on groups."""
+    for found in comparisons:
+        yield from ("", f"{found.one} and {found.other}:", *found.facts, *found.differences)
+        yield from (*found.not_compared, found.finding)
+    for verdict in verdicts:
+        other, (first, second) = verdict.other, verdict.steps
+        yield ""
+        for place, name in enumerate(("A", other)):
+            facts = [f"{key}={values[place]}" for key, values in verdict.facts.items()]
+            yield f"{name}: {', '.join(facts) or 'nothing on record differs'}"
+        if verdict.pairs:
+            yield f"val/loss of A at step {first}, of {other} at step {second}, and {other} - A:"
+        for seed, (a, b) in verdict.pairs.items():
+            yield f"  seed {seed}: {a:.4f}, {b:.4f}, {b - a:+.3g}"
+        if verdict.mean is not None:
+            yield f"mean {verdict.mean:+.3g}, standard deviation {verdict.standard_deviation:.3g}"
+        yield verdict.verdict
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = CommandParser("python -m mingpt compare", __doc__)
     parser.add_argument(
@@ -219,15 +359,35 @@ def main(arguments: Sequence[str]) -> int:
         metavar="FILE",
         help="the picture (default: %(default)s)",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and draw no picture")
     options = parser.parse_args(arguments)
     try:
         runs = [read_run(name) for name in (options.first, *options.others)]
-        comparisons = [compare(runs[0], run) for run in runs[1:]]
+        groups = group_runs(runs)
+        others = [*groups.items()][1:]
+        pairs = [(groups["A"].get(seed, runs[0]), run) for _, group in others for seed, run in group.items()]
+        comparisons = [compare(*pair) for pair in pairs or [(runs[0], run) for run in runs[1:]]]
     except (UnreadableSnapshot, OSError) as error:
         raise UserError(f"the runs cannot be compared: {reason_of(error)}") from None
-    lines = [*tabulate(runs), *draw(runs, options.plot)]
-    for run, found in zip(runs[1:], comparisons, strict=True):
-        lines += ["", f"{runs[0].name} and {run.name}:"]
-        lines += [*found.facts, *found.differences, *found.not_compared, found.finding]
+    same = {found.other for found in comparisons if not found.differences}
+    verdicts = [decide(groups["A"], group, name, same) for name, group in others]
+    if options.json:
+        content = {
+            "groups": {
+                name: {seed: run.name for seed, run in group.items()} for name, group in groups.items()
+            },
+            "comparisons": [found._asdict() for found in comparisons],
+            "verdicts": [verdict._asdict() for verdict in verdicts],
+        }
+        lines = [json.dumps(content, indent=1)]
+    else:
+        lines = [*tabulate(runs), *draw(runs, options.plot)]
+        # The comparison of two runs with the same settings has said all.
+        is_told = len(runs) > 2 or any(
+            found.pairs and any(map(affects_result, found.facts)) for found in verdicts
+        )
+        lines += describe(comparisons, verdicts if is_told else [])
     write_lines(lines)
+    if len(verdicts) == 1:
+        return CODES.get(verdicts[0].verdict, 1)
     return int(any(found.differences for found in comparisons))

@@ -1,19 +1,34 @@
 """Estimate the memory that a worker of a run needs with each strategy, and say which strategy fits.
 
     python -m mingpt plan [CONFIG.yaml] [section.key=value ...] [--workers N] [--gpu_memory 80GB]
+    python -m mingpt plan [CONFIG.yaml] [section.key=value ...] --time 5m [--workers N]
 
-Nothing is trained or allocated. Weights, optimizer and snapshots are counted; gradients, exchanges and
-activations are estimated. Activations are those of Korthikanti et al. 2022, "Reducing Activation
-Recomputation in Large Transformer Models". The total is right to within a third. With --gpu_memory, which
-trainer.device=cuda requires, each worker has a GPU; without it, all workers share this machine's memory. With
-data.vocab_size=N the data are not read. The exit code is 0, even if no strategy fits; it is 2 if the
-settings, options or data cannot be used.
+Without --time, nothing is trained or allocated. Weights, optimizer and snapshots are counted; gradients,
+exchanges and activations are estimated. Activations are those of Korthikanti et al. 2022, "Reducing
+Activation Recomputation in Large Transformer Models". The total is right to within a third. With
+--gpu_memory, which trainer.device=cuda requires, each worker has a GPU; without it, all workers share this
+machine's memory. With data.vocab_size=N the data are not read.
+
+With --time, the command says instead how many steps fit into this time on this machine. Its last line is a
+setting, such as trainer.max_steps=1200. The command trains 20 steps in a temporary folder, with as many
+workers as plain `python train.py` starts, or with N. It counts the time of the start and the end of a job and
+the steps, but no evaluation, sample or snapshot in between. trainer.compile=auto does not compile so few
+steps; give true to measure compiled steps. Other work on the machine makes steps slower, so the number varies
+from call to call.
+
+The exit code is 0, even if no strategy or no step fits; it is 2 if the settings, options or data cannot be
+used, or if the 20 steps cannot be trained.
 """
 
 import math
 import os
+import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +36,18 @@ from pydantic import ByteSize, TypeAdapter
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
+from mingpt.base.files import temporary_folder
 from mingpt.base.rows import RowMap
 from mingpt.config import Config, check_workers
-from mingpt.config.cli import parse
+from mingpt.config.cli import parse, read_arguments
+from mingpt.config.settings import to_seconds
 from mingpt.data import TOKENIZERS, load_named_tokenizer, tokenize
 from mingpt.data.corpus import open_data, tokenizer_file
 from mingpt.distributed.device import resolve_dtype
 from mingpt.model.operations import MAX_LOGITS
 from mingpt.parallel.ddp import BUCKET_BYTES
+from mingpt.report import read_records
+from mingpt.tools.jobs import clean_environment
 from mingpt.training.contents import tensor_shapes
 from mingpt.training.evaluate import eval_batch_size
 
@@ -43,6 +62,15 @@ PROCESS_BYTES = 360e6  # of a process on CPUs: Python, its imports, the text and
 CUDA_BYTES = 1e9  # of a CUDA context, not measured
 FRAGMENTED = 1.5  # glibc keeps freed memory that lies between activations; torch's CUDA allocator reuses it
 LOGIT_BYTES = 12  # of a logit and its gradients
+STEPS, FIRST_MEASURED = 20, 6  # of the job that measures the time of a step; the first steps are slower
+# The settings of that job: it evaluates one window, and saves nothing before its end.
+MEASURING = {
+    "trainer.max_steps": STEPS, "trainer.log_every": 1, "trainer.eval_every": STEPS,
+    "trainer.eval_windows": 1, "trainer.eval_at_start": False, "trainer.sample_tokens": 0,
+    "trainer.pause_after": "null", "snapshot.every": STEPS, "snapshot.memory_every": 0,
+    "snapshot.path": "null", "snapshot.resume": "auto", "report.tensorboard": False,
+    "report.tracker": "null",
+}  # fmt: skip
 
 
 def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, element: int) -> dict[str, float]:
@@ -147,19 +175,61 @@ def find_vocab_size(config: Config) -> int:
     return tokenize(data, config.data, tokenizer).vocab_size
 
 
+def fit_steps(words: Sequence[str], workers: int | str, limit_s: float) -> list[str]:
+    """Train STEPS steps; return the lines to print: seconds per step, and how many steps fit into `limit_s`.
+
+    `words` are the configuration on the command line, `workers` is as trainer.workers, and `limit_s` is in
+    seconds. Raises UserError if the STEPS steps cannot be trained.
+    """
+    path, given = read_arguments(words)
+    with temporary_folder() as folder:
+        settings = given | MEASURING | {"run_dir": f"{folder}/run", "trainer.workers": workers}
+        command = [sys.executable, "-m", "mingpt.launch.train", *([path] if path else [])]
+        command += [f"{key}={value}" for key, value in settings.items()]
+        began = time.monotonic()
+        job = subprocess.run(command, env=clean_environment(), capture_output=True, text=True)
+        job_s = time.monotonic() - began
+        if job.returncode:
+            raise UserError(f"{STEPS} steps cannot be trained: {job.stderr.strip().rpartition('error: ')[2]}")
+        records = list(read_records(Path(folder, "run/metrics.jsonl")))
+    step_s = statistics.median(
+        one["step_s"] for one in records if "step_s" in one and one["step"] >= FIRST_MEASURED
+    )
+    rest_s = job_s - STEPS * step_s
+    return [
+        f"a step takes {step_s:.3g} s, the median of steps {FIRST_MEASURED} to {STEPS}",
+        f"the start and the end of the job take {rest_s:.1f} s",
+        f"{limit_s:g} s are enough, without evaluations, samples and snapshots in between, for",
+        f"trainer.max_steps={max(0, int((limit_s - rest_s) / step_s))}",
+    ]
+
+
 def size(text: str) -> int:
     return TypeAdapter(ByteSize).validate_python(text)  # type: ignore[no-any-return]
+
+
+def duration(text: str) -> float:
+    return to_seconds(text)
 
 
 def main(arguments: Sequence[str]) -> int:
     usage = "%(prog)s [CONFIG.yaml] [section.key=value ...] [options]"
     parser = CommandParser("python -m mingpt plan", __doc__, usage)
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="workers of the job (default 1)")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="workers of the job (default 1; with --time trainer.workers)"
+    )
     parser.add_argument("--gpu_memory", type=size, metavar="SIZE", help="of each worker's GPU, such as 80GB")
+    parser.add_argument(
+        "--time", type=duration, metavar="TIME", help="how many steps fit into it? As in 5h30m"
+    )
     options, words = parser.parse_known_args(arguments)
-    config, workers, gpu = parse(words), options.workers, options.gpu_memory
+    config, gpu = parse(words), options.gpu_memory
+    workers = 1 if options.workers is None else options.workers
     if workers < 1:
         raise UserError(f"--workers must be at least 1, not {workers}")
+    if options.time is not None:
+        write_lines(fit_steps(words, options.workers or config.trainer.workers, options.time))
+        return 0
     if not gpu and config.trainer.device == "cuda":
         raise UserError("how much memory does a GPU have? Give --gpu_memory, such as --gpu_memory 80GB")
     check_workers(config, workers)

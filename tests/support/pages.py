@@ -89,8 +89,10 @@ def shorten(line: str, text: Path, more: dict[str, object]) -> list[str]:
 
     train.py gets the settings SHORT and `more`, and the data `text`, unless the line sets them. A line whose
     remark has "on both nodes" or "on all nodes" gives two equal commands. A line of pytest gives no command.
+    A loop over seeds gives the command for its first seed.
     """
     line, _, remark = line.partition("#")
+    line = re.sub(r"^for (\w+) in (\S+) .*; do (.*); done$", r"\1=\2; \3", line)
     words = line.split("&&")[-1].split()
     if words[0] == "pytest":
         return []  # the line runs these tests themselves

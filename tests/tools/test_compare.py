@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.golden import Golden
 from support.runs import make_run as make_start
 from support.snapshots import TENSORS, make_manifest, make_store, write
 
 from mingpt.config import to_yaml
 from mingpt.config.cli import build
 from mingpt.report.history import RunHistory
-from mingpt.tools.compare import main
+from mingpt.tools.compare import judge, main
 
 Compare = Callable[..., tuple[int, list[str]]]
 RECORDED = "on record as different: "
@@ -112,3 +113,96 @@ def test_a_picture_is_drawn_and_a_file_of_the_users_stays(tmp_path: Path, compar
     compare("a", "a")
     assert (tmp_path / "my.png").read_text() == "mine"
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+A = (2.5, 2.6, 2.4)
+FASTER = {"optimizer.learning_rate": 0.014}
+
+
+def make_groups(
+    folder: Path, losses: Sequence[float], settings: Mapping[str, Any], **inputs: Any
+) -> list[str]:
+    """Make the runs of A, and those of B with `settings`, `inputs` and `losses`; return their names.
+
+    The losses are those of step 9. Seeds are 0, 1, 2 and so on. A was also evaluated later.
+    """
+    names = list[str]()
+    for seed, loss in enumerate(A):
+        names.append(f"a-{seed}")
+        records = [{"step": 9, "val/loss": loss}, {"step": 340, "val/loss": 1.0}]
+        make_run(folder / names[-1], records, {"seed": seed}, code="8a")
+    for seed, loss in enumerate(losses):
+        names.append(f"b-{seed}")
+        records = [{"step": 9, "val/loss": loss}]
+        make_run(folder / names[-1], records, {"seed": seed, **settings}, **{"code": "8a", **inputs})
+    return names
+
+
+@pytest.mark.parametrize(
+    ("losses", "settings", "inputs", "code", "verdict"),
+    [
+        ((2.4, 2.5, 2.3), FASTER, {}, 4, "B is better"),
+        ((2.4, 2.49, 2.33), {}, {"code": "9f"}, 4, "B is better"),
+        ((2.75, 2.85, 2.65), FASTER, {}, 3, "A is better"),  # all differences are the same number
+        ((2.52, 2.63, 2.42), {"model.dropout": 0.1}, {}, 3, "A is better"),
+        ((2.4, 2.51, 2.3), {"trainer.max_steps": 9}, {}, 3, "A is better"),  # A at step 340
+        ((2.3, 2.55, 2.38), FASTER, {}, 1, "cannot tell"),
+        ((2.52, 2.57, 2.41), {"trainer.micro_batch_size": 4}, {}, 1, "cannot tell"),
+        ((2.4, 2.5), FASTER, {}, 1, "cannot tell: needs three seeds"),
+        ((2.4, 2.5, 2.3), {"data.block_size": 64}, {}, 1, "cannot tell: val/loss depends on data.block_size"),
+        (A, {"trainer.workers": 2}, {}, 0, "the same bits"),
+        (A, {"optimizer.grad_clip": 9.0}, {}, 0, "the same bits"),
+    ],
+)  # fmt: skip
+def test_which_of_two_groups_is_better_is_told_by_the_differences_for_each_seed(
+    losses: Sequence[float], settings: dict[str, Any], inputs: dict[str, Any], code: int, verdict: str,
+    tmp_path: Path, compare: Compare,
+) -> None:  # fmt: skip
+    found, lines = compare(*make_groups(tmp_path, losses, settings, **inputs), "--json")
+    (told,) = json.loads("\n".join(lines))["verdicts"]
+    assert (found, told["verdict"]) == (code, verdict)
+    assert [*told["facts"]] == [*settings, *inputs]
+
+
+def test_the_rule_is_a_paired_t_interval() -> None:
+    """The mean of four differences is a little over 3.182 standard errors from zero, or a little under it."""
+    verdicts = {
+        spread: judge([-1 - spread, -1 + spread, -1 - spread, -1 + spread])[2] for spread in (0.544, 0.5445)
+    }
+    assert verdicts == {0.544: "B is better", 0.5445: "cannot tell"}
+    assert judge([0.1 * 1.2 ** (number % 2) for number in range(40)], "C")[2] == "A is better"
+    assert judge([-1.0] * 3, "C") == (-1.0, 0.0, "C is better")
+
+
+def test_a_program_reads_the_groups_and_the_verdict_of_each_as_json(
+    tmp_path: Path, compare: Compare, golden: Golden
+) -> None:
+    """There is a third group, of one run of an older version, which has not recorded its code."""
+    names = make_groups(tmp_path, (2.4, 2.49, 2.33), FASTER, code="9f")
+    make_run(tmp_path / "c", [{"step": 9, "val/loss": 2.0}], {"seed": 1, "model.n_layer": 1})
+    code, lines = compare(*names, "c", "--json")
+    found = json.loads("\n".join(lines))
+    assert (code, (tmp_path / "compare.png").exists()) == (1, False)
+    assert found["groups"] == {
+        "A": dict(zip("012", names[:3], strict=True)),
+        "B": dict(zip("012", names[3:], strict=True)),
+        "C": {"1": "c"},
+    }
+    assert [pair["other"] for pair in found["comparisons"]] == [*names[3:], "c"]
+    first, second = found["verdicts"]
+    assert first["pairs"] == {"0": [2.5, 2.4], "1": [2.6, 2.49], "2": [2.4, 2.33]}
+    assert (first["other"], first["steps"], first["verdict"]) == ("B", [9, 9], "B is better")
+    assert (first["mean"], first["standard_deviation"]) == pytest.approx((-0.0933, 0.0208), abs=1e-4)
+    assert second["facts"] == {"model.n_layer": ["3", "1"]} and second["mean"] is None
+    golden("\n".join(compare(*names, "c")[1][-14:]))
+
+
+def test_a_verdict_on_two_runs_says_that_three_seeds_are_needed(tmp_path: Path, compare: Compare) -> None:
+    make_groups(tmp_path, (2.4, 2.5), FASTER)
+    code, lines = compare("a-0", "b-0")
+    assert (code, lines[-1]) == (1, "cannot tell: needs three seeds")
+    assert "val/loss at step 9, the last of both runs: 2.5000 and 2.4000, lower in b-0" in lines
+    assert f"{RECORDED}optimizer.learning_rate" in lines
+    (tmp_path / "b-1" / "config.yaml").unlink()
+    code, lines = compare("a-1", "b-1", "b-0")
+    assert (code, lines[-1]) == (1, f"{RECORDED}seed, optimizer.learning_rate")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import run_here
+from support.commands import refused, run_here
 
 from mingpt.config import Config
 from mingpt.config.cli import build
@@ -66,3 +66,19 @@ def test_a_plan_is_one_screen_and_ends_with_the_first_strategy_that_fits(
     words = [f"data.path={text}", "model.n_layer=48", "model.n_embd=1600", "model.n_head=25"]
     lines = run_here(main, *words, "--workers", 8, "--gpu_memory", memory).stdout.splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 80 and lines[-1] == end
+
+
+@pytest.mark.slow
+def test_the_steps_that_fit_into_a_time_are_measured_and_nothing_stays(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [f"data.path={text}", *TINY, "trainer.pause_after=1", "snapshot.path=kept", "trainer.workers=1"]
+    first, second, _, last = run_here(main, *words, "--time", "1h").stdout.splitlines()
+    step_s, rest_s = float(first.split()[3]), float(second.split()[-2])
+    steps = int(last.removeprefix("trainer.max_steps="))
+    assert steps == pytest.approx((3600 - rest_s) / step_s, rel=0.01)
+    assert list(tmp_path.iterdir()) == []
+    assert "20 steps cannot be trained: data.path nowhere" in refused(
+        main, "data.path=nowhere", "--time", "9"
+    )
