@@ -3,8 +3,7 @@
     torchrun --standalone --nproc_per_node=2 --max-restarts=3 examples/fsdp_loop.py
 
 The last line of output, a hash of the weights, is the same whatever was killed or stopped, for one number of
-workers. docs/any-loop.md explains the lines that are marked with (1) and (2). This project must be on
-PYTHONPATH, or installed.
+workers. This project must be on PYTHONPATH, or installed.
 """
 
 import hashlib
@@ -32,10 +31,10 @@ def main() -> None:
         fully_shard(layer, mesh=dist.init_device_mesh("cpu", (workers,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     stop, checkpoint = StopSignal(), Checkpoint("fsdp_loop", keep=2)
-    state = {"model": model, "optimizer": optimizer}  # (1)
+    state = {"model": model, "optimizer": optimizer}
     step = checkpoint.load(state) or 0
     while step < STEPS:
-        generator = torch.Generator().manual_seed(step)  # (2)
+        generator = torch.Generator().manual_seed(step)  # all ranks choose alike
         chosen = torch.randint(len(images), (BATCH,), generator=generator)[rank::workers]
         optimizer.zero_grad()
         F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
