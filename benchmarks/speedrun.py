@@ -22,7 +22,8 @@ from pathlib import Path
 from common import argument_parser, wait_for_success, work_folder
 from support.jobs import Job, read_history, read_metric
 
-from mingpt.config.cli import read_file
+from mingpt.config import flatten, to_dict
+from mingpt.config.cli import build, read_file
 from mingpt.tools.compare import compare, read_run
 from mingpt.tools.jobs import ROOT
 
@@ -64,7 +65,8 @@ def train(copy: Path, entry: Path, text: Path | None) -> float:
 def breaches(entry: Path) -> list[str]:
     """Return how an entry breaks the rules of its track, or disagrees with its own files."""
     about, run = json.loads((entry / "entry.json").read_text()), read_history(entry)
-    config, losses = read_file(str(entry / "config.yaml")), read_metric(entry, "val/loss")
+    config = flatten(to_dict(build(read_file(str(entry / "config.yaml")))))
+    losses = read_metric(entry, "val/loss")
     (limit, device, count), steps = TRACKS[about["track"]], config["trainer.max_steps"]
     found = [f"the rules say {key}={value}" for key, value in RULES.items() if config.get(key) != value]
     if losses.get(steps) != about["val_loss"]:
