@@ -1,7 +1,7 @@
 """Checkpoint beside torch.save, torch.distributed.checkpoint (DCP) and the Trainer of Hugging Face.
 
     python benchmarks/checkpoints.py                    # 124M parameters; 4 GB of disk; half an hour
-    python benchmarks/checkpoints.py --size 2 128 --kills 5                   # a minute
+    python benchmarks/checkpoints.py --size 2 128 --kills 5 # a minute
 
 Needs transformers and accelerate, and root for the full disk. Each way saves a GPT-2 and its AdamW, on a CPU
 by one thread: Checkpoint; `torch.save` to one file, as nanoGPT does; `dcp.save` and `dcp.async_save` to a

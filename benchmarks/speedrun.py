@@ -4,9 +4,9 @@
     python benchmarks/speedrun.py check benchmarks/speedrun/1.88-NAME [--text FILE]
 
 `run` trains by CONFIG with the checkout's last commit and its uncommitted changes, in a copy, and makes an
-entry. `check` trains an entry again, with its commit and code, and prints "same bits", or "same loss within
-0.003" on another kind of machine, or what differs. Exit code 1 if something differs or the entry does not
-keep the rules. FILE is tiny Shakespeare as one file; without it, train.py downloads the text.
+entry. `check` trains an entry again, and prints "same bits", or "same loss within 0.003" on another kind of
+machine, or what differs. Exit code 1 if something differs or the entry does not keep the rules. FILE is tiny
+Shakespeare; without it, train.py downloads the text.
 """
 
 import argparse
@@ -97,12 +97,11 @@ def make_entry(options: argparse.Namespace) -> tuple[list[str], list[str]]:
         for name in ("run.json", "metrics.jsonl"):
             shutil.copy(copy / "out" / name, entry)
     run, cpu = read_history(entry), re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    cores, workers = os.cpu_count(), run["generations"][-1]["workers"]
-    count = workers if run["inputs"]["software"]["device_type"] == "cuda" else cores
+    workers, is_on_gpu = run["generations"][-1]["workers"], options.track == "gpu"
     about = {
         "track": options.track, "val_loss": [*read_metric(entry, "val/loss").values()][-1],
         "seconds": round(seconds, 1), "weights_sha256": run["weights_sha256"], "commit": commit,
-        "cpu": cpu[1] if cpu else "unknown", "count": count,
+        "cpu": cpu[1] if cpu else "unknown", "count": workers if is_on_gpu else os.cpu_count(),
     }  # fmt: skip
     (entry / "entry.json").write_text(json.dumps(about, indent=1) + "\n")
     return [f"{entry.relative_to(ROOT)}: {about['val_loss']:.4f} in {seconds:.0f} s"], breaches(entry)
@@ -116,7 +115,7 @@ def check_entry(options: argparse.Namespace) -> tuple[list[str], list[str]]:
         seconds, run = train(copy, options.entry, options.text), copy / "out"
         found = compare(read_run(str(options.entry)), read_run(str(run)))
         weights, losses = read_history(run)["weights_sha256"], [*read_metric(run, "val/loss").values()]
-    said = [f"trained again in {seconds:.0f} s; the entry says {about['seconds']} s", *found.facts]
+    said = [f"{seconds:.0f} s; the entry has {about['seconds']} s", *filter(None, found.facts)]
     is_other_machine = any("software.device" in fact for fact in found.facts)
     if weights == about["weights_sha256"] and not found.differences:
         said.append("same bits")
