@@ -5,8 +5,7 @@
 
 `run` trains by CONFIG with the checkout's last commit and its uncommitted changes, in a copy, and makes an
 entry. `check` trains an entry again, and prints "same bits", or "same loss within 0.003" on another kind of
-machine, or what differs. Exit code 1 if something differs or the entry does not keep the rules. FILE is tiny
-Shakespeare; without it, train.py downloads the text.
+machine, or what differs; the exit code is then 1. FILE is tiny Shakespeare, which train.py else downloads.
 """
 
 import argparse
