@@ -42,7 +42,9 @@ def test_an_overflow_is_left_out_everywhere_with_one_hash_through_kills(
     for number, (launcher, way) in enumerate(cases):
         run_dir, given = tmp_path / str(number), settings | way
         job = finish(code=OVERFLOW_AND_KILL, launcher=launcher, run_dir=run_dir, trainer__workers=1, **given)
-        assert job.err().count("step 13: the gradient overflows float16: its update is left out") == 1, number
+        # The kill may come before the snapshot of step 15 is whole in memory; then step 13 is made again.
+        times = 1 + sum(entry["from_step"] < 13 for entry in generations(run_dir)[1:])
+        assert job.err().count("step 13: the gradient overflows float16: its update is left out") == times
         scales = read_metric(run_dir, "loss_scale")
         assert (scales[12], scales[13], scales[30]) == (65_536, 32_768, 32_768)
         assert manifest(run_dir, 30)["loss_scale"] == {"scale": 32_768, "good_steps": 17}
