@@ -31,7 +31,7 @@ def run_recipe(start: Start, tmp_path: Path) -> Callable[[str, int, str], Job]:
         text = (ROOT / "examples" / f"{name}.py").read_text().replace(" = 1, 900,", " = 1, 200,")
         (folder / "loop.py").write_text(text.replace("Path(__file__).parent.parent", f"Path({str(ROOT)!r})"))
         command = ["env", "-C", str(folder), *launcher, "loop.py"]
-        return start(command, PYTHONPATH=str(ROOT))
+        return start(command, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
 
     return run
 
