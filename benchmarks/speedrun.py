@@ -115,7 +115,7 @@ def check_entry(options: argparse.Namespace) -> tuple[list[str], list[str]]:
         found = compare(read_run(str(options.entry)), read_run(str(run)))
         weights, losses = read_history(run)["weights_sha256"], [*read_metric(run, "val/loss").values()]
     said = [f"{seconds:.0f} s; the entry has {about['seconds']} s", *filter(None, found.facts)]
-    is_other_machine = any("software.device" in fact for fact in found.facts)
+    is_other_machine = any("software." in one and "software.code" not in one for one in found.facts)
     if weights == about["weights_sha256"] and not found.differences:
         said.append("same bits")
     elif is_other_machine and abs(losses[-1] - about["val_loss"]) <= SAME_LOSS:

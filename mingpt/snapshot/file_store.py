@@ -57,6 +57,8 @@ def write_chunks(file: Any, chunks: Iterable[memoryview], name: str, size: int) 
             write_all(file.write, chunk)
             written += len(chunk)
             events.emit("file_progress", name=name, written=written, size=size)
+        for last in hashing:
+            last.result()
     assert written == size, f"{name} has {written} bytes instead of {size}"
     return digest.hexdigest()
 
