@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from common import argument_parser, wait_for_success, work_folder
 from support.jobs import Job, read_history, read_metric
@@ -81,29 +82,36 @@ def breaches(entry: Path) -> list[str]:
 
 def make_entry(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Make an entry; return what to print, and how the entry breaks the rules."""
-    entry, commit = (
-        ROOT / "benchmarks/speedrun" / f"{options.track}-{options.name}",
-        output_of("git", "rev-parse", "HEAD").strip(),
-    )
-    entry.mkdir(parents=True)
-    if patch := output_of("git", "diff", "HEAD"):
-        (entry / "code.patch").write_text(patch)
+    name, commit = f"{options.track}-{options.name}", output_of("git", "rev-parse", "HEAD").strip()
+    target = ROOT / "benchmarks/speedrun" / name
+    if target.exists():
+        raise SystemExit(f"error: {target} exists: choose another NAME, or remove it")
     words = [sys.executable, "train.py", str(options.config.resolve()), *options.settings, "--print_config"]
     with work_folder() as folder:
+        entry = folder / name
+        entry.mkdir()
+        if patch := output_of("git", "diff", "HEAD"):
+            (entry / "code.patch").write_text(patch)
         copy = make_copy(folder, entry, commit)
         (entry / "config.yaml").write_text(output_of(*words, cwd=copy))
         seconds = train(copy, entry, options.text)
-        for name in ("run.json", "metrics.jsonl"):
-            shutil.copy(copy / "out" / name, entry)
+        for record in ("run.json", "metrics.jsonl"):
+            shutil.copy(copy / "out" / record, entry)
+        about = describe(entry, options.track, commit, seconds)
+        (entry / "entry.json").write_text(json.dumps(about, indent=1) + "\n")
+        shutil.copytree(entry, target)
+    said = f"{target.relative_to(ROOT)}: {about['val_loss']:.4f} in {seconds:.0f} s"
+    return [said], breaches(target)
+
+
+def describe(entry: Path, track: str, commit: str, seconds: float) -> dict[str, Any]:
     run, cpu = read_history(entry), re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    workers, is_on_gpu = run["generations"][-1]["workers"], options.track == "gpu"
-    about = {
-        "track": options.track, "val_loss": [*read_metric(entry, "val/loss").values()][-1],
+    workers, is_on_gpu = run["generations"][-1]["workers"], track == "gpu"
+    return {
+        "track": track, "val_loss": [*read_metric(entry, "val/loss").values()][-1],
         "seconds": round(seconds, 1), "weights_sha256": run["weights_sha256"], "commit": commit,
         "cpu": cpu[1] if cpu else "unknown", "count": workers if is_on_gpu else os.cpu_count(),
     }  # fmt: skip
-    (entry / "entry.json").write_text(json.dumps(about, indent=1) + "\n")
-    return [f"{entry.relative_to(ROOT)}: {about['val_loss']:.4f} in {seconds:.0f} s"], breaches(entry)
 
 
 def check_entry(options: argparse.Namespace) -> tuple[list[str], list[str]]:

@@ -7,6 +7,7 @@ which takes seconds.
 
 import functools
 import logging
+import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -44,11 +45,12 @@ log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a rank runs: the node's number, the rank's number on the node, and the host's name."""
+    """Where a rank runs: the node's number, the rank's number on the node, the host's name, and the process."""
 
     node_rank: int
     local_rank: int
     host: str
+    pid: int = 0
 
 
 class Own(NamedTuple):
@@ -137,7 +139,7 @@ class DistributedContext(Group):
         """
         from mingpt.distributed.transport import make_connector
 
-        place = Place(self.launch.node_rank, self.launch.local_rank, platform.node())
+        place = Place(self.launch.node_rank, self.launch.local_rank, platform.node(), os.getpid())
         try:
             device = find_device(wanted, self.launch)
         except UserError as error:

@@ -107,6 +107,7 @@ class RunStart:
     changes: list[str] = field(default_factory=list)  # settings changed on purpose, each "key: old -> new"
     workers: int = 1  # the number of workers
     hosts: list[str] = field(default_factory=list)  # host names of the nodes, in the order of node ranks
+    pids: list[int] = field(default_factory=list)  # of the workers on the host of rank 0
     previous: GenerationEnd | None = None  # how the previous generation ended; None if there is no record
     process_began: float = field(default_factory=time.monotonic)  # time.monotonic() when this process began
     job: str = ""  # the job's random token, the same in all its generations

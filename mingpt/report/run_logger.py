@@ -153,9 +153,10 @@ class RunLogger:
             f"{windows_per_epoch / trainer.batch_size:.1f} steps per epoch"
         )
         shares = " or ".join(map(str, sorted(set(map(len, assignment)))))
+        pids = " ".join(map(str, self.start.pids))
         log.info(
             f"{plural(self.start.workers, 'worker')} on {environment.device} ({trainer.parallel}"
-            f"{', sharded optimizer' if trainer.shard_optimizer else ''}), per worker "
+            f"{', sharded optimizer' if trainer.shard_optimizer else ''}; pids {pids}), per worker "
             f"{plural(threads, 'CPU thread')} and {shares} of a step's "
             f"{trainer.batch_size // trainer.micro_batch_size} micro-batches of "
             f"{plural(trainer.micro_batch_size, 'window')}"

@@ -44,7 +44,7 @@ class Kill(NamedTuple):
 
 
 def marker(folder: Path, number: int) -> Path:
-    """Return the path of a file that exists once kill `number` of the plan has been done."""
+    """Return the path of a file that exists once kill `number` of the plan has been done; it holds the pid."""
     return folder / f"killed-{number}"
 
 
@@ -79,7 +79,7 @@ class FaultInjector:
                 continue
             rank = 0 if phase == "save" else kill.rank % self.workers
             if kill.phase == phase and self.step >= kill.step and self.rank == rank:
-                marker(self.folder, number).touch()
+                marker(self.folder, number).write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGKILL)
             return
 

@@ -73,8 +73,9 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
 
     `folder` must not exist. `settings` has the run's settings. After a kill that changes neither the number
     of workers nor the strategy, torchrun restarts the workers. After any other kill torchrun ends, and this
-    function starts torchrun again. A kill that hits no worker leaves no `marker` file. Raises RuntimeError,
-    with the end of torchrun's stderr, if torchrun fails for a reason other than a kill.
+    function starts torchrun again. Each time that torchrun has ended, stderr gets the kills that were done.
+    A kill that hits no worker leaves no `marker` file. Raises RuntimeError, with the end of torchrun's
+    stderr, if torchrun fails for a reason other than a kill.
     """
     folder.mkdir(parents=True)
     (folder / "kills.json").write_text(json.dumps(kills))
@@ -92,6 +93,11 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
             job = subprocess.run(
                 command, cwd=ROOT, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=err
             )
+        for number in range(done, min(last + 1, len(kills))):
+            if marker(folder, number).exists():
+                kill, pid = kills[number], marker(folder, number).read_text()
+                then = f"{plural(kill.next_workers, 'worker')}, {kill.next_strategy}"
+                sys.stderr.write(f"killed pid {pid} in {kill.phase}, from step {kill.step} on; then {then}\n")
         if job.returncode == 0:
             return
         if last == len(kills) or not marker(folder, last).exists():
@@ -194,9 +200,6 @@ def main(arguments: Sequence[str]) -> int:
         settings = train_undisturbed(work, options.settings)
         write_lines([f"undisturbed: 1 worker, {STEPS} steps, {time.monotonic() - began:.0f} s"])
         kills = make_schedule(options.seed, options.kills, counts)
-        for kill in kills:
-            then = f"{plural(kill.next_workers, 'worker')}, {kill.next_strategy}"
-            sys.stderr.write(f"a kill in {kill.phase}, from step {kill.step} on, then {then}\n")
         problems, digest = find_problems(options.seed, kills, counts[0], work, settings)
         undisturbed = last_manifest(work / "undisturbed").sha256
         write_lines([f"  disturbed    {digest}", f"  undisturbed  {undisturbed}"])

@@ -221,6 +221,7 @@ class Begin:
             durable_step=max(0, plan.found.step_on_disk()),
             changes=plan.changes,
             workers=context.world_size,
+            pids=[place.pid for place in context.places if place.host == context.places[0].host],
             hosts=[host for _, host in sorted({(one.node, one.host) for one in self.facts})],
             previous=context.previous_generation,
             process_began=context.exit.began_at,
