@@ -65,9 +65,9 @@ def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, e
     for line in commands(ROOT / "docs" / "extending.md"):
         run(line, text, extended)
     out = extended / "out"
-    assert '"steps_per_s"' in (out / "metric" / "metrics.jsonl").read_text()
-    assert len((out / "sink" / "losses.csv").read_text().splitlines()) == 2
-    settings = {"byte": "kind", "gqa": "arch", "plain": "reduction", "wsd": "schedule"}
+    assert '"steps_per_s"' in (out / "wsd" / "metrics.jsonl").read_text()
+    assert len((out / "wsd" / "speed.csv").read_text().splitlines()) == 2
+    settings = {"gqa": "arch", "wsd": "schedule"}
     for name, key in settings.items():
         assert f'"{key}": "{name}' in (out / name / "snapshots" / "step_00000002.json").read_text()
 
