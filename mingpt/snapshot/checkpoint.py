@@ -108,7 +108,7 @@ class Checkpoint:
         its path. If a write fails, that is logged, and `wait` raises its error unless a later one succeeds.
         Collective.
         """
-        packer = Packer(taken=TREE)
+        packer = Packer(taken=TREE, is_writer=self.group.rank == 0)
         tree = packer.pack(dict(state))
         self.group.on_rank(0, lambda: self.copy(step, json.dumps(tree).encode(), packer.tensors))
 

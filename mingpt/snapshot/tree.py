@@ -77,9 +77,13 @@ def refusal(path: str, reason: str) -> UserError:
 
 
 class Packer:
-    """Makes JSON of states, and collects their tensors in `tensors`, each once, by names made of paths."""
+    """Makes JSON of states, and collects their tensors in `tensors`, each once, by names made of paths.
 
-    def __init__(self, taken: str) -> None:
+    A rank that does not write (`is_writer` is false) only takes part in the collectives of DTensors.
+    """
+
+    def __init__(self, taken: str, is_writer: bool) -> None:
+        self.is_writer = is_writer
         self.tensors: dict[str, Tensor] = {taken: torch.empty(0)}
         self.names: dict[object, str] = {}  # by the memory of a tensor
         self.alive: list[Tensor] = []  # so that no other tensor gets this memory meanwhile
@@ -125,8 +129,10 @@ class Packer:
             name = path.removeprefix(".")
             while name in self.tensors:
                 name += "'"
-            whole = tensor.full_tensor() if is_dtensor(tensor) else own
-            self.tensors[name], self.names[key] = whole.resolve_conj().resolve_neg(), name
+            whole = tensor.full_tensor().cpu() if is_dtensor(tensor) else own
+            if self.is_writer:
+                self.tensors[name] = whole.resolve_conj().resolve_neg()
+            self.names[key] = name
         return self.names[key]
 
 
