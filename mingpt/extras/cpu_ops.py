@@ -61,7 +61,7 @@ class CPUOps(Operations):
     """The operations for a CPU without torch.compile, with few passes over memory."""
 
     def rms_norm(self, x: Tensor) -> Tensor:
-        """Return `rms_norm(x)`; under autocast it has autocast's type."""
+        """Return `rms_norm(x)`; under autocast the result has autocast's type."""
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         return _RMSNorm.apply(x, dtype)  # type: ignore[no-any-return]
 
