@@ -56,7 +56,7 @@ def gradient_of(weight: Tensor) -> Tensor:
 def backward_zeros(weights: Iterable[Tensor]) -> None:
     """Run a backward pass that gives `weights` gradients of zeros; DistributedDataParallel waits for them.
 
-    Its find_unused_parameters would do so, too, but with other buckets, and so other bits.
+    DDP's find_unused_parameters would do so, too, but with other buckets, and so other bits.
     """
     sums = [weight.sum() for weight in weights]
     if sums:
