@@ -97,7 +97,7 @@ class FolderBoard:
         self._folder = path / quote(rdzv_id, safe="")
 
     def exchange(self, mine: Entry) -> list[Entry]:
-        """Post the entry `mine`, return the valid entries of all agents, and remove old ones.
+        """Post the entry `mine`, return the valid entries of all agents, and remove old entries.
 
         Raises OSError if the folder cannot be used. Hangs while the storage hangs.
         """
