@@ -41,8 +41,7 @@ def run_forked(command: str, folder: Path) -> str:
 
 
 def become_worker(rank: int, size: int, port: int, words: list[str], folder: Path, output: str) -> None:
-    """Run the module `words[0]` as torchrun would; the files `1` and `2` in `output` get stdout and stderr.
-    """
+    """Run the module `words[0]` as torchrun would; the files `1` and `2` in `output` get its output."""
     os.chdir(folder)
     for descriptor in (1, 2):
         os.dup2(os.open(f"{output}/{descriptor}", os.O_CREAT | os.O_APPEND | os.O_WRONLY), descriptor)

@@ -103,8 +103,7 @@ class NodesJob:
         return max(0, *map(last_step, self.run_dirs(self.nodes)))
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Poll; return whether the condition holds before `limit_s` has passed or the job ends on all nodes.
-        """
+        """Poll; return whether the condition holds within `limit_s`, and before the job ends on all nodes."""
         deadline = time.monotonic() + self.limit_s
         while time.monotonic() < deadline:
             if condition():
@@ -148,8 +147,7 @@ class NodesJob:
         return next((rank for rank in ranks if rank is not None), None)
 
     def exit_codes(self) -> dict[str, int | None]:
-        """Wait until the job has ended on the nodes that are up. The code is None where it had to be killed.
-        """
+        """Wait for the job's end on the nodes that are up. The code is None where it had to be killed."""
         deadline = time.monotonic() + self.limit_s
         codes: dict[str, int | None] = {}
         for node in filter(Node.is_up, self.running):
