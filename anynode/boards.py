@@ -89,7 +89,7 @@ def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
 class FolderBoard:
     """A shared folder in which the agents of job `rdzv_id` find each other: each posts its entry as a file.
 
-    A new entry replaces the agent's file by a rename. This needs no locks, and works on NFS.
+    The files need no locks, so the folder may be on NFS.
     """
 
     def __init__(self, path: Path, rdzv_id: str) -> None:

@@ -61,8 +61,7 @@ class PeersMissing(ExpectedError):
 
 
 class NodesLeave(PeersMissing):
-    """The workers `ranks` raise NodeRefused, all others raise NodesLeave, and the job goes on with the others.
-    """
+    """The workers `ranks` raise NodeRefused, and the others raise NodesLeave: the job goes on with these."""
 
 
 class StopRequested(Exception):

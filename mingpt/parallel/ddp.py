@@ -64,11 +64,7 @@ def backward_zeros(weights: Iterable[Tensor]) -> None:
 
 
 class WholeWeights(Strategy):
-    """The base of DDPReduction and ExactReduction, in which each rank holds all weights.
-
-    If updates are sharded, each rank updates only its rows of the weights. After the update all ranks gather
-    the rows of the weights, a bucket at a time.
-    """
+    """The base of DDPReduction and ExactReduction, in which each rank holds all weights."""
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
