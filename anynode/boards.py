@@ -89,7 +89,7 @@ def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
 class FolderBoard:
     """A shared folder in which the agents of job `rdzv_id` find each other: each posts its entry as a file.
 
-    A new entry replaces the agent's file by a rename. This needs no locks, and works on NFS.
+    The files need no locks, so the folder may be on NFS.
     """
 
     def __init__(self, path: Path, rdzv_id: str) -> None:
@@ -97,7 +97,7 @@ class FolderBoard:
         self._folder = path / quote(rdzv_id, safe="")
 
     def exchange(self, mine: Entry) -> list[Entry]:
-        """Post the entry `mine`, return the valid entries of all agents, and remove old ones.
+        """Post the entry `mine`, return the valid entries of all agents, and remove old entries.
 
         Raises OSError if the folder cannot be used. Hangs while the storage hangs.
         """

@@ -68,7 +68,7 @@ def write_stderr(text: str) -> None:
 
 
 def nnodes(text: str) -> str:
-    """Return MIN:MAX for a text MIN or MIN:MAX."""
+    """Return MIN:MAX for a text MIN or MIN:MAX. Raises WrongOption for any other text."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
         raise WrongOption(f"must be MIN:MAX with 1 <= MIN <= MAX, such as 2:3; got {text!r}")
@@ -87,7 +87,11 @@ def nproc(text: str) -> str:
 
 
 def rdzv(text: str) -> str:
-    """Return the rendezvous endpoint that `text` names. A folder is created, if possible."""
+    """Return the rendezvous endpoint that `text` names. A folder is created, if possible.
+
+    Raises WrongOption if `text` names no endpoint, or a folder that cannot be created or written. If the
+    storage is away, raises nothing.
+    """
     try:
         place = parse_rdzv(text)
     except ValueError as error:
@@ -121,7 +125,8 @@ def restarts(text: str) -> str:
 def local_address(text: str) -> tuple[str, str]:
     """Return (the IP address of `text`, the name of the network interface that has this address).
 
-    `text` is a host name or an address that an interface of this host has.
+    `text` is a host name or an address that an interface of this host has. Raises WrongOption for any other
+    text.
     """
     interfaces = dict(ipv4_addresses())  # only interfaces that are up
     table = Path("/proc/net/if_inet6")

@@ -188,7 +188,7 @@ def must_restart(
     There are four such reasons; without any, returns None.
 
     - A member is in a different round, or waits for a new round.
-    - A member's id is in `ended`, which has agents that have ended before the job. Its workers may live on.
+    - A member's id is in `ended`, which has agents that have ended before the job. Their workers may live on.
     - The round has fewer than `max_nodes` members, and a waiting agent is linked with all running members.
     - A different round has more running members, or equally many and a smaller id.
     """

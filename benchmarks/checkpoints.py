@@ -3,17 +3,12 @@
     python benchmarks/checkpoints.py                    # 124M parameters; 4 GB of disk; half an hour
     python benchmarks/checkpoints.py --size 2 128 --kills 5 # a minute
 
-Needs transformers and accelerate, and root for the full disk. Each way saves a GPT-2 and its AdamW, on a CPU
-by one thread: Checkpoint; `torch.save` to one file, as nanoGPT does; `dcp.save` and `dcp.async_save` to a
-folder per step, whose newest with a `.metadata` counts; the Trainer with `save_steps=1`, which resumes with
-`resume_from_checkpoint=True`. All tensors of step N have the value N.
-
-Prints rows, as JSON. `wait_s` is how long a step waits, `durable_s` ends when all files are on disk (by fsync
-where a way does not call it): the median of the last four of eight saves, two of which each way keeps.
-`bytes` is the size of one snapshot. After a fault in the save of step 2 (a kill at moments that are even
-over the save, a disk that is full) or in its largest file (a flipped bit, the second half missing), a new
-process loads: the newest snapshot, the one before it, nothing (there is an error instead), or what was never
-saved ("wrong").
+Needs transformers and accelerate, and root for the full disk. Each way saves a GPT-2 and its AdamW by one
+thread on a CPU. Prints rows, as JSON. `wait_s` is how long a step waits for a save, and `durable_s` the time
+until all files are on disk: the median of the last four of eight saves. `bytes` is the size of one snapshot.
+After a fault in the save of step 2 (a kill, a full disk) or in its largest file (a flipped bit, the second
+half missing), a new process loads: the newest snapshot, the one before it, nothing (there is an error
+instead), or what was never saved ("wrong").
 """
 
 import collections
@@ -45,14 +40,11 @@ OUTCOMES = {1.0: "older", 2.0: "newest"}
 
 
 class Way:
-    """A model and its optimizer, with a save of each step in `folder`."""
-
     def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.folder, self.model, self.optimizer = folder, model, optimizer
         self.checkpoint = Checkpoint(folder / "own", keep=2)
 
     def run(self, steps: int, tell: Tell) -> None:
-        """Save steps 1 to `steps`, and tell when each save begins, returns and is durable."""
         for step in range(1, steps + 1):
             fill(self.model, self.optimizer, step)
             tell("begin")
@@ -71,7 +63,6 @@ class Way:
             pass  # `Checkpoint.wait` ends when the old snapshot is removed
 
     def clean(self, step: int) -> None:
-        """Keep the two newest snapshots. Raises the error of the last write."""
         self.checkpoint.wait()
 
     def load(self) -> None:
@@ -183,7 +174,6 @@ def fill(model: torch.nn.Module, optimizer: Any, step: int) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Make all files of a folder durable, and their names."""
     for path in (folder, *folder.rglob("*")):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -191,14 +181,11 @@ def sync(folder: Path) -> None:
 
 
 class Trial:
-    """Runs a way in child processes, each with a copy of the model and optimizer, in an empty folder."""
-
     def __init__(self, way: str, folder: Path, model: torch.nn.Module, optimizer: Any) -> None:
         self.way, self.folder, self.model, self.optimizer = way, folder, model, optimizer
         folder.mkdir()
 
     def in_child(self, work: Callable[[Way], None]) -> int:
-        """Fork, and call `work`; return the child's exit code, or minus the signal that killed it."""
         child = os.fork()
         if child == 0:
             # Errors of DCP are no Exceptions.
@@ -211,10 +198,7 @@ class Trial:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     def save(self, steps: int, kill_after_s: float = 0.0) -> list[tuple[str, float]]:
-        """Save some steps, as far as that goes; return what happened when.
-
-        With `kill_after_s`, a signal of the kernel ends the process so long after the last save has begun.
-        """
+        """With `kill_after_s`, a signal ends the process so long after the last save has begun."""
         path, happened = self.folder.with_suffix(".json"), list[tuple[str, float]]()
         path.unlink(missing_ok=True)
 
@@ -233,8 +217,6 @@ class Trial:
         return json.loads(path.read_text()) if path.exists() else []
 
     def load(self) -> str:
-        """Load in a new process; return which outcome that is."""
-
         def work(way: Way) -> None:
             fill(way.model, way.optimizer, 0)
             way.load()
@@ -260,7 +242,6 @@ def flip(path: Path) -> None:
 
 
 def measure(trials: Mapping[str, Trial], rounds: int) -> dict[str, float]:
-    """Print the rows of the times; return {way: median seconds until a save is durable}."""
     found: dict[str, dict[str, list[float]]] = {way: {"return": [], "durable": []} for way in trials}
     for number in range(rounds):
         for way in sorted(trials, reverse=number % 2 == 1):
@@ -279,7 +260,6 @@ def measure(trials: Mapping[str, Trial], rounds: int) -> dict[str, float]:
 
 
 def damage(trial: Trial, change: Callable[[Path], Any]) -> str:
-    """Change the largest file (of several, the one that was written last); return the outcome."""
     trial.clear()
     trial.save(2)
     files = [path for path in trial.folder.rglob("*") if path.is_file()]
@@ -288,7 +268,6 @@ def damage(trial: Trial, change: Callable[[Path], Any]) -> str:
 
 
 def full_disk(trial: Trial) -> str:
-    """Return the outcome on a disk with room for one snapshot and a half, and whether training went on."""
     trial.clear()
     trial.save(1)
     size = trial.size()

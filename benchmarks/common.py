@@ -84,7 +84,6 @@ def start(
     output: Path | None = None,
     program: str = "train.py",
 ) -> Job:
-    """Start `program` by `launch`, "torchrun" or "plain"; the Job's `output` is `run_dir` unless given."""
     launcher, own = torchrun(workers, restarts), dict[str, Any](run_dir=run_dir)
     if launch == "plain":
         launcher = [sys.executable]
@@ -94,7 +93,6 @@ def start(
 
 
 def changed_program(folder: Path, code: str) -> str:
-    """Write a program: `code`, then train.py. Return its path. `code` may import this folder's modules."""
     here = str(Path(__file__).parent)
     return str(jobs.changed_program(folder, f"sys.path.insert(0, {here!r})\n{code}"))
 
@@ -142,7 +140,6 @@ def short_hash(run_dir: Path) -> str:
 def measure_in_turns(
     variants: Variants, rounds: int, digits: int = 5, **about: Any
 ) -> dict[str, list[float]]:
-    """Call each variant once a round, in alternating order; print a row per round; return {name: values}."""
     found: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
         for name in sorted(variants, reverse=number % 2 == 1):

@@ -4,23 +4,17 @@
     python benchmarks/crash_points.py --stride 11    # every eleventh point only: half a minute
     python benchmarks/crash_points.py --tier memory  # only saves to a node's memory; loop: by Checkpoint
 
-On disk, snapshots of steps 10 and 20 exist; a save writes the snapshot of step 30, then removes the others.
-In memory, an earlier generation has left a snapshot of step 20; a new generation saves step 30 to a folder of
-its own, then removes the earlier generation's. Each snapshot has two tensor files, a tokenizer and a
-manifest. In a loop, Checkpoint saves step 30. These kinds of faults are tried at every point, `power` and
-`store` only on disk, and the first three kinds in a loop:
+There is a snapshot of step 20, and step 30 is saved: to disk, to a node's memory, or by Checkpoint in a loop.
+These faults are tried at every point (`power` and `store` only on disk, `order` not in a loop):
 
 - `kill`: SIGKILL on entering each system call of the save (strace's fault injection), except `futex`;
 - `ENOSPC`, `EIO`: each of the save's calls on files fails with this error, and the process lives;
 - `order`: the workers are killed while each tensor file is absent, half written or whole, in any combination;
-- `power`: the machine loses power after each file operation. Files that were not fsynced are all whole, half
-  written or empty. Each creation, renaming and removal since the folder's last fsync has happened or not, in
-  any combination (after Pillai et al. 2014);
+- `power`: power fails after each file operation, and parts of what was not fsynced are lost;
 - `store`: at each call, an object store has one of the faults that FaultyStore explains.
 
-After each fault the newest valid snapshot must be of step 20 or 30, with the right content. Then a further
-save must succeed, and leave no file of an unfinished save or, in memory, of another generation. Exit code 1
-otherwise.
+After each fault the newest valid snapshot must be of step 20 or 30. Then a further save must succeed, and
+leave no file of an unfinished save. Prints a row per point, as JSON. Exit code 1 if a point fails.
 """
 
 import collections
@@ -61,11 +55,6 @@ DiskState = tuple[tuple[str, bytes], ...]  # names and contents of a folder's fi
 
 
 class Place:
-    """The folders under `path` to which a run saves; `kind`, "disk" or "memory", is the tier that is tried.
-
-    `disk` is the Store of the snapshots on disk, if it is not `path`/snapshots.
-    """
-
     def __init__(self, kind: str, path: Path, disk: Store | None = None) -> None:
         path.mkdir(exist_ok=True)
         self.kind, self.path, self.disk = kind, path, disk or Store(str(path / "snapshots"))
@@ -123,7 +112,6 @@ def write(tier: Tier, step: int) -> None:
 
 
 def find_newest(stores: Sequence[Store]) -> tuple[Snapshot | None, dict[int, str]]:
-    """Return the newest valid snapshot, if any, and {step: why a snapshot cannot be used}."""
     reader = Reader(stores, accept_all, rank=0)
     choice = choose(reader.offers(), None)
     while choice and not reader.verify(choice):
@@ -133,7 +121,6 @@ def find_newest(stores: Sequence[Store]) -> tuple[Snapshot | None, dict[int, str
 
 
 def verdict(place: Place) -> str:
-    """Find the newest snapshot after a fault, then save step 40; return "ok", or what is wrong."""
     found, faults = find_newest(place.stores())
     if found is None:
         return "there is no valid snapshot"
@@ -159,7 +146,6 @@ def verdict(place: Place) -> str:
 
 
 def save_under_strace(place: Place, injection: list[str], log: Path) -> None:
-    """Save step 30 in a child process. strace, with the options `injection`, writes its calls to `log`."""
     tier = place.tier(2)
     saver = staged(tier, 30)
     with open(place.path / "metrics.jsonl", "a") as records:
@@ -173,7 +159,6 @@ def save_under_strace(place: Place, injection: list[str], log: Path) -> None:
 
 
 def run_under_strace(prepare: Callable[[], Callable[[], None]], injection: list[str], log: Path) -> int:
-    """Call what `prepare` returns under strace, in a child process; return its status, as waitpid does."""
     child = os.fork()
     if child == 0:
         work = prepare()
@@ -192,7 +177,6 @@ def run_under_strace(prepare: Callable[[], Callable[[], None]], injection: list[
 
 
 def attach_strace(pid: int, injection: list[str], log: Path) -> subprocess.Popen[str]:
-    """Attach strace to process `pid`. If strace cannot attach, kill the process and raise RuntimeError."""
     command = ["strace", "-f", "-q", "-y", "-o", str(log), *injection, "-p", str(pid)]
     strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
@@ -223,7 +207,7 @@ def system_calls(log: Path) -> list[tuple[str, int, str]]:
 
 
 def faults_by_strace(work: Path, kind: str, stride: int) -> Verdicts:
-    """Yield verdicts on `kill`, `ENOSPC`, `EIO`. Leaves an undisturbed save in `work` for `power_losses`."""
+    """Leaves an undisturbed save in `work` for `power_losses`."""
     reference, log = Place(kind, work / f"{kind}-reference"), work / f"{kind}-reference.log"
     reference.save_first()
     save_under_strace(reference, [], log)
@@ -235,7 +219,6 @@ def faults_by_strace(work: Path, kind: str, stride: int) -> Verdicts:
 
 
 def points_of(log: Path) -> list[tuple[str, str, list[str]]]:
-    """Return a name of the fault, one of its place, and strace's options for each point of a save."""
     calls = list(dict.fromkeys((name, number) for name, number, _ in system_calls(log)))
     points = [("kill", "signal=KILL", call) for call in calls]
     for error in ("ENOSPC", "EIO"):
@@ -247,7 +230,7 @@ def points_of(log: Path) -> list[tuple[str, str, list[str]]]:
 
 
 def faults_of_a_loop(work: Path, stride: int) -> Verdicts:
-    """Yield the verdicts on a loop's saves. A point that is not met, as threads vary, is a whole save."""
+    """A point that is not met, as threads vary, is a whole save."""
     log = work / "loop-reference.log"
     loop_under_strace(work / "loop-reference", [], log)
     for index, (fault, point, injection) in enumerate(points_of(log)[::stride]):
@@ -264,7 +247,6 @@ def save_by_checkpoint(checkpoint: Checkpoint, *steps: int) -> None:
 
 
 def loop_under_strace(folder: Path, injection: list[str], log: Path) -> None:
-    """Save steps 10 and 20 in a process, and step 30 in another one, under strace."""
     if os.fork() == 0:
         save_by_checkpoint(Checkpoint(folder), 10, 20)
         os._exit(0)
@@ -279,7 +261,6 @@ def loop_under_strace(folder: Path, injection: list[str], log: Path) -> None:
 
 
 def verdict_of_loop(folder: Path) -> str:
-    """Load, then save step 40; return "ok", or what is wrong."""
     checkpoint, state = Checkpoint(folder, keep=1), {"weights": tensors_of(0)}
     step = checkpoint.load(state) or 0
     if step not in (20, 30) or any(bool((one != step).any()) for one in state["weights"].values()):
@@ -291,7 +272,6 @@ def verdict_of_loop(folder: Path) -> str:
 
 
 def file_operations(log: Path, root: str) -> list[Operation]:
-    """Return the save's operations on the folder `root` and its files, without writes, from strace's log."""
     done: list[Operation] = []
     for name, _, line in system_calls(log):
         names = re.findall(rf'"{root}/([^"]+)"', line)
@@ -310,10 +290,6 @@ def file_operations(log: Path, root: str) -> list[Operation]:
 def states_after(
     done: Sequence[Operation], before: Mapping[str, bytes], saved: Mapping[str, bytes]
 ) -> Iterator[DiskState]:
-    """Yield each state of the disk that a power failure after the operations `done` may leave.
-
-    `before` and `saved` are the files, {name: content}, before and after the whole save.
-    """
     contents = dict(before)  # {inode: content once all of it is written}
     current = {name: name for name in before}  # {name: inode} as processes see the folder
     durable = current  # {name: inode} as the folder's last fsync left it
@@ -342,7 +318,6 @@ def states_after(
 
 
 def apply(folder: Mapping[str, str], operations: Sequence[Operation]) -> dict[str, str]:
-    """Return the folder, {name: inode}, after these operations. Operations on missing files do nothing."""
     after = dict(folder)
     for kind, name, new in operations:
         if kind == "create":
@@ -359,7 +334,6 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def power_losses(work: Path, stride: int) -> Verdicts:
-    """Yield the verdicts on `power`, from the operations that `faults_by_strace` has recorded."""
     reference = work / "disk-reference" / "snapshots"
     done, saved = file_operations(work / "disk-reference.log", str(reference)), read_files(reference)
     first_two = Place("disk", work / "before")
@@ -427,7 +401,6 @@ def fault_of_a_store(work: Path, fault: str, at: int) -> str:
 
 
 def verdicts(work: Path, kind: str, stride: int) -> Verdicts:
-    """Yield the verdicts on a tier, "disk" or "memory", or on a loop."""
     if kind == "loop":
         yield from faults_of_a_loop(work, stride)
         return

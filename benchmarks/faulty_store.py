@@ -26,7 +26,6 @@ class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
         self.last_listing: list[str] | None = None
 
     def count_call(self) -> bool:
-        """Count a call if `armed`; return whether the call is number `at`. Raises OSError if it must fail."""
         if not self.armed:
             return False
         self.calls += 1

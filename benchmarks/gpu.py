@@ -1,4 +1,4 @@
-"""Checks and measurements that need a GPU, in one command. Please send us the table.
+"""Checks and measurements that need a GPU, in one command. Please send the table; see docs/RESULTS.md.
 
     python benchmarks/gpu.py                                   # half an hour, the parts of most worth first
     python benchmarks/gpu.py --only tests speed --minutes 8    # some parts; --list names them
@@ -6,11 +6,11 @@
 Prints each measurement as a row of JSON, and a table after each part; --out keeps both. A measurement that
 fails is a row with the reason. `held` is false if something is not as it must be. `host_waits` is the number
 of calls per step that wait for the GPU. `seconds` is a duration: from a signal to the next step, of a run's
-steps, or of a wait for a save. The program needs no network. It looks for nanoGPT and tinyshakespeare.txt
-beside the project's folder, in the folders beside it, and in the project's folders.
+steps, or of a wait for a save. The program looks for nanoGPT and tinyshakespeare.txt in the folder that has
+the project's folder, and one level below both.
 
-With --tiny, and on the stand-in for CUDA in tests/support/cuda, models are tiny. Rows of the stand-in say
-so, have no rates and are not kept. Exit code 2 without a GPU, 1 if something did not hold, else 0.
+With --tiny, and on the stand-in for CUDA in tests/support/cuda, models are tiny. Rows of the stand-in have no
+rates and are not kept. Exit code 2 without a GPU, 1 if something did not hold, else 0.
 """
 
 import contextlib
@@ -111,7 +111,6 @@ class Bench:
         return SIZES[size] | ALL | {"data.path": str(data)} | small | (TINY if self.is_tiny else {}) | more
 
     def start(self, run_dir: Path, settings: Row, workers: int = 1) -> Job:
-        """Start a job whose rank 0 writes device.json to the run folder (see `observe`)."""
         program = common.changed_program(self.folder, CODE)
         self.jobs.append(common.start(run_dir, settings, workers=workers, restarts=3, program=program))
         return self.jobs[-1]
@@ -133,7 +132,6 @@ def find_beside(*names: str) -> Path | None:
 
 
 def figures(run_dir: Path) -> Row:
-    """Return a row: median rates, the content of device.json, and `held`, false if stderr has a failure."""
     rate, share = (common.median_metric(run_dir, name) for name in ("tokens_per_s", "mfu"))
     failed = [line for line in Path(f"{run_dir}.err").read_text().splitlines() if " failed (" in line]
     row = {"held": not failed, "tokens_per_s": rate, "share_of_peak": share, "failed": failed}
@@ -145,7 +143,7 @@ def speed(bench: Bench, size: str, more: Row) -> Row:
 
 
 def same_hash(bench: Bench, how: str = "", size: str = "default", workers: int = 1, more: Row = NONE) -> Row:
-    """Train a run that `how` disturbs: "" nothing, "STOP" a file STOP, or a signal. Return the hashes."""
+    """Train a run that `how` disturbs: "" nothing, "STOP" a file STOP, or a signal."""
     if workers > bench.facts["gpus"]:
         raise LeftOut("NCCL refuses two workers on one card, and gloo does not train on GPUs")
     settings, runs = bench.settings(size, more), [bench.once(size, more)]
@@ -168,14 +166,13 @@ def same_hash(bench: Bench, how: str = "", size: str = "default", workers: int =
 
 
 def beside(bench: Bench, ours: Row, theirs: Row, size: str = "default", metric: str = "train/loss") -> Row:
-    """Return a row; `worst` is the largest relative difference between the two runs' records of `metric`."""
     one, other = (read_metric(bench.once(size, more), metric) for more in (ours, theirs))
     worst = max(abs(one[step] / other[step] - 1) for step in other)
     return {"held": worst <= LIMIT, "metric": metric, "worst": worst, "records": len(other)}
 
 
 def beside_nanogpt(bench: Bench) -> Row:
-    """Train beside nanoGPT, both compiled. In the row, `ratio` is nanoGPT's time per step divided by ours."""
+    """In the row, `ratio` is nanoGPT's time per step divided by ours."""
     checkout = find_beside("nanoGPT")
     if checkout is None or bench.is_tiny:
         raise LeftOut("no nanoGPT beside this folder" if checkout is None else "it has no tiny size here")
@@ -202,7 +199,7 @@ def recipe(bench: Bench, seed: int) -> Row:
 
 
 def large(bench: Bench, more: Row) -> Row:
-    """Measure 124 M parameters with the settings `more`; `over_plan` is torch's peak over planned memory."""
+    """In the row, `over_plan` is torch's peak memory divided by the planned memory."""
     row, config = speed(bench, "124M", more), build(bench.settings("124M", more))
     planned = estimate(config, 50257, 1, on_cpu=False, element=2)["total"] - CUDA_BYTES
     return row | {"over_plan": row["peak_bytes"] / planned}
@@ -349,7 +346,6 @@ def run_part(name: str, bench: Bench, report: Report, factor: float, left_s: flo
 
 
 def observe(arguments: list[str]) -> None:
-    """Make rank 0 of train.py write device.json: host waits per step, peak memory, seconds of saves."""
     import torch
 
     path = Path(parse(arguments).run_dir, DEVICE)

@@ -3,11 +3,10 @@
     python benchmarks/hostile.py                          # all; needs Linux; an hour on two cores
     python benchmarks/hostile.py --kinds NaN FIFO --programs train --older yes     # a minute
 
-A small run has snapshots of steps 2 and 4. In a trial, a bad snapshot of a kind in hostile_kinds.py replaces
-the snapshot of step 4. If the snapshot of step 2 is there, the program must use it and end with exit code 0.
-Otherwise the program must end with one sentence and exit code 2. "init file" is train.py with
-snapshot.init_from=step_00000004.safetensors; it must refuse each bad file. Kinds called "valid" may be used
-or refused. No traceback may appear, and no payload may be executed. Peak memory may exceed the peak on the
+A bad snapshot of a kind in hostile_kinds.py replaces the newer one of two snapshots. If the older one is
+there, the program must use it and end with exit code 0. Otherwise it must end with one sentence and exit code
+2. The program "init file" begins with the bad tensor file, and must refuse it. Kinds called "valid" may be
+used or refused. No traceback may appear, and no payload may be executed. Peak memory may exceed that on the
 valid snapshot by --slack_mb plus the size of the bad files, and 120 MB for 4 MB of JSON. Prints a row per
 trial, as JSON; exit code 1 if a trial has a problem.
 """
@@ -51,7 +50,6 @@ def execute(command: Sequence[str], timeout_s: float = 120) -> Outcome:
 
 
 def command(program: str, run_dir: Path, text: Path, fresh: Path) -> list[str]:
-    """Return the command of a program on the snapshots of `run_dir`; `fresh` is the folder of a new run."""
     train = [sys.executable, "train.py", f"data.path={text}", *SETTINGS]
     if program == "sample":
         return [sys.executable, "sample.py", str(run_dir), "--tokens", "5"]
@@ -82,7 +80,6 @@ class Range:
         return execute(command(program, run_dir, self.text, self.folder / "fresh"))
 
     def clean_peak(self, program: str) -> int:
-        """Return the peak memory, in bytes. train.py goes on from step 2, others from a faultless forgery."""
         if program not in self.clean_peaks:
             run_dir = self.copy()
             snapshots = run_dir / "snapshots"

@@ -1,7 +1,6 @@
-"""Snapshots that no run has written, by kind, for hostile.py.
+"""Snapshots that no run has written, by kind, for hostile.py. Each kind changes a valid snapshot.
 
-Each kind changes a valid snapshot. Checksums and sizes still fit, unless the kind replaces the manifest or
-changes written files. No torch is imported here, because a child's peak memory begins with its parent's.
+No torch is imported here, because a child's peak memory begins with its parent's.
 """
 
 import functools
@@ -74,7 +73,6 @@ def with_header(header: bytes, data: bytes) -> bytes:
 
 
 def seal(manifest: dict[str, Any]) -> bytes:
-    """Return a manifest's bytes with the right checksum, as mingpt.snapshot.manifest writes them."""
     body = {key: value for key, value in manifest.items() if key != "checksum"}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps(body | {"checksum": digest}, indent=1) + "\n").encode()
@@ -82,8 +80,6 @@ def seal(manifest: dict[str, Any]) -> bytes:
 
 @dataclass
 class Payload:
-    """An object that creates the file `canary` when it is unpickled."""
-
     canary: Path
 
     def __reduce__(self) -> Any:

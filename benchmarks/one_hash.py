@@ -3,9 +3,9 @@
     python benchmarks/one_hash.py                                       # ten minutes on two cores; Linux
     python benchmarks/one_hash.py --workers 1,2 --steps 2 --no_jobs     # a minute or two
 
-The configurations combine all architectures (or those of --arch), both optimizers, float32 and bfloat16, with
-dropout 0.1 and clipped gradients. One more configuration is trained under torchrun, with 1 and 2 workers.
-Prints a row per configuration, as JSON, with hashes of the tensors. Exit code 1 if a row has several hashes.
+Architectures (all, or those of --arch), both optimizers, float32 and bfloat16 are combined; one more
+configuration is trained under torchrun. Prints a row per configuration, as JSON, with hashes of the tensors.
+Exit code 1 if a row has several hashes.
 """
 
 import itertools

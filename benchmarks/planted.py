@@ -3,9 +3,8 @@
     python benchmarks/planted.py                 # all 60, half an hour on two cores
     python benchmarks/planted.py --faults 7 22   # only these, by their number from 1
 
-A fault is two texts. `old` stands once in a file of mingpt/ or anynode/. In a copy of the working tree, `new`
-takes the place of `old`, and tests run until one fails. Prints a row per fault, as JSON, with that test, or
-null. Exit code 1 if a fault cannot be planted or no test has found it.
+Prints a row per fault, as JSON, with the first test that has failed, or null. Exit code 1 if a fault cannot
+be planted or no test has found it.
 """
 
 import re
@@ -47,7 +46,6 @@ def copy_tree(target: Path) -> None:
 
 
 def first_failure(tree: Path, paths: list[str], marker: str) -> str | None:
-    """Return the first test that fails, or an error that keeps pytest from running; None if all pass."""
     existing = [path for path in paths if (tree / path).exists()]
     if not existing:
         return None

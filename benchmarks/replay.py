@@ -1,18 +1,17 @@
 """A worker that computes wrongly without an error: is it found at the next replay, and named?
 
-    python benchmarks/replay.py                      # 26 lies and 20 honest jobs, an hour on two cores
+    python benchmarks/replay.py                      # 26 lies, 20 honest jobs; an hour on two cores; Linux
     python benchmarks/replay.py --kinds once --honest 0
 
 The last worker computes wrongly ("lies") in a job of 100 steps, with a replay every 20 steps:
 
 - `bit`, or `two` with two workers: from step 57 on, gradients of a block's output have one wrong bit.
 - `once`: one bit is wrong once, in the first micro-batch that the worker replays at step 60.
-- `copy`: one bit of a weight changes at step 57, or at 60 with a sharded optimizer, whose updates repair it.
+- `copy`: one bit of a weight changes at step 57, or at 60 with a sharded optimizer.
 
 In step 61 the job must end with exit code 1 and name only the liar; with two workers, both. Then the same
-command must finish the run without the lie; exact reduction must give the hash of an undisturbed run.
-`--honest` jobs of 500 steps, every other job compiled, run beside two busy processes and must finish. Prints
-a row per job, as JSON. Exit code 1 if one of these conditions does not hold. Needs Linux.
+command must finish the run without the lie, and exact reduction must give the hash of an undisturbed run.
+Honest jobs must finish. Prints a row per job, as JSON. Exit code 1 if a condition does not hold.
 """
 
 import contextlib

@@ -5,15 +5,12 @@
     python benchmarks/schedules.py kill stop --trials 1  # two of FAULTS, a minute or two; disk needs root
     python benchmarks/schedules.py --events FILE         # the faults that a file describes
 
-A seeded schedule has 1 to 5 kills: at start-up, in a forward pass, in the reduction, in an evaluation or a
-save. After each kill there are 1 to 4 workers. A kill that hits no living worker is a failure.
+A seeded schedule has 1 to 5 kills. After each kill there are 1 to 4 workers. FAULTS are schedules with random
+steps, ranks and delays. FILE is TOML with the fields of Schedule, and of Event for each event.
 
-FILE is TOML with the fields of Schedule, and of Event for each event. By `events = [{ what = "kill", at =
-"file_progress", step = 60, of = 1 }]` the worker beside the one that writes a snapshot is killed in a save.
-
-FAULTS are such schedules with random steps, ranks and delays. `gone_s` is the time from the last event until
-the other workers were gone, `on_s` until the next generation began. Prints a row per schedule, as JSON. The
-exit code is 1 unless all events happen, all limits are kept, and all runs have the bits and records.
+Prints a row per schedule, as JSON. `gone_s` is the time from the last event until the other workers were
+gone, and `on_s` until the next generation began. The exit code is 1 unless all events happen, all limits are
+kept, and all runs have the bits and records.
 """
 
 import contextlib
@@ -52,9 +49,8 @@ TO_JOB = {"stop job": signal.SIGTERM, "interrupt job": signal.SIGINT}
 class Event:
     """What a worker does once, when it is at the event `at` of mingpt.base.events in `step` or later.
 
-    `what` is "kill", "freeze", "stop" (SIGUSR1), "stop job", "interrupt job", "stop file" or "fill" (the
-    disk). The worker is `rank`, or the first that comes there; a signal goes to the one that is `of` ranks
-    after it, `delay_s` later. "worker_start" comes in any step, "file_progress" with half of a tensor file.
+    `what` is a key of TO_WORKER or TO_JOB, "stop file" or "fill" (the disk). The worker is `rank`, or the
+    first that comes there. It acts `delay_s` later. A signal goes to the worker that is `of` ranks after it.
     """
 
     what: str
@@ -69,9 +65,8 @@ class Event:
 class Schedule:
     """A job by "torchrun", "plain" python or "agents", two of torchrun; its events, and what must hold.
 
-    `disk` is the setting whose folder is on a small disk, run_dir or snapshot.path. `busy` processes keep the
-    cores busy. The limits are for gone_s (in a start, the time to import torch is added) and on_s. The job
-    may do `may_lose` steps again, and says `says`. If it `ends`, the same command has to finish the run.
+    `disk` is run_dir or snapshot.path, whose folder is then on a small disk. The limits are for gone_s and
+    on_s. The job may do `may_lose` steps again. If it `ends`, the same command has to finish the run.
     """
 
     events: list[Event]
@@ -88,8 +83,6 @@ class Schedule:
 
 
 class Actor:
-    """A worker's part in the events of `folder`/events.json; construct it before the Worker."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.step, self.rank = folder, 0, int(os.environ.get("RANK", -1))
         if self.rank < 0:
@@ -149,7 +142,6 @@ def kill(rng: random.Random, launch: str) -> Schedule:
 
 
 def kill_memory(rng: random.Random) -> Schedule:
-    """Return a kill in a save to memory, in a job that saves nothing to disk before its end."""
     settings = {"snapshot.memory_every": MEMORY_EVERY, "snapshot.every": 1000}
     settings |= rng.choice(list(common.STRATEGIES.values()))
     step, of = rng.randrange(2 * MEMORY_EVERY, STEPS - 20), rng.randrange(2)  # the writer, or the next one
@@ -232,7 +224,6 @@ class Trial:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def seconds_until_gone(self, last: dict[str, Any]) -> float:
-        """Wait until all workers are gone that the event `last` has not killed or frozen."""
         hit = last["victim"] if self.schedule.events[last["event"]].what in ("kill", "freeze") else None
         paths = [path for path in self.folder.glob("pid-*") if path.name != f"pid-{hit}"]
         pids = [int(path.read_text()) for path in paths]

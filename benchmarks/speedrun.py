@@ -42,7 +42,6 @@ def output_of(*words: str, cwd: Path = ROOT) -> str:
 
 
 def make_copy(folder: Path, entry: Path, commit: str) -> Path:
-    """Check out a commit in a clone of this repository, apply an entry's patch, and return the clone."""
     copy, patch = folder / "copy", entry.resolve() / "code.patch"
     output_of("git", "clone", "-q", str(ROOT), str(copy))
     output_of("git", "checkout", "-q", commit, cwd=copy)
@@ -52,7 +51,6 @@ def make_copy(folder: Path, entry: Path, commit: str) -> Path:
 
 
 def train(copy: Path, entry: Path, text: Path | None) -> float:
-    """Train by an entry's configuration, with the run folder `copy`/out; return the seconds."""
     words = [sys.executable, "train.py", str(entry.resolve() / "config.yaml"), "run_dir=out"]
     if text:
         shutil.copy(text, copy / "tinyshakespeare.txt")
@@ -63,7 +61,6 @@ def train(copy: Path, entry: Path, text: Path | None) -> float:
 
 
 def breaches(entry: Path) -> list[str]:
-    """Return how an entry breaks the rules of its track, or disagrees with its own files."""
     about, run = json.loads((entry / "entry.json").read_text()), read_history(entry)
     config = flatten(to_dict(build(read_file(str(entry / "config.yaml")))))
     losses = read_metric(entry, "val/loss")
@@ -81,7 +78,6 @@ def breaches(entry: Path) -> list[str]:
 
 
 def make_entry(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Make an entry; return what to print, and how the entry breaks the rules."""
     name, commit = f"{options.track}-{options.name}", output_of("git", "rev-parse", "HEAD").strip()
     target = ROOT / "benchmarks/speedrun" / name
     if target.exists():
@@ -115,7 +111,6 @@ def describe(entry: Path, track: str, commit: str, seconds: float) -> dict[str, 
 
 
 def check_entry(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Train an entry again; return what to print, and what is wrong."""
     about, wrong = json.loads((options.entry / "entry.json").read_text()), breaches(options.entry)
     with work_folder() as folder:
         copy = make_copy(folder, options.entry, about["commit"])

@@ -5,15 +5,12 @@
     python benchmarks/start.py --against CHECKOUT       # also the start of another commit of this project
     python benchmarks/start.py --kills 30               # from SIGKILL of a random worker: 5 minutes
     python benchmarks/start.py --kills 1 --steps 30     # half a minute
-    python benchmarks/start.py --path                   # the functions and collectives of a start: a minute
+    python benchmarks/start.py --path                   # what a start calls on rank 0 of two: a minute
 
 Uses the default run, on two cores; starts are without its first evaluation. Prints a row per round or kill,
-as JSON, then medians of paired ratios. With --against, the first ratio is our time divided by the other
-checkout's. The last ratio is our time divided by the time to import torch. Exit code 1 unless the last ratio
-is at most 2.5 for a start, 1.25 after a kill. Runs with kills must end with the bits of an undisturbed run.
-
-With --path, rank 0 of two notes each function of mingpt/ that any thread enters until the first forward pass
-ends, with its file and lines. `collectives` counts its calls of torch.distributed that exchange something.
+as JSON, then medians of paired ratios: our time over the other checkout's (with --against), and over the time
+to import torch. Exit code 1 unless the last ratio is at most 2.5 for a start, 1.25 after a kill. Runs with
+kills must end with the bits of an undisturbed run.
 """
 
 import argparse
@@ -87,7 +84,6 @@ def stamp(run_dir: Path) -> list[tuple[int, int]]:
 def seconds_to_recover(
     job: Job, run_dir: Path, step: int, rng: random.Random, import_s: float, signum: int = signal.SIGKILL
 ) -> float:
-    """Signal a random worker after `step`; return the seconds to a later generation's first step."""
     job.wait_until(lambda: last_step(run_dir) >= step, 300)
     time.sleep(rng.uniform(0, 0.2))  # a random moment in a step
     pids, before = job.workers(), len(read_history(run_dir)["generations"])
@@ -139,7 +135,6 @@ def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def trace(output: Path) -> None:
-    """On rank 0, note functions of mingpt/ and collectives until a forward pass ends; write them as JSON."""
     if os.environ["RANK"] != "0":
         return
     import torch.distributed
@@ -187,7 +182,6 @@ def count_path(folder: Path) -> int:
 
 
 def count_lines(path: Path, first: int) -> int:
-    """Return the lines of the function that begins at line `first`; 0 if none does."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef) and node.end_lineno:
             begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])

@@ -12,16 +12,12 @@ row per round, as JSON, then the median and the range of the paired ratios:
 
 CHECKOUT      our time / the other checkout's time
 --reduction   time with exact reduction / time with fast reduction; for ddp, also time with ExactHook / fast
---nanogpt     nanoGPT's time / our time
+--nanogpt     nanoGPT's time / our time; TEXT is tiny Shakespeare as one file
 --scaling     `efficiency`: tokens/s of W workers / (W times tokens/s of one worker with exact reduction)
 --jobs        `efficiency`: tokens/s / tokens/s of two jobs at once (each: one worker, half the batch)
 
-nanoGPT runs in a copy of CHECKOUT, on TEXT (tiny Shakespeare as one file). Size `cpu` has the settings of the
-CPU run in nanoGPT's README. Size `10M` is nanoGPT's shakespeare_char configuration. nanoGPT runs in four
-ways: not compiled; likewise with our biases and tanh GELU ("same model"); with bfloat16 autocast; compiled.
-Our program runs as two workers with one thread each, not compiled and compiled, and as one compiled worker
-with two threads. Exit code 1 if --scaling finds less than 0.95 for two workers with exact reduction at 10M,
-or 0.92 at another size.
+Size `cpu` has the settings of the CPU run in nanoGPT's README, `10M` those of its shakespeare_char. Exit code
+1 if --scaling finds less than 0.95 for two workers with exact reduction at 10M, or 0.92 at another size.
 """
 
 import argparse
@@ -79,7 +75,6 @@ class Bench:
         self.folder, self.runs, self.is_good = folder, itertools.count(1), True
 
     def step_s(self, settings: common.Settings, workers: int = 2, **options: Any) -> float:
-        """Train a run; return its median seconds per step. `options` are those of `common.start`."""
         run_dir = self.folder / f"run{next(self.runs)}"
         log_every = max(1, settings["trainer.max_steps"] // 20)
         own = {**settings, "trainer.device": "cpu", "trainer.log_every": log_every, "trainer.timeout_s": 300}
@@ -147,7 +142,6 @@ def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> N
 
 
 def copy_peer(checkout: Path, text: str, copy: Path) -> None:
-    """Copy nanoGPT, and add the data that its own prepare.py would make of `text`; add changed programs."""
     shutil.copytree(checkout, copy)
     folder = copy / "data" / "shakespeare_char"
     characters, split = sorted(set(text)), int(0.9 * len(text))
@@ -167,7 +161,6 @@ def copy_peer(checkout: Path, text: str, copy: Path) -> None:
 def peer_step_s(
     copy: Path, size: str, variant: str, device: str = "cpu", steps: int = 0, timeout_s: float | None = None
 ) -> float:
-    """Train nanoGPT in `copy`; return the median seconds per step over the second half of the steps."""
     own_program = f"train_{variant.replace(' ', '_')}.py"
     program = own_program if (copy / own_program).exists() else "train.py"
     steps = steps or SIZES[size]["trainer.max_steps"]

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run() -> int:
-    """Run `python -m mingpt`; return its exit code. This is the entry point of the command `mingpt`."""
+    """Run `python -m mingpt`, the entry point of the command `mingpt`; return its exit code."""
     return run_command(main, sys.argv[1:])
 
 

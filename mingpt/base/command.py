@@ -83,8 +83,8 @@ def open_streams() -> None:
 def write_stdout(text: str) -> None:
     """Write text to stdout, and flush it.
 
-    Raises UserError if stdout is closed or the write fails. Raises SystemExit(1) if the process that reads
-    stdout has exited, as `head` does after some lines.
+    After `open_streams`, raises UserError if stdout is closed or a write to it has failed. Raises
+    SystemExit(1) if the process that reads stdout has exited, as `head` does after some lines.
     """
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -99,8 +99,8 @@ def write_stdout(text: str) -> None:
 def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run `command(arguments)`; return its exit code: 2 after a UserError, 130 after Ctrl-C.
 
-    Calls `open_streams` first. Log lines, and the message of a UserError, are written to stderr. Any other
-    exception is raised.
+    Log lines, and the message of a UserError, are written to stderr. Any other exception is raised. Replaces
+    stdout and stderr: see `open_streams`.
     """
     open_streams()
     handler = logging.StreamHandler()

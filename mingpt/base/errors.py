@@ -1,6 +1,6 @@
 """Exceptions, named by what a failure means for the job. `distributed.Worker` turns them into exit codes.
 
-`meaning_of` says what the errno of a failed file operation means; no other module compares errnos for that.
+`meaning_of` says what the errno of a failed file operation means.
 """
 
 import errno
@@ -38,9 +38,9 @@ class UserError(ValueError):
     The process exits with code 2, and the job ends without restarts. Once the workers have met, all ranks
     raise UserError. But only the ranks of a refused node raise the subclass NodeRefused, and the job goes on.
 
-    `may_pass` is true if the error was constructed while an error was handled that may pass, such as that of
-    a network drive that is away, or of a full disk. In a restart such a UserError uses up a restart, and does
-    not end the job.
+    `may_pass` says whether the cause may pass, as a full disk or a network drive that is away. It is true if
+    an error of that kind was being handled when this error was constructed. After a restart, a UserError that
+    may pass uses up a further restart and ends the job only if none is left.
     """
 
     def __init__(self, *arguments: object) -> None:
@@ -61,7 +61,7 @@ class PeersMissing(ExpectedError):
 
 
 class NodesLeave(PeersMissing):
-    """The workers `ranks` raise NodeRefused, as the log says, and the job goes on without them."""
+    """The workers `ranks` raise NodeRefused, and the others raise NodesLeave: the job goes on with these."""
 
 
 class StopRequested(Exception):

@@ -2,9 +2,9 @@
 
     events.subscribe("forward_end", lambda step, micro_batch: ...)
 
-A callback runs in the thread that emits the event, and its errors are raised in that thread. In EVENTS, the
-text of an event begins with the names of the keyword arguments that the callback gets, if any. The callback
-may change tensors among these arguments in place.
+A callback runs in the thread that emits the event, and the callback's errors are raised in that thread. In
+EVENTS, the text of an event begins with the names of the keyword arguments that the callback gets, if any.
+The callback may change tensors among these arguments in place.
 """
 
 from collections.abc import Callable

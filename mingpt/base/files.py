@@ -52,8 +52,8 @@ def atomic_file(
     The file is unbuffered: use `write_all`. `partial` is by default `<name>.mingpt-partial` beside `path`. An
     error before or during the rename removes the partial file, and an earlier file at `path` stays.
 
-    `sync="file"` calls fsync on the file before the rename; `sync="folder"` also calls it on the folder after
-    the rename, as `fsync_path` does. If that fails, OSError is raised although the new file is at `path`.
+    `sync="file"` calls fsync on the file before the rename. `sync="folder"` also calls `fsync_path` on the
+    folder after the rename; an OSError of that call is raised although the new file is at `path`.
 
     `before_rename` is called right before the rename, for example to check that no other job has taken over
     the folder during a long write. If it raises an error or returns False, the file is not renamed. After
@@ -172,8 +172,7 @@ def decode_text(content: bytes, offset: int = 0) -> str:
     Raises ValueError for a tar archive, for content that is not UTF-8, and if more than a third of the bytes
     are NULs. Except for a tar archive, the error's message begins with "not UTF-8". The message then says
     that the content is probably UTF-16, or names the first wrong byte and its place in the file, not counting
-    the mark. `offset` is the place of `content` in the
-    file, in bytes.
+    the mark. `offset` is the place of `content` in the file, in bytes.
     """
     if content[257:262] == b"ustar":  # valid UTF-8, if its files are
         raise ValueError("a tar archive: unpack it, and name its files")

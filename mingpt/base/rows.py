@@ -42,7 +42,7 @@ class RowMap:
         return rows[rank] if rows else range(self.shapes[name][0] if self.shapes[name] else 1)
 
     def first(self, name: str, rank: int) -> int:
-        """Return the number of the first element of a tensor that `rank` holds."""
+        """Return the index, in the flattened tensor, of the first element that `rank` holds."""
         return self.of(name, rank).start * math.prod(self.shapes[name][1:])
 
     def numel(self, name: str) -> list[int]:

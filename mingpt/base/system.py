@@ -54,8 +54,8 @@ def run_within(limit_s: float, work: Callable[[], T]) -> T:
 def try_within(limit_s: float, work: Callable[[], object]) -> bool:
     """Run `work` in a daemon thread; return whether it ends within `limit_s` seconds.
 
-    `work` also ends if it raises an exception, which the thread prints. After the limit the thread keeps
-    running, and nothing waits for the thread.
+    The thread prints an exception of `work`, which then has ended. After the limit the thread keeps running,
+    and nothing waits for the thread.
     """
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

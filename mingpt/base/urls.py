@@ -41,8 +41,8 @@ def redact_all(value: Any) -> Any:
 def open_url(where: str, what: str | None = None) -> tuple[Any, str]:
     """Return the fsspec file system of `where`, a path or URL, and the path in that file system.
 
-    The file system caches no listings. Raises UserError if the URL's driver is not installed. The message
-    begins with `what`; if `what` is None, with `where`.
+    The file system caches no listings of a URL. Raises UserError if the URL's driver is not installed or not
+    known. The message begins with `what`; if `what` is None, with `where`.
     """
     import fsspec  # takes a while, and a worker does not need it before it listens for signals
 

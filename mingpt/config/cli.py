@@ -1,8 +1,8 @@
 """Turn a command line and a YAML file into a checked Config, and report a mistake in one sentence.
 
 A command line is `[CONFIG.yaml] [section.key=value ...]`, in any order. Settings on the line replace those in
-the file. `--section.key value` is accepted, too, instead of `section.key=value`. If no file is named,
-DEFAULT_FILE beside train.py is read, if mingpt/ is beside train.py or was installed by pip.
+the file. `--section.key value` is accepted, too, instead of `section.key=value`. If no file is named, and
+there is a `project_folder`, the file is DEFAULT_FILE in this folder.
 """
 
 import difflib

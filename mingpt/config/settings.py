@@ -2,8 +2,7 @@
 
 gpt2_train_cfg.yaml repeats the defaults; `train.py` reads it unless another file is given. As a rule,
 settings that can change the result must be the same when a run is resumed, unless snapshot.resume=changed.
-cli.py reads files and command lines. Nothing here imports torch, so a wrong setting is reported at once. The
-functions at the end list settings by their dotted keys, and convert configurations to dictionaries and YAML.
+Nothing here imports torch, so a wrong setting is reported at once.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """The data of a run: a text or token shards, split for training and validation, as windows of tokens.
 
-The model never trains on the validation part. But a tokenizer may be made from the whole text. `TextData` and
-`ShardData` have the same methods, so their callers need not distinguish the two classes. `open_data` chooses
-the class: a folder holds token shards.
+The model never trains on the validation part. But a tokenizer may be made from the whole text. `open_data`
+returns TextData or, for a folder, ShardData; both have `train_tokenizer` and `encode`.
 """
 
 import codecs
@@ -157,11 +156,11 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
 
 
 def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
-    """Return the lowest possible validation loss of a text, in nats per character, from a file beside it.
+    """Return the lowest possible validation loss of a text, in nats per character; None if it is not known.
 
-    For a text NAME.txt, the file is NAME.json. Returns None if the file cannot be read, or has no such
-    number. Also returns None if the number is for a different val_fraction, or for a text with a different
-    hash than `fingerprint`.
+    For a text NAME.txt, the loss is in the file NAME.json beside the text. Returns None if the file cannot be
+    read or has no such number. Also returns None if the number is for a different val_fraction, or for a text
+    with a different hash than `fingerprint`.
     """
     try:
         beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")

@@ -154,9 +154,9 @@ class TokenShards:
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
         """Return the `length` tokens from each of `starts` on, (len(starts), length) int64.
 
-        A window may extend over several files. Raises IndexError for a window that is not all in the array.
-        Raises ExpectedError if a file cannot be read or has changed its size since the check: a restart
-        checks the files again, and says which one has changed.
+        A window may extend over several files. Raises IndexError if a window is not within the array. Raises
+        ExpectedError if a file cannot be read or has changed its size since the check: a restart checks the
+        files again, and says which one has changed.
         """
         first = np.asarray(starts, dtype=np.int64) + self._first
         last = first + length
@@ -192,7 +192,7 @@ class TokenShards:
 
 @dataclass(frozen=True)
 class ShardData:
-    """Checked token shards, split into a training and a validation part; the methods are those of `TextData`.
+    """Checked token shards, split into a training and a validation part, with the methods of `TextData`.
 
     `files` is {file's name: its fingerprint (a hash)}, in the order of reading; `fingerprint` is the SHA-256,
     in hex, over all these fingerprints. `meta` is the content of the folder's meta.json, or None if there is

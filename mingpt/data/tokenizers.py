@@ -108,7 +108,10 @@ def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
 
 
 class CharTokenizer(Tokenizer):
-    """A tokenizer with one token per character: the character's index in the sorted `characters`."""
+    """A tokenizer with one token per character: the character's index in the sorted `characters`.
+
+    Raises ValueError if `characters` is empty, or not in the order of code points, each once.
+    """
 
     def __init__(self, characters: str) -> None:
         codes = np.frombuffer(characters.encode("utf-32-le"), dtype=np.uint32)

@@ -3,9 +3,8 @@
 A generation is the workers between two restarts; ends.py says in words how a generation ended. transport.py
 decides how tensors travel among ranks: by gloo, by NCCL, or by a faster transport (mingpt/extras/).
 
-Importing this package does not import torch.
-`Worker`, `Launch`, `SignalListener` (signals.py) and `ProcessExit` work without torch until there is a
-process group; constructing a `DistributedContext` imports torch. `StopSignal` (stops.py) is for loops without
+Importing this package does not import torch. `Worker`, `Launch`, `SignalListener` (signals.py) and
+`ProcessExit` work without torch until there is a process group. `StopSignal` (stops.py) is for loops without
 a Worker.
 """
 

@@ -66,8 +66,9 @@ class Own(NamedTuple):
 class DistributedContext(Group):
     """A worker's rank, world size, device, dtype and transport. Constructing it waits for all other workers.
 
-    `timeout_s` limits each collective. Without a launcher such as torchrun this worker is the only one. For
-    errors see `join_generation`. Collectives on tensors, and the device, are there after `settle`.
+    `timeout_s` limits each collective. Without a launcher such as torchrun this worker is the only one. The
+    constructor raises the errors of `join_generation`. The device, and collectives on tensors, are available
+    after `settle`.
 
     While the work of `on_rank`, `on_all` or `gather_on_all` runs, this process exits if a peer is lost. The
     process also exits if all ranks agree to stop before training begins. If the work raises UserError on any
@@ -89,7 +90,8 @@ class DistributedContext(Group):
         """Use this rank's device, and connect the ranks for tensors. Collective.
 
         `found` is what `find_own` has returned on each rank, without a fault. `dtype` is that of matrix
-        products, and `threads` the number of CPU threads of each worker.
+        products, and `threads` the number of CPU threads of each worker. Raises the errors of `connect_gpus`
+        if several workers train on GPUs.
         """
         import torch
 
@@ -133,9 +135,10 @@ class DistributedContext(Group):
         return rendezvous
 
     def find_own(self, wanted: str, dtype: str) -> Own:
-        """Return this rank's place and device; make its `connector`, which has the address.
+        """Return this rank's place, device, dtype and address; make `connector`.
 
-        `wanted` and `dtype` are the settings trainer.device and trainer.dtype.
+        `wanted` and `dtype` are the settings trainer.device and trainer.dtype. If the device cannot be used,
+        the result has no device, and its `fault` says why.
         """
         from mingpt.distributed.transport import make_connector
 

@@ -31,10 +31,8 @@ GPU_KERNELS = ("CUBLAS", "CUDNN_", "TORCH_CUDNN_", "TORCH_BLAS_", "TORCH_ALLOW_T
 def find_device(wanted: str, launch: Launch) -> "torch.device":
     """Return the device for `wanted`, the setting trainer.device.
 
-    Raises UserError if the device cannot be used.
-
     auto means the GPU with the number `launch.local_rank` if the node has a GPU for each of its workers, else
-    the CPU. If the device is a CUDA GPU, it becomes torch's current device.
+    the CPU. A CUDA GPU becomes torch's current device. Raises UserError if the device cannot be used.
     """
     import torch
 

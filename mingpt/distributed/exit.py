@@ -69,15 +69,18 @@ class SignalReceived(Exception):
 
 
 class PeerLost(Exception):
-    """Another worker is gone or silent, as the message says. SignalListener has noticed this."""
+    """Another worker is gone or silent, as the message says."""
 
 
 @dataclass(frozen=True)
 class ExitPlan:
-    """What a worker does before it exits with `code`, in the order of the fields, but `ends_agent` last."""
+    """What a worker does before it exits with `code`, in the order of the fields.
+
+    But `ends_agent` comes after `releases_claims`.
+    """
 
     code: int
-    ends_agent: bool = False  # send a signal to the agent, last: no exit code ends a job under torchrun
+    ends_agent: bool = False  # send a signal to the agent: no exit code ends a job under torchrun
     reason: str = ""  # store this exit reason, for the agent, other workers and the next generation
     job_code: int | None = None  # the job's exit code, stored with `reason`; None: this worker does not know
     text: str = ""  # print this to stderr

@@ -75,8 +75,7 @@ class Group:
     def all_gather_object(self, value: T) -> list[T]:
         """Return, on all ranks, the values of all ranks in the order of the ranks. Collective.
 
-        Values are pickled. The first collective takes the first FIRST_BYTES bytes of each value; only larger
-        values need further collectives.
+        Values are pickled. Values of more than FIRST_BYTES bytes need further collectives.
         """
         if self.world_size == 1:
             return [value]
@@ -166,8 +165,7 @@ class Group:
     def _exchange_outcomes(self, outcome: "Future[Outcome]") -> list[Outcome]:
         """Exchange the outcomes of all ranks' work until the work has ended on all ranks. Collective.
 
-        Returns the outcomes in the order of the ranks. In an exchange, None stands for work that still runs.
-        Each exchange is also a heartbeat.
+        Returns the outcomes in the order of the ranks. Each exchange is also a heartbeat.
         """
         try:
             while True:

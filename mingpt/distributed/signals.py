@@ -62,11 +62,11 @@ class SignalListener:
     stop. During training, a request is kept until all ranks have agreed on it. A second signal, more than
     REPEAT_S seconds after the first signal, ends this process at once.
 
-    The thread works even while the main thread is stuck, and never waits for a disk. The thread also ends
-    this process if the agent is gone, or if another worker of the agent failed or was lost. The same happens
-    if a collective on GPUs has lost a peer, or has waited for more than trainer.timeout_s seconds. During
-    training with several workers, the thread also ends this process if no collective ends for
-    trainer.timeout_s seconds after a signal other than SIGUSR1.
+    The thread works even while the main thread is stuck or a disk hangs. The thread also ends this process if
+    the agent is gone, or if another worker of the agent failed or was lost. The same happens if a collective
+    on GPUs has lost a peer, or has waited for more than trainer.timeout_s seconds. During training with
+    several workers, the thread also ends this process if no collective ends for trainer.timeout_s seconds
+    after a signal other than SIGUSR1.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:

@@ -19,7 +19,8 @@ class StopSignal:
     A request is SIGTERM, SIGINT or SIGUSR1, or that the time `pause_after` has passed: a number of seconds,
     or a text such as 5h30m. A second signal, more than a second after the first one, does what it does
     without a StopSignal. If torch.distributed is initialised, all ranks construct a StopSignal together. In a
-    `with` block, `close` is called at the end.
+    `with` block, `close` is called at the end. Raises ValueError for any other text, or if not constructed in
+    the main thread.
     """
 
     def __init__(self, pause_after: float | str | None = None) -> None:
@@ -42,8 +43,8 @@ class StopSignal:
     def agreed(self) -> str | None:
         """Return the request that any rank has received, the same on all ranks, or None.
 
-        It is the name of a signal or "trainer.pause_after"; of several, SIGTERM comes first, then SIGINT.
-        Collective: call it once per step.
+        A request is the name of a signal or "trainer.pause_after"; of several, SIGTERM comes first, then
+        SIGINT. Collective: all ranks call this method once per step.
         """
         own = self.received or (PAUSE if time.monotonic() >= self.pause_at else None)
         requests = self.group.all_gather_object(own)

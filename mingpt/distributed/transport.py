@@ -110,7 +110,7 @@ class Transport:
 
         `pieces` are the pieces of this rank's vector. A yielded vector is valid until the next vector is
         yielded. All ranks must iterate to the end. With `at_once`, one collective gathers all vectors, padded
-        to the longest; use it only if their sizes are about equal. Without `at_once`, each vector is
+        to the longest: use `at_once` only for vectors of about equal sizes. Without `at_once`, each vector is
         broadcast, and yielded when it has arrived.
         """
         own = torch.cat(pieces)
@@ -192,9 +192,9 @@ def chunks_by_rank(vectors: list[list[Tensor]], reduction: Reduction) -> list[Te
 class Connector:
     """Makes a rank's transport when a job starts: this class a plain Transport, a subclass a faster one.
 
-    `address` is what other ranks need to reach this rank. It has only Python's own types, so that ranks whose
-    copy of the program lacks the subclass can unpickle it. It is None if this rank can use only a plain
-    Transport.
+    `address` is what other ranks need to reach this rank, or None if this rank can use only a plain
+    Transport. An address has only Python's own types, so that ranks whose copy of the program lacks the
+    subclass can unpickle the address.
     """
 
     address: object = None
@@ -209,7 +209,11 @@ class Connector:
 
 
 def make_connector(device_type: str, world_size: int) -> Connector:
-    """Return the Connector that TRANSPORTS names; a plain one if none is named or there, or for one rank."""
+    """Return the Connector that TRANSPORTS names for ranks on devices of the type `device_type`.
+
+    Returns a plain Connector if TRANSPORTS names none, if its module is missing, or if there is only one
+    rank.
+    """
     make = None
     if world_size > 1 and device_type in TRANSPORTS:
         make = load_extra(TRANSPORTS[device_type])

@@ -27,8 +27,8 @@ class Worker:
     code is 1. If a request to stop ends training early, the block sets `stopped_by` to the name of this
     request. SystemExit, which is no subclass of Exception, is not handled here.
 
-    The constructor begins to listen for signals, and disables garbage collection until `connect`. It exits
-    with code 2 if the launcher's environment variables are wrong or the working directory is gone.
+    The constructor begins to listen for signals, and disables garbage collection until `meet`. It exits with
+    code 2 if the launcher's environment variables are wrong or the working directory is gone.
     """
 
     def __init__(self) -> None:

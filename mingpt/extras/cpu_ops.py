@@ -61,15 +61,12 @@ class CPUOps(Operations):
     """The operations for a CPU without torch.compile, with few passes over memory."""
 
     def rms_norm(self, x: Tensor) -> Tensor:
-        """Return `rms_norm(x)`; under autocast it has autocast's type."""
+        """Return `rms_norm(x)`; under autocast the result has autocast's type."""
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         return _RMSNorm.apply(x, dtype)  # type: ignore[no-any-return]
 
     def gelu(self, x: Tensor) -> Tensor:
-        """Return GELU with the tanh approximation, for bfloat16 from a table of all 65,536 values.
-
-        torch's own kernel takes three times as long as the table.
-        """
+        """Return GELU with the tanh approximation, for bfloat16 from a table of all 65,536 values."""
         if x.dtype != torch.bfloat16:
             return super().gelu(x)
         return _GELU.apply(x.contiguous())  # type: ignore[no-any-return]
@@ -175,7 +172,7 @@ def gelu_tables() -> tuple[Tensor, Tensor]:
 
 
 def random_bytes(shape: torch.Size) -> Tensor:
-    """Draw uniform uint8 numbers from torch's CPU generator, 20 times as fast as floats."""
+    """Draw uniform uint8 numbers from torch's CPU generator; floats would take 20 times as long."""
     size = math.prod(shape)
     drawn = torch.randint(-(2**63), 2**63 - 1, (-(-size // 8),))
     return drawn.view(torch.uint8)[:size].view(shape)

@@ -5,9 +5,7 @@
 
 The rest of the loop is as usual: a worker runs all its micro-batches but the last under `ddp.no_sync()`.
 Without the hook, DDP would add gradients up in `grad`, and the bits would depend on which micro-batches a
-worker has. With the hook, gradients move from `grad` to partial sums along a tree. The hook exchanges the
-partial sums of a bucket when the last backward pass has computed the bucket's gradients. ExactReduction
-(exact.py) adds the gradients in the same order.
+worker has. With the hook, gradients are added in the same order as by ExactReduction (exact.py).
 """
 
 import functools

@@ -3,9 +3,8 @@
 SharedMemoryConnector connects the workers when a job starts, and makes a SharedMemoryTransport. Ranks have
 segments, which all peers map. A segment is a file of `memfd_create`, which is in no folder, so nothing is
 left of it once all workers are gone. Peers receive the files through Unix sockets. A rank signals progress by
-one byte to each peer, which takes about 5 us between two idle cores. (A rank that waited in a busy loop could
-take the core of the worker that it waits for.) The kernel closes a dead worker's sockets, so that waiting
-peers notice the death at once. An exchange looks like this:
+one byte to each peer. The kernel closes a dead worker's sockets, so that waiting peers notice the death at
+once. An exchange looks like this:
 
     segments.begin(nbytes)
     ... write to `segments.of(rank, ...)`: to this rank's segment, or to parts that no other rank writes ...

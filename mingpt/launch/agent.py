@@ -67,8 +67,10 @@ def start_workers(worker: Worker, config: Config, command: Sequence[str]) -> Non
     The exit code is that of the job. If a launcher has started this process, or if the job has only one
     worker, this process is itself a worker, and the function returns. Unless trainer.eval_only is set, a file
     STOP in run_dir is from now on a request to stop. If `command[0]` is no file, the module
-    mingpt.launch.train takes its place. Unless `Launch.is_distributed` is true, raises UserError if
-    trainer.workers is too large, or is auto although srun has started several tasks.
+    mingpt.launch.train takes its place.
+
+    Without a launcher, raises UserError if trainer.workers is too large, or is auto although srun has started
+    several tasks; also raises the errors of `run_agent`.
     """
     launch, run_dir = worker.launch, Path(config.run_dir)
 

@@ -1,9 +1,9 @@
 """Decide whether the blocks of a model are compiled, and try the compiler on one block before it is used.
 
-The compiler is torch.compile. It compiles each block by itself, under every strategy, because FSDP2 gathers
-weights between the blocks; so a compiled run has the same bits under every strategy. All blocks have the same
-code, which is compiled once. If torch.compile fails, or computes something else than the block itself, the
-model is trained without it.
+The compiler is torch.compile. Each block is compiled by itself, under every strategy, because FSDP2 gathers
+weights between the blocks; so compiled blocks compute the same bits under every strategy. All blocks have the
+same code, which is compiled once. If torch.compile fails, or computes something else than the block itself,
+the model is trained without torch.compile.
 """
 
 import logging

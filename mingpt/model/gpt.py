@@ -1,7 +1,7 @@
 """What every architecture is made of: layers, a model from tokens to logits and loss, and generation.
 
-An architecture is a subclass of GPT in the file <arch>.py, where <arch> is its value of model.arch. No other
-file distinguishes architectures. docs/extending.md shows how to add an architecture.
+An architecture is a subclass of GPT in the file <arch>.py, where <arch> is its value of model.arch.
+docs/extending.md shows how to add an architecture.
 
 In shapes, B is the batch size, T the length of the input, C = n_embd, H = n_head, D = C / H, V = vocab_size.
 """
@@ -264,7 +264,7 @@ ARCHITECTURES: dict[str, type[GPT]] = {}
 
 
 def architecture(arch: str) -> type[GPT]:
-    """Return the class for `arch`, a value of model.arch. Imports its file, mingpt/model/<arch>.py."""
+    """Return the class for `arch`, a value of model.arch, after importing mingpt/model/<arch>.py."""
     importlib.import_module(f"mingpt.model.{arch}")
     return ARCHITECTURES[arch]
 
@@ -275,9 +275,8 @@ def parameter_shapes(
 ) -> dict[str, Shape]:
     """Return {name: shape} for the parameters of GPT(config, ...), without allocating the parameters.
 
-    With `is_trained`, leave frozen parameters out.
-    The first call takes time proportional to n_layer. Raises UserError if a tensor would be too large for
-    torch, and the error of `PositionTables`.
+    With `is_trained`, leave frozen parameters out. Raises UserError if a tensor would be too large for torch,
+    and the UserErrors of GPT, such as that of `PositionTables`.
     """
     try:
         with torch.device("meta"):

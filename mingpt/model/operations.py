@@ -118,7 +118,7 @@ class Operations:
     """The operations of the model, computed by torch's own functions; subclasses compute them otherwise."""
 
     def rms_norm(self, x: Tensor) -> Tensor:
-        """Return `rms_norm(x)`; under autocast torch chooses its type, such as float32 on a GPU."""
+        """Return `rms_norm(x)`; under autocast torch chooses the result's type, such as float32 on a GPU."""
         return rms_norm(x)
 
     def gelu(self, x: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ loaded: dict[str, Callable[[], Operations]] = {}  # {kind of device: what is cal
 
 
 def ops_for(x: Tensor) -> Operations:
-    """Return the operations for x's device. The first call for a kind of device imports its module."""
+    """Return the operations for x's device. The first call for a kind of device imports their module."""
     kind = x.device.type
     if kind not in loaded:
         extra = load_extra(OPERATIONS[kind]) if kind in OPERATIONS else None

@@ -164,8 +164,7 @@ def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) 
     """Return each worker's batches of matrices; a batch is a list of names.
 
     `device_type` determines the largest batch. The matrices of a batch have one shape or its transpose. The
-    most expensive batch is assigned first; each batch goes to the worker with the lowest total cost so far.
-    The result is the same on all workers.
+    workers get about equal costs. The result is the same on all workers.
     """
     by_shape: dict[Shape, list[str]] = {}
     for name, shape in shapes.items():

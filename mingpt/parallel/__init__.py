@@ -26,7 +26,10 @@ EXTRAS = {"ExactHook": "mingpt.extras.ddp_hook:ExactHook"}
 
 
 def __getattr__(name: str) -> Any:
-    """Return the object of this name in EXTRAS. Raises ModuleNotFoundError if its module is absent."""
+    """Return the object of this name in EXTRAS.
+
+    Raises AttributeError if EXTRAS has no such name, and ModuleNotFoundError if the name's module is absent.
+    """
     if name not in EXTRAS:
         raise AttributeError(f"module 'mingpt.parallel' has no attribute {name!r}")
     return pkgutil.resolve_name(EXTRAS[name])

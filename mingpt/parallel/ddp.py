@@ -56,7 +56,7 @@ def gradient_of(weight: Tensor) -> Tensor:
 def backward_zeros(weights: Iterable[Tensor]) -> None:
     """Run a backward pass that gives `weights` gradients of zeros; DistributedDataParallel waits for them.
 
-    Its find_unused_parameters would do so, too, but with other buckets, and so other bits.
+    DDP's find_unused_parameters would do so, too, but with other buckets, and so other bits.
     """
     sums = [weight.sum() for weight in weights]
     if sums:
@@ -64,11 +64,7 @@ def backward_zeros(weights: Iterable[Tensor]) -> None:
 
 
 class WholeWeights(Strategy):
-    """The base of DDPReduction and ExactReduction, in which each rank holds all weights.
-
-    If updates are sharded, each rank updates only its rows of the weights. After the update all ranks gather
-    the rows of the weights, a bucket at a time.
-    """
+    """The base of DDPReduction and ExactReduction, in which each rank holds all weights."""
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)

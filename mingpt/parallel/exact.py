@@ -18,9 +18,7 @@ part of a vector that one rank adds up.
    sharded, a rank's chunk has exactly the rows that the rank updates, and there is no second phase.
 
 The two phases send as many bytes as a ring all-reduce if each rank has one partial sum. Ranks whose
-micro-batches do not form one subtree have several partial sums, and send more bytes. DistributedDataParallel
-with the communication hook of ddp_hook.py does the same, but imports torch._dynamo, which takes as long as
-importing torch, at every start and restart.
+micro-batches do not form one subtree have several partial sums, and send more bytes.
 """
 
 import contextlib
@@ -117,11 +115,7 @@ class Bucket:
 
 
 class ExactReduction(WholeWeights):
-    """A strategy that sums gradients along the tree of tree.py: any number of workers gives the same bits.
-
-    With several workers, a bucket is exchanged during the last backward pass, once the gradients of this
-    bucket and of all earlier buckets are computed.
-    """
+    """A strategy that sums gradients along the tree of tree.py: any number of workers gives the same bits."""
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
@@ -186,10 +180,7 @@ class ExactReduction(WholeWeights):
                 self.send(full)
 
     def send(self, bucket: Bucket) -> None:
-        """Add the last micro-batch's gradients, if any, to a bucket, and begin its exchange. Collective.
-
-        The bucket drops its partial sums, so their memory is freed once the exchange no longer needs them.
-        """
+        """Add the last micro-batch's gradients, if any, to a bucket, and begin its exchange. Collective."""
         if self.my_micro_batches:
             self.add_gradients(bucket, self.my_micro_batches[-1])
         pieces = [self.split_by_rank(bucket, gradients) for _, _, gradients in bucket.partial_sums]

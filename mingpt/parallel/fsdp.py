@@ -36,6 +36,7 @@ class FSDPReduction(Strategy):
     """FSDP2 with the backend's reduce-scatter, `trainer.reduction=fast`.
 
     FSDP2's collectives use their own process group, so they may run beside the collectives of other threads.
+    Raises UserError for a weight without dimensions.
     """
 
     takes_turns = weights_are_sharded = updates_are_sharded = True

@@ -1,7 +1,7 @@
 """Write a run's report files. If a write fails, the run goes on, and the write is tried again later.
 
 metrics.jsonl has one JSON object per record, with the record's `step`; a record is written as soon as it is
-made. If a step is done again after a restart, only its last records stay in the file.
+made. If a step is done again after a restart, the file keeps only the step's last records.
 """
 
 import functools

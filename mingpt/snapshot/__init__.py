@@ -2,8 +2,8 @@
 
 A snapshot consists of tensor files, the tokenizer's file if there is a tokenizer, and a manifest, a JSON file
 that lists the other files. A snapshot is valid if its manifest exists and the checks of `Store.read` succeed.
-Saver (saver.py) writes snapshots to the tiers that are due, and removes old ones. search.py chooses the same
-newest snapshot for all ranks. Only contents.py knows which tensors a model has.
+Saver (saver.py) writes snapshots to the tiers that are due, and removes old snapshots. search.py chooses the
+same newest snapshot for all ranks. mingpt/training/contents.py says which tensors a run's snapshot must have.
 """
 
 from mingpt.snapshot.checkpoint import Checkpoint

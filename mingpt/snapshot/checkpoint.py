@@ -37,7 +37,8 @@ class Checkpoint:
     A state is a dict of objects with `state_dict` and `load_state_dict`, tensors, torch.Generators, numbers,
     strings, None, and lists, tuples and dicts of these. The `keep` newest snapshots stay. If
     torch.distributed is initialised, all ranks construct a Checkpoint and call its methods together: rank 0
-    writes, and all ranks load the same snapshot, or raise the same error.
+    writes, and all ranks load the same snapshot, or raise the same error. The constructor raises UserError if
+    the URL's driver is not installed.
     """
 
     def __init__(self, where: str | os.PathLike[str], keep: int = 3) -> None:
@@ -54,11 +55,12 @@ class Checkpoint:
     def load(self, state: dict[str, Any]) -> int | None:
         """Fill `state` from the newest valid snapshot; return its step, or None if there is no snapshot.
 
-        Objects, tensors and generators are filled in place, and other values are replaced. Raises UserError,
-        and changes nothing, if keys, modules or tensors of the state and the snapshot differ. Raises what
-        `load_state_dict` of another object raises, and may have filled objects before it. Also raises
-        UserError if no snapshot can be used, but there are some. A snapshot that cannot be used is left out
-        with a log line. Collective.
+        Objects, tensors and generators are filled in place, and other values are replaced. A snapshot that
+        cannot be used is left out with a log line. Raises UserError, and changes nothing, if keys, modules or
+        tensors of the state and the snapshot differ. Also raises UserError if there are snapshots, but none
+        that can be used. Raises UnreadableSnapshot if the folder cannot be listed. Raises what
+        `load_state_dict` of an object that is no module raises, after which `state` may be partly filled.
+        Collective.
         """
         found = self.group.on_rank(0, self.find)
         if found is None:
@@ -104,9 +106,12 @@ class Checkpoint:
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Copy `state`, and write it in the background as the snapshot of `step`.
 
-        Waits for the previous write. Raises UserError for a value that cannot be stored; the message names
-        its path. If a write fails, that is logged, and `wait` raises its error unless a later one succeeds.
-        Collective.
+        Waits for the previous write. If a write fails, the failure is logged, and `wait` raises the error of
+        the failed write, unless a later write has succeeded. Raises UserError for a value that cannot be
+        stored; the message names the value's path. Raises ClaimLost if another job has taken the folder over.
+        The first call also raises UserError if another job uses the folder, or if the folder has a newer
+        snapshot that was not loaded. If the folder cannot be written to, the first call raises UserError or
+        OSError. Collective.
         """
         packer = Packer(taken=TREE, is_writer=self.group.rank == 0)
         tree = packer.pack(dict(state))

@@ -271,7 +271,7 @@ class Claim:
 
         The claim's file stays, so that the next claim gets the next number: a process that was suspended
         while it tried to take over an earlier claim then finds a newer one. If the file cannot be written, it
-        is removed. Never raises: a failure is only logged.
+        is removed. Raises no OSError.
         """
         if self.number and self.may_write():
             try:

@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 def write_chunks(file: Any, chunks: Iterable[memoryview], name: str, size: int) -> str:
     """Write `chunks`, `size` bytes in all, to `file`; return the SHA-256 of these bytes, in hex.
 
-    A thread computes the hash, at most MAX_UNHASHED chunks behind the writing. `name` is the file's name in
-    progress events. Raises the errors of `chunks` and of writing.
+    At most MAX_UNHASHED chunks are kept in memory for the hash. `name` is the file's name in progress events.
+    Raises the errors of `chunks` and of writing.
     """
     digest, written, hashing = hashlib.sha256(), 0, deque[Future[None]]()
     with ThreadPoolExecutor(max_workers=1) as pool:

@@ -5,9 +5,6 @@ The snapshot of step 1200 has the manifest `step_00001200.json` and the weights 
 the tokenizer, if any, in `step_00001200.tokenizer`. Sampling and export can therefore leave the optimizer's
 state unread. The place of a tensor in its file depends only on the names, types and shapes of the tensors in
 this file.
-
-A save copies the tensors into a `Staging`, which is allocated once. The copy is then hashed and written
-in the background.
 """
 
 import contextlib

@@ -22,11 +22,12 @@ def open_snapshot(
 ) -> Snapshot:
     """Return the snapshot in the file or folder `where`, after the checks of `Store.read`.
 
-    `where` is the path or URL of a snapshot's file, of a run folder, or of a folder of snapshots. Appended
-    to it, "@best" means `best`, which is for folders only. In a folder, snapshots are tried from the newest
-    on; with `best`, from the lowest validation loss on. The first snapshot that can be used is returned;
-    snapshots that were tried before are skipped with a log line. With `weights_only`, only the header of the
-    optimizer's file is read.
+    `where` is the path or URL of a snapshot's file, of a run folder, or of a folder of snapshots. "@best" at
+    the end of a folder's name means `best`. In a folder, snapshots are tried from the newest on; with `best`,
+    from the lowest validation loss on. The first snapshot that can be used is returned; snapshots that were
+    tried before are skipped with a log line. With `weights_only`, only the header of the optimizer's file is
+    read.
+
     Raises UserError if no snapshot can be used, or if `check` raises UserError. Also raises UserError if a
     snapshot that is tried has an unknown schema version, or if the run's config.yaml cannot be used.
     """

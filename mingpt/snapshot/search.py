@@ -101,7 +101,7 @@ class Reader:
             self.stores[store].unreadable.add(step)
 
     def verify(self, offer: Offer) -> Content | None:
-        """Check all bytes of a snapshot of this rank; return what other ranks need, or None if it is bad."""
+        """Check all bytes of a snapshot of this rank; return what other ranks need, None if a check fails."""
         snapshot = self.opened[offer.store, offer.step]
         try:
             self.stores[offer.store].verify(snapshot)

@@ -7,9 +7,9 @@ the manifest's checksums match.** Until then an empty file `partial-step_0000120
 step as an unfinished save. In a folder, the name of any file begins with `partial-` while the file is being
 written. No pickle is ever loaded.
 
-By default `verify` and `read` check all bytes: each file must have the SHA-256 in the manifest, and all
-numbers must be finite. `open` itself checks only the manifest, and the files' sizes and headers. `quarantine`
-renames the files of a snapshot that must not be used.
+By default `verify` and `read` check all bytes: each file must have the SHA-256 in the manifest, and in a
+run's snapshot all numbers must be finite. `open` itself checks only the manifest, and the files' sizes and
+headers. `quarantine` renames the files of a snapshot that must not be used.
 """
 
 import contextlib
@@ -61,9 +61,7 @@ def verify_file(file: StoredFile, sha256: str, is_finite: bool = True) -> None:
     """Read a file once and check all its bytes. Raises CorruptSnapshot if a check fails.
 
     The file must have this SHA-256 (hex); with `is_finite`, all numbers must be finite. Raises
-    UnreadableSnapshot if the file cannot be read. The file is read in pieces of at most 16 MiB. A thread
-    hashes a piece while the piece's numbers are checked and the next piece is read. At most two pieces are in
-    memory at a time.
+    UnreadableSnapshot if the file cannot be read. At most 32 MiB of the file are in memory at a time.
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
@@ -139,7 +137,7 @@ class Store(FileStore):
         return bool(self.files.exists(self.path(file_name(step, "json"))))
 
     def possible_steps(self) -> list[int]:
-        """Return the steps that may have a snapshot, newest first; an unfinished save is none.
+        """Return the steps that may have a snapshot, newest first, without those of unfinished saves.
 
         Raises UnreadableSnapshot if the folder cannot be listed.
         """
@@ -348,7 +346,7 @@ class Store(FileStore):
         """Read each file once and check all its bytes; with `weights_only`, leave out the optimizer's state.
 
         Raises CorruptSnapshot or UnreadableSnapshot. The files are read at the same time, with at most 32 MiB
-        of memory each.
+        of memory each. The numbers in the snapshot of another loop than a run's may be infinite or NaN.
         """
         manifest = snapshot.manifest
         is_of_run = "config" in manifest.model_fields_set  # the numbers of another loop may be any

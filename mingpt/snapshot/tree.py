@@ -176,7 +176,7 @@ def check(target: Any, saved: Any, specs: Mapping[str, TensorSpec], path: str = 
 
 @torch.no_grad()
 def fill(target: Any, saved: Any, read: Callable[[str], Tensor]) -> Any:
-    """Fill the objects, tensors and generators of `target`, after `check`; return what takes its place.
+    """Fill the objects, tensors and generators of `target`, after `check`; return what replaces `target`.
 
     `read` returns a saved tensor.
     """

@@ -1,4 +1,4 @@
-"""Commands of `python -m mingpt`: verify, compare, doctor, plan, prepare and export.
+"""The commands of `python -m mingpt`; mingpt/__main__.py lists them.
 
 No other package of mingpt imports this one.
 """

@@ -99,8 +99,8 @@ def read_run(name: str) -> Run:
     """Return a run whose folder is on a disk of this machine. The run's snapshots are listed, not read.
 
     `name` is the path of a run folder or a metrics.jsonl. Raises UserError if there is no such path, or if
-    the folder's config.yaml is damaged. Raises OSError if the records cannot be read, and UnreadableSnapshot
-    if the snapshots cannot be listed.
+    the folder's config.yaml is damaged. Raises OSError if the records cannot be read. If the snapshots cannot
+    be listed, raises OSError or an error of fsspec's driver.
     """
     path = Path(name)
     if not path.exists():
@@ -196,8 +196,8 @@ def compare(one: Run, other: Run) -> Comparison:
     """Compare the metrics of two runs, and their snapshots of the newest step at which both have a snapshot.
 
     A damaged snapshot counts as a difference. Raises UserError if the runs have no value and no snapshot of
-    the same step, if a config.yaml cannot be used, or if another version of this program wrote a snapshot.
-    Raises UnreadableSnapshot if a snapshot cannot be read.
+    the same step, or if another version of this program wrote a snapshot. Raises UnreadableSnapshot if a
+    snapshot cannot be read.
     """
     ours, theirs = read_values(one), read_values(other)
     pairs = {key: (ours[key], theirs[key]) for key in sorted(ours.keys() & theirs.keys())}

@@ -188,10 +188,7 @@ def sample(texts: Iterable[str]) -> Iterator[str]:
 def encode(
     texts: Iterable[str], tokenizer: Tokenizer, end: list[int], dtype: np.dtype[Any]
 ) -> Iterator[np.ndarray]:
-    """Yield the tokens of the texts in arrays of type `dtype`, with the tokens `end` after each text.
-
-    The package `tokenizers` encodes the pieces of a batch on all cores.
-    """
+    """Yield the tokens of the texts in arrays of type `dtype`, with the tokens `end` after each text."""
     # A piece "" stands for the end of a text.
     pieces = (piece for text in texts for piece in (*filter(None, tokenizer.split(text)), ""))
     for batch in in_batches(pieces, len, BATCH_CHARACTERS):

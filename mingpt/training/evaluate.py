@@ -41,8 +41,8 @@ class Evaluator:
         The loss is computed without dropout, over all windows of the split or, if trainer.eval_windows is
         set, over at most that number of windows. If the size of the split in bytes is known, the result also
         has "val/bits_per_byte", for which a token has as many bytes as a token of the split on average.
-        Returns None on all ranks if the ranks have agreed to stop during
-        training. Raises UserError on all ranks if the data cannot be used. `step` is only put into events.
+        Returns None on all ranks if the ranks have agreed to stop during training. Raises UserError on all
+        ranks if the data cannot be used. `step` is only put into events.
         """
         events.emit("evaluation_start", step=step)
         by_rank = self.context.gather_on_all(self.local_sums)

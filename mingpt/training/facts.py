@@ -1,8 +1,8 @@
 """What a rank finds out when a generation starts, and the folders, claim and data that it opens for that.
 
-A `Site` belongs to one rank. Its methods gather facts, and touch nothing of a run's but the files that only a
-start makes: the run folder with an empty log.txt, probes, and the claim (a job's right to write there).
-`plan.py` decides from the facts, and `start.py` carries the plan out.
+A `Site` belongs to one rank. Before the plan is made, a Site writes only what a start makes: the run folder
+with an empty log.txt, probes, and the claim (a job's right to write there). `plan.py` decides from the facts,
+and `start.py` carries the plan out.
 """
 
 import contextlib
@@ -248,7 +248,7 @@ class Site:
         return {path.name: path.read_bytes() if path.exists() else b"" for path in paths}
 
     def write_history(self, contents: Mapping[str, bytes]) -> None:
-        """Write another node's records to this node's run folder. If that fails, it is only logged."""
+        """Write another node's records to this node's run folder. A failure is only logged."""
         try:
             for name, content in contents.items():
                 write_atomic(self.path / name, content, sync="file")

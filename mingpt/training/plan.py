@@ -5,8 +5,8 @@ ranks call it with the same facts, and get the same answer. The answer is a Star
 snapshot the run goes on and who writes what; a Refusal, if the run does not start; or Again, if some of the
 snapshots that were offered must not be used, so that the ranks have to look for older ones.
 
-REFUSALS lists all reasons why a run does not start. In a job's first generation a reason ends the job. In a
-later generation, a reason for which some nodes are at fault concerns only these, and the job goes on without
+REFUSALS has the reasons of a Refusal. In a job's first generation a reason ends the job. In a later
+generation, a reason for which some nodes are at fault concerns only these nodes, and the job goes on without
 them (`refuse`): it starts again, without their facts.
 """
 
@@ -137,7 +137,7 @@ class StartFacts:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why the run does not start on some nodes, or at all. The exit code is 2."""
+    """Why the run does not start on some nodes, or at all."""
 
     kind: str  # a key of REFUSALS
     sentence: str
@@ -436,8 +436,8 @@ def check_choice(
     """Return why the run must not go on from the snapshot that was found, or without one; None if it may.
 
     `run` is the id of the run on record; None if there is none. `changes` are the settings that differ from
-    the snapshot's. In a restart only data and hardware count: the first generation has passed all other
-    checks.
+    the snapshot's. In a restart from a snapshot only data and hardware count: the first generation has passed
+    all other checks.
     """
     config, choice, is_first = facts[0].config, found.choice, not is_restart
     resume, only_evaluates = config.snapshot.resume, config.trainer.eval_only

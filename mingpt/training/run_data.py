@@ -17,7 +17,7 @@ Named = tuple[str, bytes | UserError]  # what data.tokenizer names, and its byte
 
 
 def tokenizer_path(config: Config, has_snapshot: bool, is_restart: bool, beside: str) -> str | None:
-    """Return the path or name of the tokenizer that rank 0 has to read for all ranks; None if it need not.
+    """Return the path or name of the tokenizer that rank 0 has to read for all ranks; None if there is none.
 
     `beside` is the path of the tokenizer.json beside rank 0's data, "" if there is none.
     """

@@ -104,7 +104,7 @@ class Saving:
         """What `note_counts` needs of each rank; the ranks' numbers are added up.
 
         These are the step of the newest snapshot that this generation has written to disk (0 on all ranks but
-        the main rank), whether this rank is busy writing, and whether it cannot save to memory.
+        the main rank), whether this rank is busy writing, and whether this rank cannot save to memory.
         """
         written = self.disk.written if self.is_main else 0
         error = self.memory.error
@@ -148,7 +148,7 @@ class Saving:
             self.saver.wait()
 
     def give_up_memory(self) -> None:
-        """Save no more to memory; the next snapshot on disk replaces those there. All ranks call this."""
+        """Save no more to memory; the next snapshot on disk replaces those in memory. All ranks call this."""
         if self.memory not in self.saver.tiers:
             return
         self.saver.tiers.remove(self.memory)
@@ -180,10 +180,11 @@ class Saving:
         """Copy the present state if a save is due, and write the copy in the background. Collective.
 
         On return the state may change. `is_end` means that this generation saves no later step, `is_wanted`
-        that the step is to be on disk, for its validation loss. If a save to disk is due, first waits for the
-        previous one, if that is not known to be durable. Raises ClaimLost on a rank whose previous write
-        failed because the claim (the right to write there) is lost. No other failed write raises an error
-        here; `finish` raises an error if the main rank's last write to disk failed.
+        that the step is to be on disk, for its validation loss. Before a save to disk, waits until the
+        previous save has ended, unless the snapshot of that save is known to be durable. Raises ClaimLost on
+        a rank whose previous write failed because the claim (the right to write there) is lost. No other
+        failed write raises an error here; `finish` raises an error if the main rank's last write to disk
+        failed.
         """
         step = self.state.step
         # A node that writes by itself leaves out its own saves while it is busy, and nobody waits for it.
@@ -259,8 +260,8 @@ class Saving:
     def weights_sha256(self) -> str:
         """The SHA-256, in hex, of the file of weights in the newest snapshot that this rank wrote to disk.
 
-        If this rank has not written one, that of the snapshot from which this generation started; "" if this
-        is a fresh run.
+        If this rank has written none, the file is that of the snapshot from which this generation started.
+        The result is "" in a fresh run without a snapshot.
         """
         files = self.disk.files or self.start.manifest.files
         return files[0].sha256 if files else ""

@@ -130,7 +130,7 @@ def is_due(trainer: TrainerConfig, step: int) -> bool:
 
 
 def end(refusal: Refusal, facts: Sequence[StartFacts], context: DistributedContext) -> NoReturn:
-    """Raise what a refusal means for this rank: UserError, or NodeRefused and NodesLeave."""
+    """Raise what a refusal means for this rank: UserError, NodeRefused or NodesLeave."""
     if refusal.nodes is None:
         error = UserError(refusal.sentence)
         error.may_pass = refusal.may_pass
@@ -245,7 +245,8 @@ class Begin:
 
         A rank that writes snapshots to a folder prepares the folder for saving. The first worker of each node
         removes from memory all snapshots but those of the step that was found, and calls
-        `MemoryFolder.remove_leftovers`.
+        `MemoryFolder.remove_leftovers`. Returns a fault if a snapshot cannot be renamed, or if the folder
+        cannot be written to.
         """
         store, choice = self.site.store, plan.found.choice
         if self.site.keeps_snapshots:

@@ -16,7 +16,6 @@ from mingpt.tools import sample as program
 
 
 def run_here(main: Callable[[Sequence[str]], int], *words: object) -> subprocess.CompletedProcess[str]:
-    """Run the command whose function is `main`; return its exit code, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     handler = signal.getsignal(signal.SIGINT)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -27,7 +26,7 @@ def run_here(main: Callable[[Sequence[str]], int], *words: object) -> subprocess
 
 
 def refused(main: Callable[[Sequence[str]], int], *words: object) -> str:
-    """Run the command; return its stderr. Asserts exit code 2, and one line that begins with "error: "."""
+    """Return the command's stderr. Asserts exit code 2, and one line that begins with "error: "."""
     done = run_here(main, *words)
     assert (done.returncode, done.stdout) == (2, ""), (done.returncode, done.stdout, done.stderr[-3000:])
     (line,) = done.stderr.splitlines()

@@ -7,7 +7,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 
 def read_scalars(run_dir: Path, name: str = "tensorboard") -> dict[str, list[tuple[int, float]]]:
-    """Return {tag: [(step, value), ...]}, in order, from the event files in the run's folder `name`."""
     events: Any = EventAccumulator(str(run_dir / name), size_guidance={"scalars": 0})
     events.Reload()
     tags = events.Tags()["scalars"]

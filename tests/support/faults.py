@@ -17,8 +17,7 @@ def path_of(descriptor: int) -> str:
 class FaultyDisk:
     """Makes os.<function> raise OSError with `code` for paths that contain `name`, while `broken` is true.
 
-    `hits` counts the errors. With `partly` (only for os.write), these calls take turns: one call writes half
-    of its data, the next call raises.
+    `hits` counts the errors. With `partly` (only for os.write), every other call writes half of its data.
     """
 
     def __init__(

@@ -23,10 +23,7 @@ FORKS.set_forkserver_preload(
 
 
 def run_forked(command: str, folder: Path) -> str:
-    """Run the module that follows -m in `command`, in `--nproc_per_node` forks (default 1); return stdout.
-
-    Calls `link_root(folder)` first. Raises AssertionError if a fork fails or runs longer than TIMEOUT_S.
-    """
+    """Run the module after -m in `command`, in `--nproc_per_node` forks (default 1); return their stdout."""
     link_root(folder)
     workers, deadline = re.search(r"--nproc_per_node=(\d+)", command), time.monotonic() + TIMEOUT_S
     size, port, words = int(workers[1]) if workers else 1, free_port(), command.partition(" -m ")[2].split()
@@ -44,10 +41,7 @@ def run_forked(command: str, folder: Path) -> str:
 
 
 def become_worker(rank: int, size: int, port: int, words: list[str], folder: Path, output: str) -> None:
-    """Run the module `words[0]` with the arguments `words[1:]` and with torchrun's main variables.
-
-    In the folder `output`, the file `1` gets stdout and the file `2` gets stderr.
-    """
+    """Run the module `words[0]` as torchrun would; the files `1` and `2` in `output` get its output."""
     os.chdir(folder)
     for descriptor in (1, 2):
         os.dup2(os.open(f"{output}/{descriptor}", os.O_CREAT | os.O_APPEND | os.O_WRONLY), descriptor)

@@ -40,7 +40,7 @@ class ForkedContext(DistributedContext):
 
 
 def share_memory(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> Transport:
-    """Set the context's transport to the one that a worker would use; return the transport. Collective."""
+    """Give the context the transport that a worker would use. Collective."""
     connector = make_connector("cpu", context.world_size)
     addresses = context.all_gather_object(connector.address)
     context.transport = connector.connect(context, addresses, timeout_s)
@@ -50,10 +50,7 @@ def share_memory(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> T
 def fork_ranks(
     world_size: int, work: Callable[[DistributedContext], T], timeout_s: float = TIMEOUT_S
 ) -> list[T | Exception | None]:
-    """Run `work` in `world_size` forks; return, by rank, what it returned or raised (None: the rank died).
-
-    Raises TimeoutError if a rank has not ended after `timeout_s`.
-    """
+    """Return, by rank, what `work` returned or raised in a fork; None: the rank died."""
     forks, deadline = multiprocessing.get_context("fork"), time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
         ranks = range(world_size)
@@ -86,7 +83,6 @@ def results_of(
 
 
 def run_rank(folder: str, rank: int, world_size: int, work: Callable[[DistributedContext], Any]) -> None:
-    """In a fork, run `work`, leave what it returns or raises in `folder`, where ranks meet, and exit."""
     try:
         torch.set_num_threads(1)
         if world_size > 1:

@@ -12,8 +12,6 @@ def sentences() -> dict[str, list[str]]:
 
 
 class Golden:
-    """What the test `test`, in the temporary folder `folder`, sees."""
-
     def __init__(self, test: str, folder: Path, renew: bool) -> None:
         self.test, self.folder, self.renew = test, str(folder), renew
         self.seen: list[str] = []

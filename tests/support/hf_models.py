@@ -28,7 +28,6 @@ def their_model(config: ModelConfig, vocab_size: int = 31, block_size: int = 24)
 
 
 def load_with_transformers(folder: Path) -> tuple[Any, Any]:
-    """Model and tokenizer by the automatic classes, without remote code; nothing is missing or left over."""
     transformers = import_transformers()
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=False, output_loading_info=True
@@ -38,10 +37,7 @@ def load_with_transformers(folder: Path) -> tuple[Any, Any]:
 
 
 def save_run(folder: Path | str, config: Config, characters: str, step: int = 30, loss: float = 0.5) -> GPT:
-    """Write a snapshot of a model with random weights, biases and norms to a run folder; return the model.
-
-    `characters` make the tokenizer's vocabulary; `loss` is the validation loss in the manifest.
-    """
+    """Write a snapshot of a random model to a run folder. `characters` make the tokenizer's vocabulary."""
     torch.manual_seed(5)
     tokenizer = CharTokenizer(characters)
     model = GPT(config.model, vocab_size=len(characters), block_size=config.data.block_size).eval()

@@ -8,8 +8,6 @@ from mingpt.parallel.strategy import Forward
 
 
 class HookedDDP(ddp.DDPReduction):
-    """DistributedDataParallel with ExactHook. In a step, only the last micro-batch is outside `no_sync`."""
-
     def prepare(self, forward: Forward) -> None:
         if not dist.is_initialized():  # there is a single rank
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

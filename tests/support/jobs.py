@@ -1,4 +1,4 @@
-"""Starts jobs, watches their processes and reads their run folders; the command of a small one."""
+"""Starts jobs, watches their processes and reads their run folders."""
 
 import contextlib
 import hashlib
@@ -75,10 +75,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 30) -> None:
 
 
 class Job:
-    """A command that the constructor starts in `cwd`, with `env` added to `clean_environment`.
-
-    The command's stdout is appended to `<output>.out`, its stderr to `<output>.err`.
-    """
+    """A command that the constructor starts. Its output is appended to `<output>.out` and `<output>.err`."""
 
     def __init__(self, command: Sequence[str], output: Path, *, cwd: Path = ROOT, **env: str) -> None:
         self.out_path, self.err_path = Path(f"{output}.out"), Path(f"{output}.err")
@@ -106,7 +103,6 @@ class Job:
         return self.process.poll() is None
 
     def wait(self, timeout_s: float = 120) -> int:
-        """Wait for the exit code and return it. After `timeout_s`, kill the job and raise TimeoutError."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -139,7 +135,6 @@ class Job:
 
 
 def read_history(run_dir: Path) -> dict[str, Any]:
-    """Return the content of run.json. Without run.json, return {"status": "none", "generations": []}."""
     try:
         return dict(read_json(run_dir / "run.json"))
     except OSError:
@@ -147,11 +142,7 @@ def read_history(run_dir: Path) -> dict[str, Any]:
 
 
 def tensor_hash(run_dir: Path, step: int | None = None) -> str:
-    """One SHA-256 for all tensor files of the snapshot of `step`; "none" if there is no such snapshot.
-
-    With `step` None, it is the newest snapshot. The hash is computed from the SHA-256 of each file, in the
-    manifest's order.
-    """
+    """One SHA-256 for the tensor files of a snapshot (`step` None: the newest); "none" if there is none."""
     folder = run_dir / "snapshots"
     manifests = sorted(folder.glob("step_*.json" if step is None else f"step_{step:08d}.json"))
     if not manifests:
@@ -184,7 +175,6 @@ def read_metric(run_dir: Path, name: str = "train/loss") -> dict[int, float]:
 
 
 def last_step(run_dir: Path) -> int:
-    """The largest step with a training loss in metrics.jsonl; -1 if there is none."""
     return max(read_metric(run_dir), default=-1)
 
 
@@ -255,7 +245,7 @@ def snapshot_steps(run_dir: Path) -> list[int]:
 
 
 def final_hash(run_dir: Path, step: int = 30) -> str:
-    """The SHA-256 of the tensors of model and optimizer at a step, computed from the files themselves."""
+    """The `tensor_hash` of a step. Asserts that it follows from the hashes in the manifest."""
     digest, files = tensor_hash(run_dir, step), manifest(run_dir, step)["files"]
     told = "".join(file["sha256"] for file in files if file["name"].endswith(".safetensors"))
     assert digest == hashlib.sha256(told.encode()).hexdigest()

@@ -18,7 +18,6 @@ CONFIG = ModelConfig(n_layer=3, n_head=4, n_embd=48)
 def make_model(
     arch: Arch, vocab_size: int = 31, block_size: int = 24, spread: bool = True, dropout: float = 0.0
 ) -> GPT:
-    """A model in eval mode, with weights from a fixed seed. With `spread`, calls `add_noise`."""
     torch.manual_seed(0)
     config = replace(CONFIG, arch=arch, dropout=dropout)
     model = GPT(config, vocab_size=vocab_size, block_size=block_size)

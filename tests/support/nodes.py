@@ -4,10 +4,8 @@
         jobs = [node.start(["torchrun", ...]) for node in cluster.nodes]
         cluster.nodes[0].kill()
 
-A node is a set of Linux namespaces. Its network card is one end of a veth pair. The other end is in a switch:
-a bridge in its own network namespace. A node sees the shared folder, if the cluster has one, through a FUSE
-mount (bindfs). The nodes' processes end with the process that made the cluster, even if a signal kills that
-process. Needs root.
+Needs root. Nodes are sets of Linux namespaces, joined by a bridge; bindfs mounts the shared folder on each.
+The nodes' processes end with the process that made the cluster, even if a signal kills that process.
 """
 
 import atexit
@@ -46,8 +44,6 @@ def end(process: Process) -> None:
 
 
 class Switch:
-    """A bridge between the links that are plugged in. IP packets to and from cut links are dropped."""
-
     def __init__(self) -> None:
         # Part of an interface's name, of which the kernel takes 15 characters.
         self.name, self.count = f"{os.getpid():x}{secrets.token_hex(2)}", 0
@@ -63,10 +59,9 @@ class Switch:
             raise RuntimeError(f"{command}: {done.stderr.strip()}")
 
     def plug_in(self, card: str) -> str:
-        """Make a veth pair; return the name of its end that is in the bridge.
+        """Make a veth pair; return its end in the bridge. `card`: the words of `ip link` for the other end.
 
-        `card` has the words of `ip link` for the other end. The name is new each time, because the kernel may
-        remove the pair of a dead node late.
+        Each name is new, because the kernel may remove the pair of a dead node late.
         """
         self.count += 1
         link = f"v{self.name}{self.count:x}"
@@ -265,10 +260,7 @@ class Node:
             send_to(signal.SIGCONT, [*children(self.daemon.pid), self.daemon.pid])
 
     def freeze(self) -> None:
-        """Stop the node's processes by SIGSTOP, and wait until all are stopped.
-
-        Two processes go on: the node's first process, which does nothing, and the storage mount's daemon.
-        """
+        """Stop all processes of the node but its first one and the daemon of the storage mount."""
 
         def are_still() -> bool:
             moving = [pid for pid in self.pids() if pid != self.init and state_of(pid) not in "TZX"]
@@ -290,8 +282,7 @@ class Node:
 class Cluster:
     """`count` nodes in one network, with a shared folder if the argument `shared` is true.
 
-    The attribute `shared` is the shared folder's path, on nodes and on this machine. The attribute `disk` is
-    the path of a node's own disk, on that node. Raises RuntimeError if this machine cannot run a Cluster.
+    `shared` is that folder's path, on nodes and here. On a node, `disk` is the path of the node's own disk.
     """
 
     def __init__(

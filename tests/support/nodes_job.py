@@ -24,11 +24,10 @@ QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join
 class NodesJob:
     """A job that runs `program` with one worker per node.
 
-    `disk` is "shared" (all nodes have one run_dir) or "own" (each node has a run_dir on its own disk).
-    `launch` "folder" is launch/elastic.sh with a rendezvous in the shared folder; "hosts" is elastic.sh with
-    a list of all nodes; "stock" is torchrun with the c10d store on the first node. `minimum` is MIN of
-    --nnodes=MIN:MAX. Methods that wait stop waiting after `limit_s` seconds. Arguments `since` are in seconds
-    since 1970.
+    `launch`: "folder" and "hosts" are launch/elastic.sh, with a rendezvous in the shared folder or with a
+    list of all nodes; "stock" is torchrun with the c10d store on the first node. `disk`: "shared", or "own"
+    if each node has a run_dir on its own disk. Waits end after `limit_s` seconds. `since` is in seconds since
+    1970.
     """
 
     def __init__(
@@ -80,20 +79,16 @@ class NodesJob:
         return max(self.run_dirs(nodes), key=newest)
 
     def progress(self, nodes: Sequence[Node]) -> Any:
-        """The newest generation that `newest_run_dir` records; `step` is the last step in its metrics.jsonl.
+        """The newest generation in run.json, with the last step in metrics.jsonl; None if either is missing.
 
-        `began` and `seen`, the time of its last step in run.json, are in seconds since 1970. Returns None if
-        a generation or a step is not yet recorded.
+        `began` and `seen`, the time of the last step in run.json, are in seconds since 1970.
         """
         run_dir = self.newest_run_dir(nodes)
         generations, step = read_history(run_dir)["generations"], last_step(run_dir)
         return SimpleNamespace(**generations[-1], step=step) if generations and step >= 0 else None
 
     def goes_on(self, nodes: Sequence[Node], since: float, workers: int | None = None) -> bool:
-        """Whether the newest generation on these nodes began after `since` and has completed a step.
-
-        The generation must also have `workers` workers; None: any number.
-        """
+        """Whether the newest generation began after `since`, has completed a step and has these `workers`."""
         now = self.progress(nodes)
         is_new = now is not None and now.began >= since and now.step > now.from_step
         return is_new and workers in (None, now.workers)
@@ -108,10 +103,7 @@ class NodesJob:
         return max(0, *map(last_step, self.run_dirs(self.nodes)))
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Poll until the condition holds; return True then.
-
-        Returns False if the condition does not hold after `limit_s`, or when the job has ended on all nodes.
-        """
+        """Poll; return whether the condition holds within `limit_s`, and before the job ends on all nodes."""
         deadline = time.monotonic() + self.limit_s
         while time.monotonic() < deadline:
             if condition():
@@ -132,8 +124,8 @@ class NodesJob:
         """Wait until these nodes train steadily; return the longest time without a completed step (seconds).
 
         Time counts from `since`, when a fault began. Nodes train steadily if TRAINED_S seconds have passed
-        since the last pause of PAUSE_S seconds, and FAULT_S seconds since the fault. Returns None if
-        `wait_until` returns False.
+        since the last pause of PAUSE_S seconds, and FAULT_S seconds since the fault. Returns None if they do
+        not.
         """
         moments, last = [since], self.progress(nodes)
 
@@ -155,10 +147,7 @@ class NodesJob:
         return next((rank for rank in ranks if rank is not None), None)
 
     def exit_codes(self) -> dict[str, int | None]:
-        """Wait until the job has ended on the nodes that are up; return {node's name: exit code}.
-
-        On nodes where the job has not ended after `limit_s`, kill it; the exit code is then None.
-        """
+        """Wait for the job's end on the nodes that are up. The code is None where it had to be killed."""
         deadline = time.monotonic() + self.limit_s
         codes: dict[str, int | None] = {}
         for node in filter(Node.is_up, self.running):

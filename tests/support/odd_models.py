@@ -1,7 +1,4 @@
-"""Models that a user may register: a mixture of experts, and a model with weights of unusual kinds.
-
-`register` puts one of them in the place of model.arch=gpt2.
-"""
+"""Models that a user may register; `register` puts one of them in the place of model.arch=gpt2."""
 
 import torch
 from torch import Tensor, nn

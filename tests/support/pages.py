@@ -56,8 +56,8 @@ def commands(page: Path, marked: bool = False) -> list[str]:
 def apply_additions(tree: Path) -> None:
     """Apply the blocks of docs/extending.md to `tree`, a copy of the project.
 
-    A block with `line=FILE` goes into FILE, before the first import of mingpt. A block with `file=FILE` is a
-    new file. A diff with `file=FILE` has two lines: the second line replaces the first line in FILE.
+    A block with `line=FILE` goes before the first import of mingpt in FILE, and one with `file=FILE` is a new
+    file. The second line of a diff replaces the first line in FILE.
     """
     for language, attributes, content in blocks(ROOT / "docs" / "extending.md"):
         if "line" in attributes:
@@ -85,12 +85,7 @@ def halves_of_the_readme() -> tuple[list[str], list[str]]:
 
 
 def shorten(line: str, text: Path, more: dict[str, object]) -> list[str]:
-    """Return the commands of a line (usually one), changed so that they take only seconds.
-
-    train.py gets the settings SHORT and `more`, and the data `text`, unless the line sets them. A line whose
-    remark has "on both nodes" or "on all nodes" gives two equal commands. A line of pytest gives no command.
-    A loop over seeds gives the command for its first seed.
-    """
+    """Return the commands of a line, changed so that they take only seconds."""
     line, _, remark = line.partition("#")
     line = re.sub(r"^for (\w+) in (\S+) .*; do (.*); done$", r"\1=\2; \3", line)
     words = line.split("&&")[-1].split()
@@ -119,10 +114,7 @@ def run_all(lines: Sequence[str], text: Path, folder: Path, **more: object) -> N
 
 
 def run(line: str, text: Path, folder: Path, **more: object) -> None:
-    """Run all commands that `shorten` makes of a line at once, as on several nodes.
-
-    In `more`, `a__b` is the setting `a.b`. Raises as `finish` does.
-    """
+    """Run the commands that `shorten` makes of a line at once, as on several nodes."""
     settings = {key.replace("__", "."): value for key, value in more.items()}
     port, running = free_port(), []
     for node, command in enumerate(shorten(line, text, settings)):
@@ -146,11 +138,7 @@ def start(command: str, folder: Path, port: int, **variables: str) -> subprocess
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """Wait for a command; return its stdout.
-
-    Raises AssertionError if the command fails, and TimeoutExpired after TIMEOUT_S seconds. Exit code 1
-    and an empty stderr are no failure of `mingpt compare`: the command has found a difference.
-    """
+    """Exit code 1 of `mingpt compare` with an empty stderr is no failure: it has found a difference."""
     out, err = process.communicate(timeout=TIMEOUT_S)
     differs = "-m mingpt compare" in str(process.args) and (process.returncode, err) == (1, "")
     assert differs or process.returncode == 0, f"{process.args!r}\n{out[-2000:]}\n{err[-4000:]}"

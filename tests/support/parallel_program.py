@@ -1,9 +1,6 @@
-"""Trains a small model for two steps with several strategies, on 1 to 4 ranks, and saves each rank's results.
+"""Trains a small model for two steps with several strategies, on 1 to 4 ranks, and saves the results.
 
-    python -m support.parallel_program OUTPUT GROUP
-
-GROUP is a key of GROUPS. The file OUTPUT gets the pickled Results. This program needs its own process: after
-a backward pass, the forks of a process may be unable to run backward passes.
+It needs its own process: after a backward pass, the forks of a process may be unable to run backward passes.
 """
 
 import contextlib
@@ -129,7 +126,7 @@ GROUPS: dict[str, dict[str, Case]] = {
 
 
 def make_strategy(case: Case, context: DistributedContext) -> tuple[GPT, Strategy]:
-    """A model and its strategy. The weights' values do not depend on the number of ranks or the strategy."""
+    """The weights' values depend neither on the number of ranks nor on the strategy."""
     if case.model:
         odd_models.register(case.model)
     config = ModelConfig(arch=case.arch, n_layer=2, n_head=2, n_embd=20, dropout=0.1)  # type: ignore[arg-type]
@@ -222,7 +219,7 @@ Results = dict[int, list[dict[str, Outcome]]]  # {number of ranks: [{case: outco
 
 @functools.cache
 def run_program(group: str) -> Results | str:
-    """Run this program for a group; return its results, or what it said if it fails, warns or hangs."""
+    """Return a group's results, or the program's stderr if it fails or warns."""
     tests = Path(__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
     with tempfile.NamedTemporaryFile() as output:
@@ -260,10 +257,7 @@ def assert_close(mine: Tensors, expected: Tensors) -> None:
 
 
 def assert_same(case: Case, outcomes: Sequence[Outcome], expected: Outcome) -> None:
-    """Assert that the ranks have the results of a run on one rank (`expected`).
-
-    If the case splits updates, each rank must have only its own rows, which are put together.
-    """
+    """Assert that the ranks, put together if the case splits updates, have the results of one rank."""
     for part in ("gradients", "clipped", "pieces"):
         found: list[Tensors] = [getattr(outcome, part) for outcome in outcomes]
         for mine in [whole(found)] if case.splits else found:

@@ -9,6 +9,5 @@ settings.load_profile("fixed")
 
 
 def examples(count: int) -> settings:
-    """Return settings for `count` examples; under the profile WEEKLY for 50 times as many."""
     is_weekly = settings.get_current_profile_name() == WEEKLY
     return settings(max_examples=50 * count if is_weekly else count)

@@ -38,10 +38,7 @@ class ThreadTransport(Transport):
 
 
 class ThreadContext(DistributedContext):
-    """The context of one rank, on a node of its own.
-
-    All ranks share `barrier` and `board`, a list with one place per rank for the values they exchange.
-    """
+    """The context of one rank, on a node of its own. `board` has a place per rank for exchanged values."""
 
     def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, board: list[Any]) -> None:
         self.launch = Launch(rank=rank, world_size=world_size, node_rank=rank, local_rank=0)
@@ -69,7 +66,6 @@ def run_ranks(world_size: int, work: Callable[[DistributedContext], T]) -> list[
 
 
 def results_of_threads(world_size: int, work: Callable[[DistributedContext], T]) -> list[T]:
-    """Run `work` on `world_size` threads; return, by rank, what it returned. Raises an error of a rank."""
     results: list[Any] = run_ranks(world_size, work)
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):

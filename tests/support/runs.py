@@ -29,10 +29,7 @@ def make_run(
     floor: float | None = None,
     **facts: Any,
 ) -> RunStart:
-    """The RunStart of a small run with `settings`, by default of 30 steps.
-
-    `floor` is the corpus's entropy_floor. `facts` replace fields of RunStart.
-    """
+    """A RunStart of 30 steps. `floor` is the corpus's entropy_floor; `facts` replace fields of RunStart."""
     small = {"model.arch": "gpt2", "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32}
     config = build(small | {"run_dir": str(run_dir), "trainer.max_steps": 30} | (settings or {}))
     corpus: Any = SimpleNamespace(vocab_size=65, entropy_floor=floor)

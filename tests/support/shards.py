@@ -7,21 +7,16 @@ import numpy as np
 
 
 def write_nanogpt(path: Path, tokens: Sequence[int] | np.ndarray) -> None:
-    """Write the tokens as little-endian uint16 without a header, as nanoGPT's prepare.py does."""
     np.asarray(tokens).astype("<u2").tofile(path)
 
 
 def llmc_header(count: int, *, wide: bool = False) -> bytes:
-    """Return the header of llm.c's shards: 256 int32, namely magic, version, number of tokens, then zeros.
-
-    With `wide`, magic and version are those for uint32 tokens.
-    """
+    """The header has 256 int32: magic, version, number of tokens, then zeros. `wide` is for uint32 tokens."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = (20240801, 7, count) if wide else (20240520, 1, count)
     return header.tobytes()
 
 
 def write_llmc(path: Path, tokens: Sequence[int] | np.ndarray, wide: bool = False) -> None:
-    """Write a shard as llm.c does: the header, then the tokens as uint16 (`wide`: uint32, as for Llama 3)."""
     array = np.asarray(tokens).astype("<u4" if wide else "<u2")
     path.write_bytes(llmc_header(len(array), wide=wide) + array.tobytes())

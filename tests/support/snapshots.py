@@ -108,7 +108,6 @@ def make_store(tmp_path: Path) -> Store:
 def write(
     store: Store, manifest: Manifest, tensors: Mapping[str, Tensor] = TENSORS, tokenizer: bytes | None = None
 ) -> None:
-    """Write a snapshot to the store; all others stay. `tokenizer` has the tokenizer's bytes, if any."""
     saver = make_saver(store, keep=1_000_000, tokenizer=tokenizer)
     save(saver, manifest, tensors)
     (tier,) = saver.tiers

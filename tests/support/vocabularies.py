@@ -42,10 +42,7 @@ def added(content: str, token: int, **flags: bool) -> dict[str, Any]:
 
 
 def cl100k_like(text: str, vocab_size: int = 400, special: Sequence[str] = ("<|endoftext|>",)) -> bytes:
-    """The tokenizer.json of a byte-level BPE, trained on `text`.
-
-    As in cl100k, its pattern joins punctuation and the line breaks behind the punctuation.
-    """
+    """A byte-level BPE whose pattern, as in cl100k, joins punctuation and the line breaks behind it."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(CL100K), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

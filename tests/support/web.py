@@ -13,7 +13,6 @@ import pytest
 
 @contextlib.contextmanager
 def serving(handler: Callable[..., Any]) -> Iterator[str]:
-    """Yield the URL of a server that answers requests with `handler` until the block ends."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -24,10 +23,7 @@ def serving(handler: Callable[..., Any]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield fsspec's file system of a new S3 server without buckets, which stops when the block ends.
-
-    Environment variables lead processes that the block starts to the server. Skips the test without s3fs.
-    """
+    """Yield the file system of a new S3 server, to which the environment leads the block's processes."""
     s3fs = pytest.importorskip("s3fs", reason="requirements-dev.txt installs it")
     from moto.server import ThreadedMotoServer
 

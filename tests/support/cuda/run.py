@@ -2,9 +2,9 @@
 
     python tests/support/cuda/run.py --gpus 2 python train.py trainer.workers=2
 
-It needs g++ and torch built for CUDA, but no GPU. Kernels do nothing, and results are computed on the CPU, so
-times say nothing about a GPU. At the end it prints the records FORBIDDEN, MISMATCH and HAZARD (see Record);
-its exit code is the command's. Environment variables, with defaults in parentheses:
+It needs g++ and torch built for CUDA, but no GPU. Times say nothing about a GPU, because the CPU computes the
+results. At the end it prints the records FORBIDDEN, MISMATCH and HAZARD (see Record). Its exit code is the
+command's. Environment variables, with defaults in parentheses:
 
 STANDIN_GPUS          number of GPUs, which --gpus sets; CUDA_VISIBLE_DEVICES chooses among them (1)
 STANDIN_CAPABILITY    compute capability (8.0)
@@ -29,15 +29,12 @@ INCLUDE = Path(sysconfig.get_paths()["purelib"]) / "triton" / "backends" / "nvid
 
 @dataclass(frozen=True)
 class Record:
-    """An event that a process has recorded. `what` has the details. `kind` is one of:
+    """An event that a process has recorded. The kinds besides ALLOCATION, CAPTURE and COLLECTIVE are:
 
     WAIT        the host waits for a GPU
     FORBIDDEN   a call that is not allowed while a stream captures
     MISMATCH    ranks call different collectives, or the stand-in cannot do what NCCL can
     HAZARD      an access to memory without waiting for another access
-    COLLECTIVE  a collective has ended
-    ALLOCATION  memory is allocated
-    CAPTURE     a CUDA graph has been captured
     """
 
     pid: int
@@ -57,11 +54,7 @@ def build(folder: Path) -> None:
 
 
 def environment(libraries: Path, records: Path, gpus: int = 1, **more: str) -> dict[str, str]:
-    """Return the environment variables with which a command uses the stand-in.
-
-    `libraries` is the folder that `build` has filled; `records` is an existing folder, for `read_records`.
-    `more` has further variables; STANDIN_ is put before their names.
-    """
+    """Return the environment of a command that uses the stand-in; `more` has variables without STANDIN_."""
     path = os.pathsep.join(filter(None, [str(HERE / "hook"), os.environ.get("PYTHONPATH")]))
     return {
         "LD_PRELOAD": str(libraries / "libstandin.so"),

@@ -1,8 +1,6 @@
 """Computes the results of CUDA operations on the CPU, in the same memory, for the CUDA stand-in.
 
-The CUDA host code of an operation runs first; its kernels do nothing. Then the operation's inputs and outputs
-are taken as CPU tensors of the same memory, and the CPU's operation fills the outputs. This module also tells
-the stand-in's library which memory an operation reads and writes, and which line of the program runs.
+The stand-in's kernels do nothing. The CPU's operation fills the outputs after the CUDA host code has run.
 """
 
 import ctypes
@@ -95,7 +93,6 @@ SPECIAL: Mapping[str, Any] = {
 
 
 def copied_by_runtime(target: object, source: object) -> bool:
-    """Return whether the stand-in's CUDA runtime copies `source` to `target`, between host and device."""
     if not (isinstance(target, Tensor) and isinstance(source, Tensor)) or target.dtype != source.dtype:
         return False
     crosses = target.device.type != source.device.type
@@ -110,8 +107,6 @@ def note_access(stream: int, tensors: Iterable[Tensor], writes: bool, name: str)
 
 
 class Numerics(TorchDispatchMode):
-    """Computes the results of this thread's CUDA operations, whose kernels do nothing."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, schema = kwargs or {}, vars(func)["_schema"]
         if any(kind.__name__ == "DTensor" for kind in types):
@@ -177,8 +172,7 @@ def compute_here() -> bool:
 def install() -> None:
     """Compute CUDA operations' results in this thread, in later threads, and in callers of is_available.
 
-    Patches threading.Thread.run and torch.cuda.is_available. With STANDIN_NUMERICS=0, patches nothing and
-    computes no results: torch.compile compiles nothing under a dispatch mode.
+    STANDIN_NUMERICS=0 prevents this, because torch.compile compiles nothing under a dispatch mode.
     """
     library.standin_set_place(write_place)
     if os.environ.get("STANDIN_NUMERICS") != "0":

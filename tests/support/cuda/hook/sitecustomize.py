@@ -8,8 +8,6 @@ from types import ModuleType
 
 
 class InstallAfterTorch:
-    """Finds torch as usual, and calls `install` of numerics.py when the import of torch ends."""
-
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name == "torch" else None
         if spec and spec.loader:
