@@ -50,15 +50,15 @@ class Size:
 
 
 # What a fork may add to the program; all additions of docs/extending.md fit in it. A fork raises it.
-MARGIN = {"statements": 105, "nodes": 680, "files": 6}
+MARGIN = {"statements": 55, "nodes": 400, "files": 3}
 MAX_FILES = 107 + MARGIN["files"]
 # What is counted together, and its budget. The core is what a run needs, without the folders of NOT_CORE.
 PROGRAM = ("mingpt", "anynode", "train.py", "sample.py", "launch")
 CORE = ("mingpt", "train.py")
 NOT_CORE = ("mingpt/tools", "mingpt/extras")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_390 + MARGIN["statements"], nodes=84_950 + MARGIN["nodes"]),
-    CORE: Size(statements=8_505 + MARGIN["statements"], nodes=62_580 + MARGIN["nodes"]),
+    PROGRAM: Size(statements=11_400 + MARGIN["statements"], nodes=85_040 + MARGIN["nodes"]),
+    CORE: Size(statements=8_515 + MARGIN["statements"], nodes=62_630 + MARGIN["nodes"]),
     ("tests",): Size(statements=8_500),
     ("benchmarks",): Size(lines=3_500),
 }

@@ -44,7 +44,7 @@ class Kill(NamedTuple):
 
 
 def marker(folder: Path, number: int) -> Path:
-    """Return the path of a file that exists once kill `number` of the plan has been done; it holds the pid."""
+    """Return the path of a file that exists with the pid once kill `number` of the plan has been done."""
     return folder / f"killed-{number}"
 
 
