@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a rank runs: the node's number, the rank's number on the node, the host's name, and the process."""
+    """Where a rank runs: the numbers of the node and of the rank on it, the host's name, and the process id."""
 
     node_rank: int
     local_rank: int
