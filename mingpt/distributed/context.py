@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a rank runs: the numbers of the node and of the rank on it, the host's name, and the process id."""
+    """Where a rank runs: the numbers of the node and of the rank on it, the host's name, and the pid."""
 
     node_rank: int
     local_rank: int
