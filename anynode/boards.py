@@ -80,7 +80,7 @@ def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
     try:
         message = parse_json(line)
         result = operations[message["op"]](message)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         result = {"error": f"{type(error).__name__}: {error}"}
     text = result if isinstance(result, str) else json.dumps(result)
     return text.encode() + b"\n"
@@ -128,7 +128,7 @@ class HostBoard:
         self._host, self._port, self._rdzv_id = host, port, rdzv_id
 
     def exchange(self, mine: Entry) -> list[Entry]:
-        """Post the entry `mine` and return the entries of all agents.
+        """Post the entry `mine`; return the valid entries of this job's agents that the host still keeps.
 
         Raises OSError if that fails, for example if the host does not answer for POST_TIMEOUT_S seconds.
         """

@@ -155,7 +155,10 @@ class AnyNodeRendezvous(RendezvousHandler):
         return self._start(round)
 
     def _host_stores(self) -> tuple[int, int]:
-        """Return the ports of the TCPStores of a round and of the job, which this agent hosts if it leads."""
+        """Start a TCPStore for a round and one for the job, unless they run; return their ports.
+
+        Only a leader calls this, when it proposes a round.
+        """
         # The job's store runs as long as this agent, a round's store until this agent's next rendezvous.
         self._job_store = self._job_store or self._host_store()
         self._round_store = self._round_store or self._host_store()

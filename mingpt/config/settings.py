@@ -413,7 +413,7 @@ def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return "key: old -> new" for each setting that differs and can change the result of a run.
+    """Return "key: old -> new" for each setting that differs, among those declared with affects_result=True.
 
     `old` and `new` are nested configurations, as `to_dict` returns them.
     """

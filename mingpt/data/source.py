@@ -142,7 +142,10 @@ def failed_request(error: Exception) -> BaseException | None:
 
 
 def refuse_other_kinds(path: str) -> None:
-    """Raise UserError, with a way out, if the name of `path`, a data.path, is that of no text."""
+    """Raise UserError if `path`, a data.path, has the name of an archive, a compressed or a token file.
+
+    The message says what to do instead.
+    """
     for pattern, way_out in NO_TEXTS.items():
         if re.search(pattern, name_of(path)):
             raise UserError(f"data.path {path} is not a text: {way_out}")

@@ -228,14 +228,15 @@ class StackFile:
     def __init__(self, path: Path, limit_s: float) -> None:
         path.parent.mkdir(exist_ok=True)
         self.path, self.limit_s = path, limit_s
-        self.armed_at = 0.0
+        self.armed_at = -math.inf
         self.file = path.open("ab")
         faulthandler.register(signal.SIGUSR2, self.file)
 
     def note_progress(self) -> None:
         """Restart the timer, so that the process does not count as stuck for about `limit_s` seconds.
 
-        At the first call, or if the process was stuck until now, also empty the file.
+        At the first call, or if the process was stuck until now, also empty the StackFile's file; if that
+        fails, the old stacks stay.
         """
         now = time.monotonic()
         waited_s = now - self.armed_at
@@ -248,7 +249,7 @@ class StackFile:
 
     def close(self) -> None:
         """Stop the timer, and remove the file if it is empty. If the process is stuck, do nothing."""
-        if self.armed_at and time.monotonic() > self.armed_at + self.limit_s:
+        if -math.inf < self.armed_at < time.monotonic() - self.limit_s:
             # The timer's thread may hang in a write, and the next call would wait for it with Python's lock.
             return
         faulthandler.cancel_dump_traceback_later()

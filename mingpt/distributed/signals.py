@@ -101,7 +101,10 @@ class SignalListener:
         return self.received or (PAUSE if time.monotonic() >= self.pause_at else None)
 
     def watch_siblings(self) -> None:
-        """From now on, watch the other workers of this node's agent, as `look_at_siblings` describes."""
+        """From now on, watch the other workers of this node's agent that run now: see `look_at_siblings`.
+
+        Watches none if there is no agent, or if the system has no pidfds.
+        """
         self.siblings = open_siblings(self.launch.agent_pid)
 
     def watch_stop_file(self, path: Path, note_stop: Callable[[], None] | None = None) -> None:

@@ -21,7 +21,10 @@ from mingpt.model.gpt import GPT, Block
 
 
 class Compiling(NamedTuple):
-    """The number of planned FLOPs from which compiling pays, and what it saved of a step where measured."""
+    """When a run is compiled: from how many planned FLOPs on, and the measured saving.
+
+    `saved` is the share of a step's time that compiling saves, in words; "" if that was not measured.
+    """
 
     fewest_flops: float
     saved: str = ""

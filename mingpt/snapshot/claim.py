@@ -74,7 +74,7 @@ class Holder:
         return bool({*self.agents} & {*other.agents})
 
     def sentence(self) -> str:
-        """Return a phrase that names the job, its agents, and the local time of the job's first claim."""
+        """Return a phrase with the job's id, the agents of this generation, and `since` in local time."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         agents = [f"process {agent.pid} on host {agent.host}" for agent in self.agents]
         return f"job {self.job[:8]} ({', '.join(agents) or 'an unknown process'}, since {since})"

@@ -169,7 +169,10 @@ class FileStore:
             self.files.rm_file(self.path(name))
 
     def rename(self, name: str, new: str) -> None:
-        """Rename a file, or what is there in its place. At a URL, the driver may copy and remove the file."""
+        """Rename a file; on a disk, also a folder of that name.
+
+        At a URL, the driver may copy and remove the file.
+        """
         if self.is_local:  # the driver of fsspec before 2024.5 copies, and a folder fails
             os.rename(self.path(name), self.path(new))
         else:

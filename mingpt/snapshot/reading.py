@@ -197,7 +197,7 @@ def parse_specs(text: bytes, what: str) -> dict[str, TensorSpec]:
     """Return the type and shape of each tensor in a safetensors header, in the header's order.
 
     `text` is the header's JSON. Raises CorruptSnapshot, whose message calls the header `what`, if `text` is
-    not JSON, or if a type or shape is missing or wrong.
+    not a JSON object, or if the type or the shape of an entry is missing or wrong.
     """
     try:
         specs = {

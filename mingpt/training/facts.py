@@ -46,7 +46,7 @@ MAX_WINDOWS = 2**62  # a run that goes on counts up, and a manifest takes number
 
 
 class Arrival(NamedTuple):
-    """What other ranks need of a rank before they can gather their own facts."""
+    """What a rank finds out first. All ranks exchange their Arrivals, then each gathers its other facts."""
 
     own: Own  # the rank's device and place
     agent: Process

@@ -285,7 +285,10 @@ def refuse(
 
 
 def check_nodes(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | None:
-    """Return why some nodes cannot take part; None if all can. The first rank with a fault counts."""
+    """Return a Refusal because of all ranks that have a fault; None if there are none.
+
+    Its reason is the first fault of the lowest of these ranks.
+    """
     faulty = [one for one in facts if one.faults]
     if not faulty:
         return None

@@ -109,9 +109,11 @@ def build_run(config: Config, context: DistributedContext, start: StartPoint) ->
 def build_state(
     config: Config, context: DistributedContext, start: StartPoint
 ) -> tuple[TrainState, ElasticSampler]:
-    """Return the state, with weights not yet set, and the sampler, both at the step of `start`. Collective.
+    """Return the state and the sampler, both at the step of `start`. Collective.
 
-    All ranks raise UserError if no strategy is registered for trainer.parallel and trainer.reduction.
+    Weights are not yet set, and the optimizer's tensors are those of a new run. All ranks raise UserError if
+    no strategy is registered for trainer.parallel and trainer.reduction, or if the model or the strategy
+    cannot be built with these settings.
     """
     trainer, corpus, manifest = config.trainer, start.corpus, start.manifest
     with torch.device("meta"):

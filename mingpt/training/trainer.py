@@ -63,8 +63,8 @@ class Trainer:
         """Return a new RunLogger; None on a rank that writes no records.
 
         With `nothing_left` or trainer.eval_only, only returns None. Otherwise also registers with
-        `context.exit` how to get the last step. A rank with a RunLogger also registers how to record a
-        failure in run.json. If trainer.pause_after is set, rank 0 also sets the time at which the job stops.
+        `context.exit` how to get the last step, and with a RunLogger how to record a failure in run.json. If
+        trainer.pause_after is set and rank 0 has a RunLogger, rank 0 sets the time at which the job stops.
         """
         if self.nothing_left or run.config.trainer.eval_only:
             return None

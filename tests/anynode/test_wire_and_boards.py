@@ -23,7 +23,11 @@ def entry(name: str, counter: int = 1) -> Entry:
 
 @pytest.fixture
 def port() -> int:
-    server = Server(HERE, 0, {"post": BoardMemory().post, "ping": lambda message: {"id": "me"}})
+    server = Server(
+        HERE,
+        0,
+        {"post": BoardMemory().post, "ping": lambda message: {"id": "me"}, "first": lambda message: [][0]},
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server.port
 
@@ -36,6 +40,7 @@ def test_a_server_answers_and_survives_nonsense(port: int) -> None:
         b"[]\n",
         b'{"op": "none"}\n',
         b'{"op": []}\n',
+        b'{"op": "first"}\n',  # of a list without members
         b"\x80\x04K\x01.\n",
         b"\xff\n",
         b"[" * 100_000 + b"\n",

@@ -1,5 +1,8 @@
+import faulthandler
 import math
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from mingpt.base.errors import (
     SupersededError,
     UserError,
 )
-from mingpt.distributed.exit import ExitPlan, PeerLost, SignalReceived, how_to_exit, is_lost_peer
+from mingpt.distributed.exit import ExitPlan, PeerLost, SignalReceived, StackFile, how_to_exit, is_lost_peer
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.signals import REASONS, SIGNALS
 
@@ -213,3 +216,21 @@ def test_every_error_has_one_exit_code_on_all_ranks_and_is_told_by_somebody(
             assert not plan.ends_agent and plan.waits_s < math.inf, "nobody would end the wait"
         if plan.failure:
             assert isinstance(error, UserError) or not launch.has_restarts_left()
+
+
+def test_a_process_on_a_machine_that_has_just_booted_is_watched_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Linux time.monotonic counts from the start of the machine."""
+    monkeypatch.setattr(time, "monotonic", lambda: 1.0)
+    path = tmp_path / "stacks" / "0.txt"
+    path.parent.mkdir()
+    path.write_text("stacks of an earlier process")
+    stacks = StackFile(path, 600.0)
+    try:
+        stacks.note_progress()
+        assert stacks.armed_at == 1.0 and path.stat().st_size == 0
+    finally:
+        stacks.close()
+        faulthandler.unregister(signal.SIGUSR2)
+    assert not path.exists()
