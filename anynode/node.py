@@ -402,8 +402,8 @@ class Meeting:
     def line_to_say(self, view: View, now: float) -> str | None:
         """Return a line that says what this agent waits for; None if the line need not be logged now.
 
-        No line is due in the first SAY_AFTER_S seconds of this Meeting. The same line is due again after
-        SAY_EVERY_S seconds.
+        No line is due in the first SAY_AFTER_S seconds of this Meeting. Then a line is due if it differs from
+        the last one that was returned, or SAY_EVERY_S seconds after that.
         """
         if now - self.began < SAY_AFTER_S:
             return None

@@ -159,9 +159,10 @@ class Rendezvous:
         )
 
     def _replace_generation(self, name: str) -> None:
-        """Tell all ranks that generation `name` is complete and, if known, how the previous one ended.
+        """Tell all ranks that generation `name` is complete, and how the newest one in the store has ended.
 
-        Only rank 0 calls this.
+        The end is left out if the store has none or, where rounds are numbered, if it is not that of the round
+        before. Only rank 0 calls this.
         """
         store, launch, ended = self._store, self.launch, None
         found = read_generation_end(store)

@@ -252,7 +252,8 @@ class Claim:
     def renew(self) -> None:
         """Let the claim's file have a new modification time, to show other machines that the job is alive.
 
-        Does nothing if this generation does not hold the claim. A failure is only logged, once.
+        Does nothing if this generation does not hold the claim. A failure is only logged, once
+        for each reason.
         """
         try:
             if self.number and self.may_write():
