@@ -161,7 +161,7 @@ class Rendezvous:
     def _replace_generation(self, name: str) -> None:
         """Tell all ranks that generation `name` is complete, and how the newest one in the store has ended.
 
-        The end is left out if the store has none or, where rounds are numbered, if it is not that of the round
+        The end is left out if the store has none, or if rounds are numbered and it is not that of the round
         before. Only rank 0 calls this.
         """
         store, launch, ended = self._store, self.launch, None
