@@ -97,7 +97,7 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
             if marker(folder, number).exists():
                 kill, pid = kills[number], marker(folder, number).read_text()
                 then = f"{plural(kill.next_workers, 'worker')}, {kill.next_strategy}"
-                sys.stderr.write(f"killed pid {pid} in {kill.phase}, from step {kill.step} on; then {then}\n")
+                sys.stderr.write(f"killed pid {pid} in {kill.phase}, from step {kill.step} on; then went on with {then}\n")
         if job.returncode == 0:
             return
         if last == len(kills) or not marker(folder, last).exists():
