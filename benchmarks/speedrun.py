@@ -29,10 +29,11 @@ from mingpt.tools.jobs import ROOT
 
 # {track: (the validation loss to reach, kind of device, number of cores or GPUs)}
 TRACKS = {"1.88": (1.88, "cpu", 2), "1.47": (1.47, "cpu", 2), "gpu": (1.47, "cuda", 1)}
-RULES = {  # of every track: the text, and its last tenth as a whole for validation
+RULES = {  # of every track: the text, its last tenth as a whole for validation, and weights drawn at random
     "data.sha256": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     "data.val_fraction": 0.1,
     "trainer.eval_windows": None,
+    "snapshot.init_from": None,
 }
 SAME_LOSS = 0.003
 
@@ -112,19 +113,25 @@ def describe(entry: Path, track: str, commit: str, seconds: float) -> dict[str, 
 
 def check_entry(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     about, wrong = json.loads((options.entry / "entry.json").read_text()), breaches(options.entry)
+    if wrong:
+        return [], wrong
     with work_folder() as folder:
         copy = make_copy(folder, options.entry, about["commit"])
         seconds, run = train(copy, options.entry, options.text), copy / "out"
         found = compare(read_run(str(options.entry)), read_run(str(run)))
+        lines = [len((one / "metrics.jsonl").read_text().splitlines()) for one in (options.entry, run)]
         weights, losses = read_history(run)["weights_sha256"], [*read_metric(run, "val/loss").values()]
     said = [f"{seconds:.0f} s; the entry has {about['seconds']} s", *filter(None, found.facts)]
     is_other_machine = any("software." in one and "software.code" not in one for one in found.facts)
-    if weights == about["weights_sha256"] and not found.differences:
+    different = [*found.differences]
+    if lines[0] != lines[1]:
+        different.append(f"{lines[0]} records in metrics.jsonl, and {lines[1]} when trained again")
+    if weights == about["weights_sha256"] and not different:
         said.append("same bits")
-    elif is_other_machine and abs(losses[-1] - about["val_loss"]) <= SAME_LOSS:
+    elif is_other_machine and lines[0] == lines[1] and abs(losses[-1] - about["val_loss"]) <= SAME_LOSS:
         said.append(f"same loss within {SAME_LOSS}")
     else:
-        wrong += [*found.differences, f"weights {weights}, the entry says {about['weights_sha256']}"]
+        wrong += [*different, f"weights {weights}, the entry says {about['weights_sha256']}"]
     return said, wrong
 
 
