@@ -131,7 +131,7 @@ def check_entry(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     elif is_other_machine and lines[0] == lines[1] and abs(losses[-1] - about["val_loss"]) <= SAME_LOSS:
         said.append(f"same loss within {SAME_LOSS}")
     else:
-        wrong += [*different, f"weights {weights}, the entry says {about['weights_sha256']}"]
+        wrong += different or [f"weights {weights}, the entry says {about['weights_sha256']}"]
     return said, wrong
 
 
