@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import signal
@@ -37,6 +38,16 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
     os.makedirs(SMALL["snapshot.memory_path"], exist_ok=True)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and jobs would inherit that
+
+
+@pytest.fixture(autouse=True)
+def own_logger() -> Iterator[None]:
+    """Let no test inherit the log that an earlier test has opened in this process."""
+    logger = logging.getLogger("mingpt")
+    propagate, level, handlers = logger.propagate, logger.level, logger.handlers[:]
+    yield
+    logger.propagate, logger.handlers = propagate, handlers
+    logger.setLevel(level)
 
 
 # Test files that take a minute or more with their slow tests, the longest first.
