@@ -96,8 +96,8 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
         for number in range(done, min(last + 1, len(kills))):
             if marker(folder, number).exists():
                 kill, pid = kills[number], marker(folder, number).read_text()
-                then = f"{plural(kill.next_workers, 'worker')}, {kill.next_strategy}"
-                sys.stderr.write(f"killed pid {pid} in {kill.phase}, from step {kill.step} on; then went on with {then}\n")
+                then = f"then went on with {plural(kill.next_workers, 'worker')}, {kill.next_strategy}"
+                sys.stderr.write(f"killed pid {pid} in {kill.phase}, from step {kill.step} on; {then}\n")
         if job.returncode == 0:
             return
         if last == len(kills) or not marker(folder, last).exists():
