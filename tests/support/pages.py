@@ -1,7 +1,9 @@
 """Runs the commands of documentation pages, shortened, and the programs of the tutorial."""
 
 import ast
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -120,8 +122,8 @@ def run(line: str, text: Path, folder: Path, **more: object) -> None:
     for node, command in enumerate(shorten(line, text, settings)):
         addresses = {"A": "127.0.0.1", "B": "127.0.0.2", "C": "127.0.0.3", "ADDRESS": f"127.0.0.{node + 1}"}
         running.append(start(command, folder, port, HOST="localhost", NODE=str(node), **addresses))
-    for process in running:
-        finish(process)
+    failures = [failure for process in running if (failure := wait_for(process)[1])]
+    assert not failures, "\n".join(failures)
 
 
 def start(command: str, folder: Path, port: int, **variables: str) -> subprocess.Popen[str]:
@@ -134,14 +136,32 @@ def start(command: str, folder: Path, port: int, **variables: str) -> subprocess
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        start_new_session=True,
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    """Exit code 1 of `mingpt compare` with an empty stderr is no failure: it has found a difference."""
-    out, err = process.communicate(timeout=TIMEOUT_S)
+def wait_for(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Return what the process printed, and why it failed: "" if it did not.
+
+    After TIMEOUT_S it gets SIGTERM. Exit code 1 of `mingpt compare` with an empty stderr is no failure: it has
+    found a difference.
+    """
+    late = ""
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        late = f"after {TIMEOUT_S} s still running: " if process.poll() is None else "its pipes stayed open: "
+        os.killpg(process.pid, signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
     differs = "-m mingpt compare" in str(process.args) and (process.returncode, err) == (1, "")
-    assert differs or process.returncode == 0, f"{process.args!r}\n{out[-2000:]}\n{err[-4000:]}"
+    if not late and (differs or process.returncode == 0):
+        return out, ""
+    return out, f"{late}{process.args!r} ended with {process.returncode}\n{out[-2000:]}\n{err[-4000:]}"
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, failure = wait_for(process)
+    assert not failure, failure
     return out
 
 
