@@ -143,8 +143,8 @@ def start(command: str, folder: Path, port: int, **variables: str) -> subprocess
 def wait_for(process: subprocess.Popen[str]) -> tuple[str, str]:
     """Return what the process printed, and why it failed: "" if it did not.
 
-    After TIMEOUT_S it gets SIGTERM. Exit code 1 of `mingpt compare` with an empty stderr is no failure: it has
-    found a difference.
+    After TIMEOUT_S it gets SIGTERM. Exit code 1 of `mingpt compare` with an empty stderr is no failure: it
+    has found a difference.
     """
     late = ""
     try:
