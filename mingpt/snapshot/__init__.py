@@ -1,9 +1,10 @@
-"""Snapshots, the saved states of a run, as files in a folder, at a URL or in /dev/shm.
+"""Snapshots, the checkpoints of a training loop: files in a folder, at a URL or in a node's memory.
 
 A snapshot consists of tensor files, the tokenizer's file if there is a tokenizer, and a manifest, a JSON file
 that lists the other files. A snapshot is valid if its manifest exists and the checks of `Store.read` succeed.
-Saver (saver.py) writes snapshots to the tiers that are due, and removes old snapshots. search.py chooses the
-same newest snapshot for all ranks. mingpt/training/contents.py says which tensors a run's snapshot must have.
+Saver (saver.py) writes snapshots to one or several places (a Tier each), and removes old snapshots. search.py
+chooses the newest snapshot, the same for all ranks of a run. mingpt/training/contents.py says which tensors a
+run's snapshot must have.
 """
 
 from mingpt.snapshot.checkpoint import Checkpoint

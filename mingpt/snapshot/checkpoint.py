@@ -1,4 +1,4 @@
-"""Snapshots of a training loop of your own: the same files, checks and promises as those of a run."""
+"""Save and load the state of any training loop as snapshots, in the file format of a run's snapshots."""
 
 import atexit
 import json
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 class Checkpoint:
     """Saves and loads the state of a training loop in the folder or at the fsspec URL `where`.
 
-    A state is a dict of objects with `state_dict` and `load_state_dict`, tensors, torch.Generators, numbers,
-    strings, None, and lists, tuples and dicts of these. The `keep` newest snapshots stay. If
+    A state is a dict of objects with `state_dict` and `load_state_dict`, tensors, torch.Generators, bools,
+    ints, floats, strings, None, and lists, tuples and dicts of these. The `keep` newest snapshots stay. If
     torch.distributed is initialised, all ranks construct a Checkpoint and call its methods together: rank 0
-    writes, and all ranks load the same snapshot, or raise the same error. The constructor raises UserError if
-    the URL's driver is not installed.
+    writes, and all ranks load the same snapshot. The constructor raises UserError if no driver for the URL is
+    installed.
     """
 
     def __init__(self, where: str | os.PathLike[str], keep: int = 3) -> None:
@@ -55,12 +55,14 @@ class Checkpoint:
     def load(self, state: dict[str, Any]) -> int | None:
         """Fill `state` from the newest valid snapshot; return its step, or None if there is no snapshot.
 
-        Objects, tensors and generators are filled in place, and other values are replaced. A snapshot that
-        cannot be used is left out with a log line. Raises UserError, and changes nothing, if keys, modules or
-        tensors of the state and the snapshot differ. Also raises UserError if there are snapshots, but none
-        that can be used. Raises UnreadableSnapshot if the folder cannot be listed. Raises what
-        `load_state_dict` of an object that is no module raises, after which `state` may be partly filled.
-        Collective.
+        Objects, tensors and generators, also inside lists, tuples and dicts, are filled in place, and plain
+        values are replaced. A damaged or unreadable snapshot is left out with a log line. Raises UserError,
+        and changes nothing, if the snapshot does not fit: its keys, except in dicts of plain values, and the
+        types and shapes of its tensors and its modules' tensors must be those of `state`. Also raises
+        UserError if all snapshots are left out, or if one that is tried is a run's or has an unknown schema
+        version. Raises UnreadableSnapshot if the folder cannot be listed. Raises UnreadableSnapshot or
+        CorruptSnapshot if a tensor cannot be read, and the errors of `load_state_dict` and `set_state`; then
+        `state` may be partly filled. Collective.
         """
         found = self.group.on_rank(0, self.find)
         if found is None:
@@ -91,7 +93,7 @@ class Checkpoint:
         return None
 
     def read(self, specs: Entries, name: str) -> Tensor:
-        """Return a tensor of the snapshot that was found, on all ranks. Collective."""
+        """Return the tensor `name`, which `specs` describes, of the snapshot that was found. Collective."""
         tensor = torch.empty(specs[name].shape, dtype=specs[name].dtype)
 
         def work() -> None:
@@ -104,14 +106,15 @@ class Checkpoint:
         return tensor
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Copy `state`, and write it in the background as the snapshot of `step`.
+        """Copy `state`, and write it in the background as the snapshot of `step`, an int of at least 0.
 
-        Waits for the previous write. If a write fails, the failure is logged, and `wait` raises the error of
-        the failed write, unless a later write has succeeded. Raises UserError for a value that cannot be
-        stored; the message names the value's path. Raises ClaimLost if another job has taken the folder over.
-        The first call also raises UserError if another job uses the folder, or if the folder has a newer
-        snapshot that was not loaded. If the folder cannot be written to, the first call raises UserError or
-        OSError. Collective.
+        Waits for the previous write. If a write fails, `wait` raises its error, unless a later write has
+        succeeded. Raises UserError for a value that cannot be stored; the message names the value's place in
+        `state`. In a local folder, raises ClaimLost if another job has taken the folder over, or if this
+        job's claim-*.json there was removed. The first call also raises UserError if another job uses the
+        local folder, or if there is a snapshot newer than the loaded one (any, if none was loaded) that
+        `load` has not found damaged or unreadable. If the folder or URL cannot be listed or written to, the
+        first call raises UserError, OSError or an error of fsspec's driver. Collective.
         """
         packer = Packer(taken=TREE, is_writer=self.group.rank == 0)
         tree = packer.pack(dict(state))
@@ -130,9 +133,10 @@ class Checkpoint:
         self.saver.save(Manifest.model_validate({"step": step, "windows": step}), tensors)
 
     def prepare(self) -> None:
-        """Claim the folder, and set damaged snapshots aside.
+        """Claim the folder, if it is local, and rename the damaged snapshots that `find` has left out.
 
-        Raises UserError if there are snapshots that were not loaded: later saves would remove them.
+        Raises UserError if there is a newer snapshot than the loaded one, except those that were left out.
+        Raises the errors of `Claim.acquire`, `Store.steps`, `Store.prepare` and `Store.quarantine`.
         """
         store = self.tier.store
         if store.is_local:
@@ -164,7 +168,7 @@ class Checkpoint:
 
 
 def read_tree(snapshot: Snapshot) -> str:
-    """Return the JSON of the snapshot's state. Raises CorruptSnapshot if it is none."""
+    """Return the JSON of the snapshot's state. Raises CorruptSnapshot or UnreadableSnapshot."""
     try:
         text = memory_of(snapshot.read(TREE)).tobytes().decode()
         parse(json.loads(text))

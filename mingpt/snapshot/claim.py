@@ -1,19 +1,21 @@
-"""A claim is a file that lets only one job at a time write to a run folder and to the run's snapshots.
+"""A claim is a file by which a job keeps other jobs from writing to its run folder and the run's snapshots.
 
 The file `claim-<number>.json` is in the run folder, and the claim with the highest number counts. A job takes
 the folder over from another job by creating the file with the next number; if several jobs try, only one
-succeeds. The new job takes the folder over at once if it sees that all agents (torchrun, or train.py) of the
-claim's job have ended. If the new job sees an agent of that job alive, the new job is refused with an error.
-Otherwise, for example if these agents are on a different machine, the new job waits. The new job is then
-refused if the claim is renewed, and takes the folder over if LEASE_S seconds pass without a renewal.
+succeeds. The new job takes the folder over at once if the claim was released, or if the new job sees that all
+agents (torchrun, or train.py) in the claim have ended. If the new job sees one of these agents alive, the new
+job is refused with an error. Otherwise, for example if these agents are on a different machine, the new job
+waits. The new job is then refused if the claim is renewed, and takes the folder over if LEASE_S seconds pass
+without a renewal.
 
 A generation is a job's workers between two restarts. A later generation of the same job overwrites the claim
-at once if it has an agent in common with the claim's generation. The network may split a job into two groups
-of workers that cannot reach each other. Then the group that claims the folder first goes on; the other group
-waits while the claim is renewed.
+at once if the two generations have an agent in common. Under anynode, the network may split a job into two
+groups of workers that cannot reach each other. Then the group that claims the folder first goes on; the other
+group waits while the claim is renewed.
 
-The rank that writes the records of a run folder holds the job's claim to that folder. Before each record and
-each file of a snapshot that is not in memory, this rank calls `Claim.check`, which may raise ClaimLost.
+The rank that writes the records of a run folder holds the job's claim to that folder. This rank calls
+`Claim.check` before it writes a record, and before a file of a snapshot on disk gets its final name or is
+uploaded to a URL.
 """
 
 import json
@@ -48,10 +50,10 @@ MAX_BYTES = 4 << 20  # of a claim's file; an agent takes a few hundred
 
 @dataclass(frozen=True)
 class Holder:
-    """The holder of a claim: one generation of a job.
+    """The holder of a claim: one generation of a job, which is the job's workers between two restarts.
 
-    `agents` are the processes that started the generation's workers (torchrun, or train.py). A worker that
-    has no agent is listed there itself.
+    `agents` are the processes that started the generation's workers (torchrun, or train.py). For a worker
+    without an agent, `agents` has the worker itself.
     """
 
     agents: tuple[Process, ...]
@@ -74,7 +76,7 @@ class Holder:
         return bool({*self.agents} & {*other.agents})
 
     def sentence(self) -> str:
-        """Return a phrase with the job's id, the agents of this generation, and `since` in local time."""
+        """Return a phrase with the first 8 characters of `job`, the agents, and `since` in local time."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         agents = [f"process {agent.pid} on host {agent.host}" for agent in self.agents]
         return f"job {self.job[:8]} ({', '.join(agents) or 'an unknown process'}, since {since})"
@@ -89,7 +91,7 @@ class Found(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether no job holds the folder: there is no claim, or its job has released it."""
+        """Whether the folder has no claim, or the claim was released by its job."""
         return not self.number or self.holder == RELEASED
 
 
@@ -102,8 +104,9 @@ NONE = Found(0, UNKNOWN, 0)  # what `read_newest` returns if there is no claim
 def read_newest(folder: Path) -> Found:
     """Return the claim with the highest number in `folder`, made by any job; NONE if there is no claim.
 
-    The claim's `holder` is UNKNOWN if its file is damaged, and EMPTY if the file is being written now. Raises
-    OSError if the folder or the file exists but cannot be read.
+    A file that is removed during the call is left out. The claim's `holder` is EMPTY if the file is empty,
+    because it is being written, for example. The holder is UNKNOWN if the file is damaged. Raises OSError if
+    the folder or the file exists but cannot be read.
     """
     try:
         names = os.listdir(folder)
@@ -128,7 +131,10 @@ def number_of(name: str) -> int:
 
 
 class Claim:
-    """The right of the generation `holder` to write to a run folder, from `acquire` until `release`."""
+    """The right of the generation `holder` to write to a run folder, from `acquire` until `release`.
+
+    In messages, the text `what` stands before the folder's path.
+    """
 
     def __init__(self, folder: Path, holder: Holder, what: str = "run_dir ") -> None:
         self.folder, self.holder, self.what = folder, holder, f"{what}{folder}"
@@ -138,10 +144,10 @@ class Claim:
         return self.folder / f"claim-{number:06d}.json"
 
     def check(self) -> None:
-        """Raise ClaimLost if the claim was removed, or is now that of another job or a later generation.
+        """Raise ClaimLost if the claim was removed, or is now that of another job or another generation.
 
         Returns without an error before `acquire` has claimed the folder, and after `release`. Also returns if
-        the folder or the newest claim cannot be read now, or if the claim's file is damaged.
+        the folder or the newest claim cannot be read now, or if that claim's file is empty or damaged.
         """
         if not self.number:
             return
@@ -169,9 +175,10 @@ class Claim:
     def acquire(self) -> None:
         """Claim the folder, and from then on renew the claim in a background thread.
 
-        Waits until `may_take` returns True, or until LEASE_S seconds pass without a renewal of the newest
-        claim. Raises UserError, which names the holder, if another job is seen to be alive, or renews its
-        claim during the wait. Raises OSError if the folder cannot be read or written.
+        Waits until `may_take` returns True, or until the newest claim has not changed for LEASE_S seconds.
+        Raises UserError, which names the other job, if the newest claim is another job's with an agent that
+        is seen alive, or if another job makes or renews a claim during the wait. Raises OSError if the folder
+        cannot be read or written.
         """
         waited_for, deadline = NONE, 0.0
         while not self.number:
@@ -188,8 +195,8 @@ class Claim:
     def may_take(self, found: Found) -> bool:
         """Return whether the folder may be claimed at once; `found` is the claim with the highest number.
 
-        Returns True if the folder is free, or if all agents of the claim's holder have ended. Also returns
-        True if the holder and this generation have an agent in common.
+        Returns True if `found.is_free`, or if all agents of the claim's holder are seen to have ended. Also
+        returns True if that holder and this generation have an agent in common.
         """
         holder = found.holder
         return found.is_free or holder.is_alive() is False or self.holder.shares_agent(holder)
@@ -199,7 +206,7 @@ class Claim:
 
         `found` is the claim with the highest number, and `is_first` is true in the first call of a wait. In
         the first call, another job uses the folder if one of its agents is seen alive. A later call means
-        that the claim has changed: if the claim is another job's, that job is alive.
+        that the claim has changed: another job then uses the folder if the claim is that job's.
         """
         holder = found.holder
         if holder.job != self.holder.job and (holder.is_alive() or not is_first):
@@ -215,12 +222,13 @@ class Claim:
             )
 
     def take(self, found: Found) -> None:
-        """Try to claim the folder; on success set `number`. `found` is the claim that counted so far.
+        """Try to claim the folder; on success set `number`. `found` is the claim with the highest number.
 
         If the holder of `found` and this generation have an agent in common, the claim's file is overwritten,
-        and `holder` gets the `job` and `since` of `found`. Otherwise a file with the next number replaces the
-        claim's file; a file that may be a user's stays beside it. If another job is faster, `number` stays 0.
-        Raises OSError if the file cannot be written.
+        and `holder` gets the `job` and `since` of that holder. Otherwise a file with the next number is made,
+        and the file of `found` is removed, but not if its holder is UNKNOWN: the file may be a user's. If
+        another job is faster, `number` stays 0. Raises OSError if the file cannot be written, or the folder
+        cannot be read.
         """
         is_ours = self.holder.shares_agent(found.holder)
         if is_ours:
@@ -252,8 +260,8 @@ class Claim:
     def renew(self) -> None:
         """Let the claim's file have a new modification time, to show other machines that the job is alive.
 
-        Does nothing if this generation does not hold the claim. A failure is only logged, once
-        for each reason.
+        Does nothing before `acquire` and after `release`, or if `check` raises ClaimLost. An OSError is only
+        logged, once for each reason.
         """
         try:
             if self.number and self.may_write():
@@ -268,11 +276,11 @@ class Claim:
             )
 
     def release(self) -> None:
-        """Give the folder free if this generation still holds the claim. Call this when the job ends.
+        """Release the claim, unless `check` raises ClaimLost. Call this when the job ends.
 
         The claim's file stays, so that the next claim gets the next number: a process that was suspended
         while it tried to take over an earlier claim then finds a newer one. If the file cannot be written, it
-        is removed. Raises no OSError.
+        is removed, if possible. Raises no OSError.
         """
         if self.number and self.may_write():
             try:

@@ -1,8 +1,8 @@
 """Write files to a folder or fsspec URL. In a folder or an object store a file appears only when it is whole.
 
-In a folder a file is written under a temporary name, fsynced and renamed. For a URL the content is written to
-a temporary file in TMPDIR, which fsspec's driver then uploads. An object appears in an object store when its
-upload is complete.
+In a folder a file is written under a temporary name, fsynced and renamed. For a URL other than file:// the
+content is written to a temporary file in TMPDIR, which fsspec's driver then uploads. An object appears in an
+object store when its upload is complete.
 
 S3 keeps, and charges for, the parts of an unfinished upload until the upload is aborted. s3fs aborts an
 upload that fails, but a killed process aborts nothing: give the bucket a lifecycle rule
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 def write_chunks(file: Any, chunks: Iterable[memoryview], name: str, size: int) -> str:
     """Write `chunks`, `size` bytes in all, to `file`; return the SHA-256 of these bytes, in hex.
 
-    At most MAX_UNHASHED chunks are kept in memory for the hash. `name` is the file's name in progress events.
-    Raises the errors of `chunks` and of writing.
+    Hashing may be MAX_UNHASHED chunks behind writing; these chunks are kept in memory. `name` is the file's
+    name in progress events. Raises the errors of `chunks` and of writing.
     """
     digest, written, hashing = hashlib.sha256(), 0, deque[Future[None]]()
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -66,10 +66,10 @@ def write_chunks(file: Any, chunks: Iterable[memoryview], name: str, size: int) 
 class FileStore:
     """Writes, lists and removes the files at `url`, a folder or an fsspec URL.
 
-    If listing the folder or a read fails, it is tried again after each pause of `retries_s`, in seconds. An
-    upload to a URL is retried after the same pauses. `check_claim` is called before a file is uploaded or
-    gets its final name. `check_claim` must raise ClaimLost if this job no longer has the claim (the right to
-    write at `url`). The constructor raises UserError if the URL's driver is not installed.
+    `retries_s` has the pauses, in seconds, after which a failed attempt to list files, or to upload one, is
+    repeated. `check_claim` is called before a written file is uploaded or gets its final name. `check_claim`
+    must raise ClaimLost if this job no longer has the claim (the right to write at `url`). The constructor
+    raises UserError if no driver for the URL is installed.
     """
 
     def __init__(
@@ -124,10 +124,11 @@ class FileStore:
     def write_stream(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
         """Write the file `name` from `chunks`, `size` bytes in all; return the file's SHA-256 in hex.
 
-        The file is durable on return. An earlier file of this name is replaced. Raises ClaimLost if this job
-        has lost the claim (the right to write at `url`). Raises UserError if the file to be uploaded cannot
-        be written to TMPDIR. Raises OSError or an error of fsspec's driver if the write or the upload fails.
-        Also raises the errors of `chunks`.
+        Before the return, fsync is called for the file and its folder; at a URL, the upload is complete. An
+        earlier file of this name is replaced. Raises ClaimLost if this job has lost the claim (the right to
+        write at `url`). Raises UserError if the file to be uploaded cannot be written to TMPDIR. Raises
+        OSError or an error of fsspec's driver if the write or the upload fails. Also raises the errors of
+        `chunks`.
         """
         partial, final = self.path(f"partial-{name}"), self.path(name)
         if self.is_local:
@@ -153,7 +154,7 @@ class FileStore:
         return sha256
 
     def upload(self, local: Path, path: str) -> None:
-        """Upload the file `local` to `path`.
+        """Upload the file `local` to `path`, the full path in fsspec's file system, in a single attempt.
 
         Raises the errors of fsspec's driver, or OSError if the uploaded file then has a different size.
         """
@@ -169,9 +170,9 @@ class FileStore:
             self.files.rm_file(self.path(name))
 
     def rename(self, name: str, new: str) -> None:
-        """Rename a file; on a disk, also a folder of that name.
+        """Rename the file `name` to `new`; on a disk, `name` may also be a folder.
 
-        At a URL, the driver may copy and remove the file.
+        At a URL, the driver may copy and remove the file. Raises OSError or an error of fsspec's driver.
         """
         if self.is_local:  # the driver of fsspec before 2024.5 copies, and a folder fails
             os.rename(self.path(name), self.path(new))
@@ -179,6 +180,6 @@ class FileStore:
             self.files.mv(self.path(name), self.path(new))
 
     def fsync_folder(self) -> None:
-        """Make earlier renames and removals in a folder on disk durable; for a URL, do nothing."""
+        """Fsync a local folder, to make earlier renames and removals durable; for a URL, do nothing."""
         if self.is_local:
             fsync_path(self.root)

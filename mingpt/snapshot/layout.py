@@ -1,10 +1,10 @@
 """The names of a snapshot's files, the place of each tensor in its file, and a buffer for the tensors.
 
-The snapshot of step 1200 has the manifest `step_00001200.json` and the weights in
-`step_00001200.safetensors`. The optimizer's state, if any, is in `step_00001200.optimizer.safetensors`, and
-the tokenizer, if any, in `step_00001200.tokenizer`. Sampling and export can therefore leave the optimizer's
-state unread. The place of a tensor in its file depends only on the names, types and shapes of the tensors in
-this file.
+The snapshot of step 1200 has the manifest `step_00001200.json`. The optimizer's state, if any, is in
+`step_00001200.optimizer.safetensors`, all other tensors (the weights) are in `step_00001200.safetensors`, and
+the tokenizer, if any, is in `step_00001200.tokenizer`. Sampling and export can therefore leave the
+optimizer's state unread. The place of a tensor in its file depends only on the names, types and shapes of the
+tensors in this file.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def step_of(name: str, kind: str | None = None) -> int | None:
 
 
 def is_snapshot_file(name: str) -> bool:
-    """Return whether `name` is that of a snapshot's file, perhaps set aside, or what a killed job leaves."""
+    """Return whether `name` is one that Stores give to files: it matches FILE_NAME, SET_ASIDE or LEFTOVER."""
     return any(pattern.fullmatch(name) for pattern in (FILE_NAME, SET_ASIDE, LEFTOVER))
 
 
@@ -101,7 +101,7 @@ def are_files_of(names: Sequence[str], step: int) -> bool:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The type and shape of a tensor, or of one rank's rows of a tensor, as a file holds them."""
+    """The type and shape of a tensor, or of one rank's rows of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -128,8 +128,8 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 def make_layout(specs: Mapping[str, TensorSpec], step: int) -> list[Layout]:
     """Return the layouts of the tensor files of `step`: the weights, then the optimizer's state, if any.
 
-    `specs` describes the tensors as the files hold them: whole, or only one rank's rows. Tensors whose names
-    begin with OPTIMIZER belong to the optimizer's state.
+    `specs` describes the tensors that the files hold. Tensors whose names begin with OPTIMIZER belong to the
+    optimizer's state.
     """
     weights = {name: spec for name, spec in specs.items() if not name.startswith(OPTIMIZER)}
     optimizer = {name: spec for name, spec in specs.items() if name.startswith(OPTIMIZER)}
@@ -182,10 +182,10 @@ class Staging:
             self.slots[name] = self.parts[name].view(spec.dtype).view(spec.shape)
 
     def lock_pages(self) -> None:
-        """Have CUDA lock (pin) the buffer's pages until the buffer is freed.
+        """Have CUDA lock (pin) the buffer's pages until this Staging is freed.
 
         A copy from the GPU to pages that are not locked blocks the host. torch's pinned memory is not used,
-        because torch would round the buffer's size up to a power of two. A failure to lock is only logged.
+        because torch would round the buffer's size up to a power of two. A failure to lock raises nothing.
         """
         runtime, address = torch.cuda.cudart(), self.buffer.data_ptr()
         try:

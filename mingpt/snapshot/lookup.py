@@ -23,13 +23,15 @@ def open_snapshot(
     """Return the snapshot in the file or folder `where`, after the checks of `Store.read`.
 
     `where` is the path or URL of a snapshot's file, of a run folder, or of a folder of snapshots. "@best" at
-    the end of a folder's name means `best`. In a folder, snapshots are tried from the newest on; with `best`,
-    from the lowest validation loss on. The first snapshot that can be used is returned; snapshots that were
-    tried before are skipped with a log line. With `weights_only`, only the header of the optimizer's file is
-    read.
+    the end of a folder's name means `best`. For a folder, each of `possible_places` is searched in turn.
+    There, snapshots are tried from the newest on; with `best`, from the lowest validation loss on, and those
+    without a validation loss are left out. The first snapshot that can be used is returned; snapshots that
+    were tried before are skipped with a log line. With `weights_only`, only the header of the optimizer's
+    file is read.
 
     Raises UserError if no snapshot can be used, or if `check` raises UserError. Also raises UserError if a
-    snapshot that is tried has an unknown schema version, or if the run's config.yaml cannot be used.
+    snapshot that is tried has an unknown schema version, if the run's config.yaml cannot be used, or if no
+    driver for a URL is installed.
     """
     if where.endswith("@best"):
         where, best = where.removesuffix("@best"), True

@@ -52,9 +52,8 @@ class Part(pydantic.BaseModel):
 class DataFields(Part):
     """What a manifest says about the data that the run trains on.
 
-    `path` is data.path with credentials hidden, `sha256` the fingerprint (a hash) of all data. `files` has
-    the fingerprint of each token shard, by the shard's name; `files` is empty for a text, or if there are too
-    many shards.
+    `path` is the setting data.path with credentials hidden, `sha256` a hash of all data. `files` has a hash
+    of each token shard, by the shard's name; `files` is empty for a text, or if there are too many shards.
     """
 
     path: str
@@ -132,7 +131,7 @@ class Manifest(Part):
     # Numbers of updates that were left out: in all, and in a row up to this step.
     skipped: Annotated[list[Count], pydantic.Field(min_length=2, max_length=2)] = [0, 0]
     loss_scale: LossScaleFields | None = None  # of a run in float16
-    after: Count = 0  # the newest step on disk when this snapshot was saved
+    after: Count = 0  # the newest step known to be on disk when this snapshot was saved
     files: list[FileRecord] = []  # weights, optimizer's state, tokenizer; the last two may be missing
     sha256: Sha256 = 64 * "0"  # see joint_sha256
     bytes: Count = 0  # of all files
@@ -148,7 +147,7 @@ class Manifest(Part):
 
     @functools.cached_property
     def settings(self) -> Config:
-        """The run's configuration. Raises CorruptSnapshot if a setting has a wrong value."""
+        """The run's configuration. Raises CorruptSnapshot if settings are wrong or contradictory."""
         return parse_config(self.config)
 
     def with_files(self, records: Sequence[FileRecord]) -> "Manifest":
@@ -159,11 +158,11 @@ class Manifest(Part):
 
 
 def is_distrusted(manifest: Manifest, distrusted: Iterable[tuple[int, int]]) -> bool:
-    """Return whether a snapshot may hold wrong results of a worker.
+    """Return whether, by the entries `distrusted`, a snapshot may hold wrong results of a worker.
 
-    Each time that workers compute differently, run.json gets an entry (after, before_generation): the last
-    step at which the workers agreed, and the number of the next generation. What earlier generations saved
-    after that step may be wrong.
+    If workers are found to compute differently, run.json gets an entry (after, before_generation): the last
+    step at which the workers agreed, and the number of the next generation (workers between two restarts).
+    What earlier generations saved after that step may be wrong.
     """
     return any(manifest.step > after and manifest.generation < before for after, before in distrusted)
 
@@ -174,7 +173,7 @@ def joint_sha256(records: Sequence[FileRecord]) -> str:
 
 
 def max_tokenizer_bytes(vocab_size: int) -> int:
-    """Return how many bytes a tokenizer may have beside an embedding of `vocab_size` rows.
+    """Return how many bytes a snapshot's tokenizer may have if the embedding has `vocab_size` rows.
 
     A tokenizer is read, and may be parsed, as a whole. Vocabularies have some 30 to 150 bytes per token.
     """
@@ -182,7 +181,7 @@ def max_tokenizer_bytes(vocab_size: int) -> int:
 
 
 def validation_loss(manifest: Manifest) -> float | None:
-    """Return the validation loss at the snapshot's own step; None if it was not measured at that step."""
+    """Return the validation loss at the snapshot's own step; None if `manifest.metrics` does not have it."""
     record = manifest.metrics.get("val", {})
     return record.get("val/loss") if record.get("step") == manifest.step else None
 
@@ -236,8 +235,8 @@ def decode_manifest(content: bytes) -> Manifest:
 def check_files(manifest: Manifest) -> None:
     """Raise CorruptSnapshot if `manifest.files` cannot be the files of a snapshot of `manifest.step`.
 
-    Also raises CorruptSnapshot if `bytes` and `sha256` are not those of all `files` together. No file is
-    read.
+    Also raises CorruptSnapshot if `bytes` or `sha256` is not that of all `files` together, or if the
+    tokenizer has more than `max_tokenizer_bytes`. No file is read.
     """
     records, names = manifest.files, [record.name for record in manifest.files]
     if not are_files_of(names, manifest.step):
@@ -275,7 +274,7 @@ def parse_config(given: dict[str, Any]) -> Config:
     """Return the configuration in `given`, a manifest's field `config`.
 
     Settings that this version does not know are ignored, and missing settings get their defaults. Raises
-    CorruptSnapshot if a setting has a wrong value.
+    CorruptSnapshot if a setting has a wrong value, or if settings contradict each other.
     """
     known: dict[str, Any] = {}
     for name, info in Config.__pydantic_fields__.items():  # type: ignore[attr-defined]

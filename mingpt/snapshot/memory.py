@@ -3,9 +3,9 @@
 These are ordinary snapshots, written to a folder such as /dev/shm, whose files outlive the workers but not
 the node. This folder has one subfolder for each run, named after the random id in run.json and the path of
 the run folder. There, each writer of each generation (the workers between two restarts) has a subfolder of
-its own, and its first snapshot replaces those of earlier generations. The memory must have room for two
-states: the snapshot that is kept, and the one that is being written. When a run ends, its snapshots there
-are removed.
+its own. A writer's first snapshot replaces those of earlier generations. The memory must have room for two
+states: the snapshot that is kept, and the one that is being written. When a run has finished, and its last
+snapshot is on disk, its snapshots in memory are removed.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class MemoryFolder:
-    """A run's folder on this machine, under `path` (such as /dev/shm)."""
+    """The folder, under `path` (such as /dev/shm), for memory snapshots of the run `run_id` in `run_dir`."""
 
     def __init__(self, path: str, run_id: str, run_dir: Path) -> None:
         # A copy of a run folder is another run with the same id.
@@ -36,14 +36,14 @@ class MemoryFolder:
         self.root = Path(path) / f"mingpt-{run_id}-{place}"
 
     def stores(self) -> list[Store]:
-        """Return the Stores of all generations on this machine, sorted by path."""
+        """Return the Stores in this folder, one for each of `generation_folders`, sorted by path."""
         return [Store(str(path)) for path in generation_folders(self.root)]
 
     def create(self, store: Store, nbytes: int) -> None:
-        """Create the folder of `store`, which is a generation's, for two states of `nbytes` bytes.
+        """Create the folder of `store`, a subfolder of the run's folder, if two states have room there.
 
-        Raises OSError if that fails, if another user may write to the run's folder, or if there is no room.
-        The space that the run's older snapshots take counts as room.
+        A state has `nbytes` bytes. The space that the run's older snapshots take counts as room. Raises
+        OSError if there is no room, if a folder cannot be made, or if `is_private` refuses the run's folder.
         """
         self.root.mkdir(mode=0o700, exist_ok=True)
         if not is_private(self.root):
@@ -62,7 +62,7 @@ class MemoryFolder:
             self.root.rmdir()
 
     def remove_leftovers(self) -> None:
-        """Remove the snapshots of other runs whose folders `is_leftover` accepts; log a line for each run."""
+        """Remove other runs' snapshots if unchanged for a day (`is_leftover`); log a line for each run."""
         for root in self.root.parent.glob("mingpt-*"):
             if root != self.root and is_leftover(root):
                 log.warning(f"removing {root} from memory: another run left it more than a day ago")
@@ -81,7 +81,7 @@ def run_folders(path: str, run_dir: Path) -> list[MemoryFolder]:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether `folder` belongs to this user, and no other user can write there. False for a link.
+    """Return whether `folder` is this user's, and its mode lets no other user write. False for a link.
 
     The name of a run's folder can be guessed, so another user may have made a folder or a link of that name.
     """
@@ -102,9 +102,9 @@ def generation_folders(root: Path) -> list[Path]:
 
 
 def is_leftover(root: Path) -> bool:
-    """Return whether `root` is a run's folder with snapshots in which nothing has changed for a day.
+    """Return whether `root` is a run's folder whose `generation_folders` have not changed for a day.
 
-    Returns False if the folder is not this user's, and if files disappear during this call.
+    Returns False if there are no such folders, and if one of them disappears during this call.
     """
     folders = generation_folders(root)
     if not RUN_NAME.fullmatch(root.name) or not folders:
