@@ -43,10 +43,10 @@ class Checkpoint:
 
     def __init__(self, where: str | os.PathLike[str], keep: int = 3) -> None:
         self.group = BackgroundGroup.of_all()
-        folder, agent = Path(where), os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         holder = Holder((this_process(agent),), uuid.uuid4().hex, uuid.uuid4().hex, since=time.time())
-        self.claim = Claim(folder, holder, what="")
-        self.tier = Tier("disk", Store(str(where), check_claim=self.claim.check), keep=keep)
+        self.tier = Tier("disk", Store(str(where), check_claim=lambda: self.claim.check()), keep=keep)
+        self.claim = Claim(Path(self.tier.store.root), holder, what="")
         self.saver = Saver([self.tier])
         self.snapshot: Snapshot | None = None  # the one that was loaded, on rank 0
         self.left_out: dict[int, Exception] = {}  # {step: why its snapshot cannot be used}

@@ -375,6 +375,20 @@ def test_a_url_is_a_place_too(place: str, monkeypatch: pytest.MonkeyPatch) -> No
         check_place(f"{place}://bucket/{uuid.uuid4().hex}")
 
 
+@pytest.mark.parametrize("where", ["~/here", "here", "file:///ROOT/here"])
+def test_a_folder_is_claimed_where_its_snapshots_are(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    checkpoint = Checkpoint(where.replace("/ROOT", str(tmp_path)))
+    monkeypatch.chdir("/")
+    checkpoint.save(1, {"x": 1})
+    checkpoint.wait()
+    assert {path.name[:6] for path in (tmp_path / "here").iterdir()} == {"claim-", "step_0"}
+    checkpoint.claim.release()
+
+
 def check_place(where: str) -> None:
     state = {"x": torch.ones(2)}
     checkpoint = Checkpoint(where)
