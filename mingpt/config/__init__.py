@@ -1,6 +1,6 @@
 """The settings of a run, all on one page, and the command line and YAML files that set them.
 
-Settings are checked before torch is imported. This package imports no package of mingpt but `base`.
+This package imports neither torch nor any package of mingpt except `base`.
 """
 
 from mingpt.config.settings import (

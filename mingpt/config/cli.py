@@ -1,8 +1,8 @@
 """Turn a command line and a YAML file into a checked Config, and report a mistake in one sentence.
 
 A command line is `[CONFIG.yaml] [section.key=value ...]`, in any order. Settings on the line replace those in
-the file. `--section.key value` is accepted, too, instead of `section.key=value`. If no file is named, and
-there is a `project_folder`, the file is DEFAULT_FILE in this folder.
+the file. `--section.key value` is accepted, too, instead of `section.key=value`. If no file is named, the
+file is gpt2_train_cfg.yaml in the folder that `project_folder` finds, if any.
 """
 
 import difflib
@@ -35,8 +35,8 @@ TAGS = (None, "tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,20
 def parse(argv: Sequence[str]) -> Config:
     """Return the configuration for the command-line arguments `argv`, which lack the program's name.
 
-    With --help, prints the help text and raises SystemExit(0). With --print_config, prints the configuration
-    and raises SystemExit(0). Raises UserError for a mistake.
+    With --help or -h, prints the help text and raises SystemExit. With --print_config, prints the
+    configuration and raises SystemExit. Raises UserError for a mistake.
     """
     if "--help" in argv or "-h" in argv:
         write_stdout(help_text())
@@ -83,7 +83,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
 
 
 class Loader(yaml.SafeLoader):
-    """A YAML loader that reads every scalar as a string, and raises an error for a repeated key."""
+    """A YAML loader that reads scalars as strings, and refuses a repeated key or a tag such as !!int."""
 
     # Declared as in PyYAML, so not ClassVar.
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
@@ -103,7 +103,7 @@ def read_file(path: str) -> dict[str, Any]:
     """Return the settings in a config file as {dotted key: text}, unchecked.
 
     A value may also be a list, or {} for an empty section. Raises UserError if the file cannot be read, is
-    not YAML, or does not consist of settings.
+    not YAML, or is neither a mapping nor empty.
     """
     refuse_pipe(path, "the configuration file")
     try:
@@ -121,7 +121,7 @@ def read_file(path: str) -> dict[str, Any]:
 def build(flat: dict[str, Any]) -> Config:
     """Return a checked Config from {dotted key: text or value}; a setting that is not given has its default.
 
-    Raises UserError for an unknown key, a wrong type or range, or settings that contradict each other.
+    Raises UserError for an unknown key, a value that is not allowed, or settings that contradict each other.
     """
     known = settings()
     nested: dict[str, Any] = {}
@@ -148,10 +148,10 @@ def build(flat: dict[str, Any]) -> Config:
 
 
 def convert(text: Any, setting: Setting) -> Any:
-    """Convert null to None if the setting may be null, and a path by `typed_path`.
+    """Convert null and ~ to None if the setting may be null, and a path by `typed_path`, which expands ~.
 
-    Any other text is returned unchanged, and pydantic converts it later. Raises UserError for a text that
-    cannot be a path.
+    Any other value is returned unchanged, and pydantic converts it later. If the setting is a path, raises
+    UserError for a text that cannot be a path.
     """
     if setting.is_optional and text in ("null", "~"):  # both are null in YAML
         return None

@@ -1,8 +1,8 @@
-"""Every setting of a run on one page: type, default, range, meaning, and whether it can change the result.
+"""Every setting of a run on one page: type, default, range, meaning, and whether it has `affects_result`.
 
 gpt2_train_cfg.yaml repeats the defaults; `train.py` reads it unless another file is given. As a rule,
-settings that can change the result must be the same when a run is resumed, unless snapshot.resume=changed.
-Nothing here imports torch, so a wrong setting is reported at once.
+settings with affects_result=True must be the same when a run is resumed, unless snapshot.resume=changed.
+Nothing here imports torch, so settings can be checked before that slow import.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ DURATION = re.compile(r"(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?|(\d+(?:\.\d+)?(?
 def Field(default: Any, description: str, *, affects_result: bool = False, **limits: Any) -> Any:
     """Declare a setting. `limits` are those of pydantic, such as ge=1.
 
-    `affects_result` says whether the setting can change the result of a run.
+    `affects_result` marks a setting that can change the result of a run and is compared when a run resumes.
     """
     extra: dict[str, Any] = {"affects_result": affects_result}
     return pydantic.Field(default, description=description, json_schema_extra=extra, **limits)
@@ -49,7 +49,7 @@ def Field(default: Any, description: str, *, affects_result: bool = False, **lim
 def to_seconds(value: Any) -> float:
     """Convert a number of seconds, or a text such as 90 or 5h30m, to seconds.
 
-    Raises ValueError for any other text.
+    Raises ValueError for any other value, also for a negative number.
     """
     match = DURATION.fullmatch(str(value))
     if match is None:
@@ -59,10 +59,10 @@ def to_seconds(value: Any) -> float:
 
 
 def project_folder() -> Path | None:
-    """Return the folder with DEFAULT_FILE and the default text; None if there is no such folder.
+    """Return the folder that has DEFAULT_FILE, gpt2_train_cfg.yaml; None if there is no such folder.
 
-    It is the folder of train.py, above mingpt/. `pip install .` makes the folder share/mingpt, below its
-    --target or its prefix.
+    In a checkout, this is the folder of train.py. After `pip install .`, it is the folder share/mingpt below
+    pip's --target or prefix.
     """
     # parents[2:3] has the prefix, if mingpt/ is in PREFIX/lib/python3.x/site-packages.
     places = [ROOT, *(folder / "share/mingpt" for folder in (ROOT, *ROOT.parents[2:3]))]
@@ -108,7 +108,8 @@ class DataConfig:
     def resolved_path(self) -> str:
         """The path of the data: `path`, with one exception.
 
-        If `path` is the default and does not exist, the result is the path of the text in `project_folder`.
+        If `path` is the default and does not exist, the result is the same path below `project_folder()`, if
+        there is such a folder.
         """
         is_missing = self.path == "data/input.txt" and not os.path.lexists(self.path)
         return str((project_folder() or Path()) / self.path) if is_missing else self.path
@@ -308,7 +309,10 @@ class Config:
 
 
 def check(config: Config) -> None:
-    """Raise UserError if settings contradict each other, or a URL or / is given for a local folder."""
+    """Raise UserError if settings contradict each other, or run_dir or memory_path is a URL or /.
+
+    Not all contradictions are found here: some checks need the workers, their devices or the data.
+    """
     model, trainer = config.model, config.trainer
     for key, path in (("run_dir", config.run_dir), ("snapshot.memory_path", config.snapshot.memory_path)):
         if "://" in path or not path.strip("/"):
@@ -347,7 +351,7 @@ def check_workers(config: Config, workers: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The declaration of one setting of Config; `key` is dotted, such as "model.n_layer"."""
+    """The declaration of one setting of Config; a `key` is, for example, "model.n_layer"."""
 
     key: str
     default: Any
@@ -358,7 +362,7 @@ class Setting:
 
 
 def find_kinds(kind: Any) -> list[Any]:
-    """Return the innermost parts of the type annotation `kind`, in order: types, literal values, limits."""
+    """Return the innermost parts of the annotation `kind`, in order, such as types, literals and limits."""
     parts = typing.get_args(kind)
     return [one for part in parts for one in find_kinds(part)] if parts else [kind]
 
@@ -402,10 +406,10 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {dotted key: value} for each setting that can change the result of a run.
+    """Return {dotted key: value} for each setting that is declared with affects_result=True.
 
-    `config` is a nested configuration. If a setting is absent there, its value is the default. Keys that are
-    not settings are left out.
+    `config` is a nested configuration. If a setting is absent there, its value is the default. Other keys of
+    `config` are left out.
     """
     given = flatten(dict(config))
     known = settings().items()
@@ -427,5 +431,5 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """Return the configuration as YAML that `cli.parse` can read; URLs are without credentials."""
+    """Return the configuration as the text of a YAML config file; URLs are without credentials."""
     return yaml.safe_dump(to_dict(config), sort_keys=False)

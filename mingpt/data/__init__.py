@@ -1,6 +1,6 @@
 """Turn text or token shards (.bin files of tokens) into windows, and assign the windows to workers.
 
-A window is an input sequence and its targets. Each window of an epoch is read exactly once, whatever the
+A window is an input sequence and its targets. The windows of an epoch, and their order, do not depend on the
 number of workers. This package uses no model and no process group.
 """
 

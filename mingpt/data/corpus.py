@@ -1,7 +1,7 @@
 """The data of a run: a text or token shards, split for training and validation, as windows of tokens.
 
-The model never trains on the validation part. But a tokenizer may be made from the whole text. `open_data`
-returns TextData or, for a folder, ShardData; both have `train_tokenizer` and `encode`.
+Only the training part is for training. But a tokenizer may be made from the whole text. `open_data` returns
+TextData or, for a folder, ShardData; both have `train_tokenizer` and `encode`.
 """
 
 import codecs
@@ -39,7 +39,8 @@ class Corpus:
 class TextData:
     """The whole text of data.path, before it is split into parts for training and validation.
 
-    `content` has the bytes of the file. Raises UserError if the text is empty or not UTF-8.
+    `content` has the bytes of the file. Raises UserError if the text is empty, is not UTF-8, or looks like
+    UTF-16 or a tar archive.
     """
 
     def __init__(self, content: bytes, config: DataConfig) -> None:
@@ -97,7 +98,7 @@ def open_data(config: DataConfig) -> Data:
 
 
 def local_path(path: str) -> Path | None:
-    """Return the path of a local path, or of a file:// or local:// URL; None for other URLs."""
+    """Return `path`, a local path or a file:// or local:// URL, as a Path; None for other URLs."""
     local = path.removeprefix("file://").removeprefix("local://")
     return None if "://" in local else Path(local)
 

@@ -90,7 +90,7 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, content: bytes) -> None:
         """Parse the content of a tokenizer.json.
 
-        Raises ValueError if the content cannot be used, UserError if the package `tokenizers` is missing.
+        Raises ValueError if the content cannot be used, UserError if `tokenizers` cannot be imported.
         """
         self._content = content
         self._tokenizer = load_with_package(content)
@@ -130,7 +130,8 @@ class JsonTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         """Return a text's tokens, (tokens,), in the smallest unsigned dtype that has all tokens.
 
-        Raises UserError for a lone surrogate.
+        Raises UserError for a lone surrogate. The package `tokenizers` raises an Exception if its model has
+        no token for a part of the text, not even an unknown token.
         """
         arrays = [np.empty(0, dtype=self._dtype)]
         for batch in in_batches(self.split(text), len, BATCH_CHARACTERS):
@@ -141,7 +142,7 @@ class JsonTokenizer(Tokenizer):
         return split_text(text, PIECE_CHARACTERS) if self._can_be_cut else [text]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text. Raises UserError for a lone surrogate."""
+        """Return the tokens of each text, an array per text. Raises the errors of `encode`."""
         try:
             for text in texts:  # some versions of the package raise TypeError, others encode other text
                 text.encode()
@@ -162,7 +163,10 @@ class JsonTokenizer(Tokenizer):
 
 
 def import_tokenizers(what: str) -> Any:
-    """Return the package `tokenizers`. Raises UserError, which begins with `what`, if the import fails."""
+    """Return the package `tokenizers`.
+
+    Raises UserError if the import fails; the message begins with `what`, the thing that needs the package.
+    """
     try:
         return importlib.import_module("tokenizers")
     except ImportError as error:
@@ -183,7 +187,7 @@ def byte_level_bpe(model: Any) -> Any:
 def load_with_package(content: bytes) -> "PackageTokenizer":
     """Return a `tokenizers.Tokenizer` for a tokenizer.json, with the settings that `JsonTokenizer` describes.
 
-    Raises ValueError for other content, UserError if the package `tokenizers` is missing.
+    Raises ValueError for other content, UserError if the package `tokenizers` cannot be imported.
     """
     library = import_tokenizers("a tokenizer.json")
     try:
@@ -202,8 +206,8 @@ def parse_tokenizer_json(content: bytes) -> Tokenizer:
     """Return the tokenizer in a tokenizer.json.
 
     The result is a CharTokenizer if that class wrote the file, else a JsonTokenizer. Raises ValueError for
-    content that cannot be used. Raises UserError if a JsonTokenizer is needed and the package `tokenizers` is
-    missing.
+    content that cannot be used. Raises UserError if a JsonTokenizer is needed and the package `tokenizers`
+    cannot be imported.
     """
     with contextlib.suppress(ValueError):
         return CharTokenizer.from_bytes(content)
@@ -211,9 +215,9 @@ def parse_tokenizer_json(content: bytes) -> Tokenizer:
 
 
 def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenizer:
-    """Return the tokenizer that `name` stands for; `read_named_tokenizer` explains both arguments.
+    """Return the tokenizer `name`: gpt2, or the path or URL of a tokenizer.json or of a folder with one.
 
-    Raises UserError if the tokenizer cannot be read or used.
+    Raises UserError if it cannot be read or used; `setting`, the setting's name, is for the message.
     """
     return parse_named_tokenizer(read_named_tokenizer(name, setting), name, setting)
 
@@ -221,8 +225,8 @@ def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenize
 def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
     """Return the tokenizer in `content`, a tokenizer.json.
 
-    Raises UserError if the content cannot be used; the message begins with `setting` and `name`. Also raises
-    UserError if the package `tokenizers` is needed and missing.
+    Raises UserError if the content cannot be used; the message begins with `setting`, the setting's name, and
+    `name`, its value. Also raises UserError if `tokenizers` is needed and cannot be imported.
     """
     try:
         return parse_tokenizer_json(content)
@@ -233,7 +237,7 @@ def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
 
 
 def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
-    """Return the content of a tokenizer.json. `name` is gpt2, or the path or URL of a .json file or a folder.
+    """Return a tokenizer.json's content. `name` is gpt2, or the path or URL of the .json file or its folder.
 
     Raises UserError if the file cannot be read; the message begins with `setting`, the setting's name.
     """

@@ -155,8 +155,7 @@ class TokenShards:
         """Return the `length` tokens from each of `starts` on, (len(starts), length) int64.
 
         A window may extend over several files. Raises IndexError if a window is not within the array. Raises
-        ExpectedError if a file cannot be read or has changed its size since the check: a restart checks the
-        files again, and says which one has changed.
+        ExpectedError if a file cannot be read or has changed its size since the file was checked.
         """
         first = np.asarray(starts, dtype=np.int64) + self._first
         last = first + length
@@ -192,11 +191,11 @@ class TokenShards:
 
 @dataclass(frozen=True)
 class ShardData:
-    """Checked token shards, split into a training and a validation part, with the methods of `TextData`.
+    """Checked token shards, split into a training part, `train`, and a validation part, `val`.
 
-    `files` is {file's name: its fingerprint (a hash)}, in the order of reading; `fingerprint` is the SHA-256,
-    in hex, over all these fingerprints. `meta` is the content of the folder's meta.json, or None if there is
-    no such file.
+    `files` is {file's name: its fingerprint (a hash)}, first the training files, each part in the order of
+    names; `fingerprint` is the SHA-256, in hex, over all these fingerprints. `meta` is the content of the
+    folder's meta.json, or None if there is no such file.
     """
 
     folder: Path  # where a tokenizer.json may lie
@@ -207,7 +206,7 @@ class ShardData:
     val: TokenShards
 
     def train_tokenizer(self, name: str) -> None:
-        """Return None, because token shards need no tokenizer.
+        """Return None, because no tokenizer can be made from token shards.
 
         Raises UserError if `name`, which is data.tokenizer, is not auto.
         """
@@ -250,7 +249,7 @@ def open_shards(folder: Path, val_fraction: float) -> ShardData:
     name, the last `val_fraction` of all tokens is for validation.
 
     Raises UserError if the files or their meta.json cannot be used, if there is no file for training, or if
-    the folder does not have exactly the files that its meta.json lists.
+    the folder does not have exactly the .bin files that its meta.json lists.
     """
     meta = read_meta(folder)
     names = glob.glob("*.bin", root_dir=folder)

@@ -43,7 +43,7 @@ class AbsentFile(UserError):
 
 
 def read_bytes(config: DataConfig) -> bytes:
-    """Return the bytes at data.path. A remote text is read from the cache, if the cache has it.
+    """Return the bytes at `config.resolved_path`. A remote text is read from the cache, if the cache has it.
 
     If data.sha256 is not null, it is compared with the SHA-256 of the text. If a cached text has a different
     SHA-256, the text is downloaded again. If data.sha256 is null, the log says which copy in the cache is
@@ -142,9 +142,10 @@ def failed_request(error: Exception) -> BaseException | None:
 
 
 def refuse_other_kinds(path: str) -> None:
-    """Raise UserError if `path`, a data.path, has the name of an archive, a compressed or a token file.
+    """Raise UserError if `path`, a data.path, has the suffix of a file that is not a plain text.
 
-    The message says what to do instead.
+    Such suffixes are those of archives, compressed files, .bin, .jsonl and .parquet. The message says what to
+    do instead.
     """
     for pattern, way_out in NO_TEXTS.items():
         if re.search(pattern, name_of(path)):
@@ -157,10 +158,11 @@ def name_of(path: str) -> str:
 
 
 def decompressed(raw: Any, path: str) -> tuple[IO[bytes], str]:
-    """Return (a stream of the content of the open file `raw`, the suffix of its name, such as .txt).
+    """Return (a stream of the content of the open file `raw`, the suffix of the content, such as .txt).
 
-    `path` is the path or URL of `raw`; its suffix says how the file is compressed, if at all. Reading raises
-    an error if the file is cut or damaged. Raises UserError for a zip archive.
+    `path` is the path or URL of `raw`. Its last suffix may be that of a compression: in a.txt.gz, .gz is, and
+    .txt is the suffix of the content. Reading the stream raises an error of any type if a compressed file is
+    cut or found to be damaged, or if the package for .zst is missing. Raises UserError for a zip archive.
     """
     stem, suffix = os.path.splitext(name_of(path))
     if suffix == ".zip":
@@ -172,10 +174,11 @@ def decompressed(raw: Any, path: str) -> tuple[IO[bytes], str]:
 
 
 def decode_frames(raw: IO[bytes], make_decoder: Callable[[], Any]) -> Iterator[bytes]:
-    """Yield the content of all frames (streams, members) of a compressed file.
+    """Yield the content of all frames (streams, members) of the compressed file `raw`.
 
     `make_decoder` makes a decoder for one frame. There may be zeros after a frame. Raises EOFError if the
-    last frame is not complete, or the decoder's own error if anything else follows a frame.
+    last frame is not complete, the decoder's error if it finds damage, and either of these errors for other
+    bytes after a frame.
     """
     decoder = make_decoder()
     for rest in iter(functools.partial(raw.read, CHUNK_BYTES), b""):

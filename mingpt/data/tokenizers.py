@@ -110,7 +110,8 @@ def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
 class CharTokenizer(Tokenizer):
     """A tokenizer with one token per character: the character's index in the sorted `characters`.
 
-    Raises ValueError if `characters` is empty, or not in the order of code points, each once.
+    Raises ValueError if `characters` is empty, has a lone surrogate, or is not in the order of code points,
+    each once.
     """
 
     def __init__(self, characters: str) -> None:

@@ -1,7 +1,7 @@
 """Read windows of tokens in batches, and choose the windows that each worker reads.
 
-A window is `block_size + 1` consecutive tokens: an input, and its targets one token to the right. The windows
-of an epoch are ordered by a seeded permutation.
+A window is `block_size + 1` consecutive tokens: an input, and its targets one token to the right. Only the
+last window of an evaluation may be shorter. The windows of an epoch are ordered by a seeded permutation.
 """
 
 import itertools
@@ -123,7 +123,7 @@ CharDataset = WindowDataset  # the name of this class in minGPT, where tokens ar
 
 
 def to_device(batch: tuple[Tensor, Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
-    """Return inputs and targets, two tensors of equal shape, on `device`. Does not wait for a CUDA device."""
+    """Return inputs and targets, two tensors of equal shape, on `device`; a copy to CUDA is asynchronous."""
     if torch.device(device).type != "cuda":
         return tuple(part.to(device) for part in batch)
     # The allocator of pinned memory does not use the pages again until the copy has ended.
@@ -176,19 +176,19 @@ def micro_batch_shares(count: int, workers: int) -> list[range]:
 class ElasticSampler(DistributedSampler[int]):
     """Assign the samples of a shuffled epoch, called windows here, to any number of workers.
 
-    The order depends only on `dataset`, `seed` and the epoch: if a different number of workers resumes, each
-    window of the epoch is still read exactly once. The only state is the integer `windows_seen`, the number
-    of windows that all workers together have read before iteration begins. `seek` sets `windows_seen`;
-    iteration does not change it.
+    The order depends only on `dataset`, `seed` and the epoch, so a different number of workers can resume.
+    The only state is the integer `windows_seen`, the number of windows that all workers together have read
+    before iteration begins. `seek` sets `windows_seen`; iteration does not change it.
 
     `dataset` may be any data set with a length and samples by index. The samples of a WindowDataset overlap,
     so an epoch has only windows that lie end to end, from a random offset on. A step takes the next
-    `batch_size` windows, even across the end of an epoch. `micro_batches_by_rank` assigns micro-batches of
-    `micro_batch_size` windows to `num_replicas` workers; this worker is number `rank`.
+    `batch_size` windows, even across the end of an epoch. Its micro-batches of `micro_batch_size` windows are
+    assigned to `num_replicas` workers, in consecutive shares or, with `takes_turns`, one by one in turn. This
+    worker is number `rank`.
 
     Iterating yields the index in `dataset` of each window of this worker, from `windows_seen` on, without
-    end. A worker without micro-batches gets no windows. Raises ValueError if the data set is empty, or if
-    `micro_batch_size` does not divide `batch_size`.
+    end. A worker without micro-batches gets no windows. Raises ValueError if the data set is empty, if
+    `micro_batch_size` does not divide `batch_size`, or if `rank` is not in range(num_replicas).
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class ElasticSampler(DistributedSampler[int]):
     def micro_batches_by_rank(self) -> list[range]:
         """Return, for each rank, the numbers of the micro-batches that the rank reads in a step.
 
-        `micro_batch_shares` computes them. With `takes_turns`, rank r of n ranks instead reads micro-batches
+        A rank's numbers are consecutive. With `takes_turns`, rank r of n ranks instead reads micro-batches
         r, r + n, r + 2 n, ... If there are more ranks than micro-batches, some ranks read none.
         """
         count, workers = self.batch_size // self.micro_batch_size, self.num_replicas

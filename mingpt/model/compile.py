@@ -1,9 +1,8 @@
-"""Decide whether the blocks of a model are compiled, and try the compiler on one block before it is used.
+"""Decide whether the blocks of a model are compiled, and first try the compiler on one block.
 
-The compiler is torch.compile. Each block is compiled by itself, under every strategy, because FSDP2 gathers
-weights between the blocks; so compiled blocks compute the same bits under every strategy. All blocks have the
-same code, which is compiled once. If torch.compile fails, or computes something else than the block itself,
-the model is trained without torch.compile.
+The compiler is torch.compile. Each block is compiled by itself, under DDP and FSDP alike, because FSDP2
+gathers weights between the blocks. All blocks have the same code, which is compiled once. If the trial fails,
+or the compiled block computes something else than the block itself, no block is compiled.
 """
 
 import logging
@@ -21,7 +20,7 @@ from mingpt.model.gpt import GPT, Block
 
 
 class Compiling(NamedTuple):
-    """When a run is compiled: from how many planned FLOPs on, and the measured saving.
+    """How many FLOPs a new run must plan for trainer.compile=auto to compile it, and the measured saving.
 
     `saved` is the share of a step's time that compiling saves, in words; "" if that was not measured.
     """
@@ -86,9 +85,9 @@ def choose_compile(
 def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dtype) -> bool:
     """Compile a new block, like the blocks of `model`, for (B, T, C) activations `x`, and try it.
 
-    Returns whether compiling succeeds and the compiled block computes what the block computes. A failure is
-    logged. Success fills the compiler's cache. `dtype` is the type of the block's weights; only the shape and
-    device of `x` matter. Seeds torch with 0. `autocast()` is the context of a forward pass.
+    Returns whether compiling succeeds and the compiled block computes about what the block computes. A
+    failure is logged. Success fills the compiler's cache. `dtype` is the type of the block's weights; only
+    the shape and device of `x` matter. Seeds torch with 0. `autocast()` is the context of a forward pass.
     """
     try:
         import torch._inductor.config as inductor
@@ -114,16 +113,19 @@ def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dt
 def gradients(
     compute: Callable[..., Tensor], block: Block, x: Tensor, model: GPT, autocast: Autocast
 ) -> list[Tensor]:
-    """Return the output of `compute`, a method of `block`, and the gradients of `x` and of the weights."""
+    """Return [output of `compute`, gradient of `x`, gradients of the weights of `block` ...].
+
+    `compute` is a method of `block`, compiled or not. The gradients are those of the output's sum of squares.
+    """
     with autocast():
         y = compute(x, model.positions())
     return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *block.parameters()])]
 
 
 def check_compiled(compiled: list[Tensor], plain: list[Tensor], has_dropout: bool) -> None:
-    """Raise ArithmeticError if the results of a compiled block are not those of the block itself.
+    """Raise ArithmeticError if a tensor in `compiled` differs much from that of the block itself, in `plain`.
 
-    With dropout, a compiled block drops other elements, so only the sizes of the results can be compared, and
+    With dropout, a compiled block drops other elements, so only the norms of the tensors are compared, and
     roughly.
     """
     for own, expected in zip(compiled, plain, strict=True):
@@ -135,7 +137,7 @@ def check_compiled(compiled: list[Tensor], plain: list[Tensor], has_dropout: boo
 
 
 def compile_blocks(model: GPT) -> None:
-    """Make torch.compile compile each block by itself, at its first call."""
+    """Make torch.compile compile each block by itself, at its first call in training."""
     for block in model.h:
         assert isinstance(block, Block)
         block.compute = torch.compile(block.compute, dynamic=False)  # type: ignore[method-assign]

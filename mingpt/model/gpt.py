@@ -99,7 +99,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, positions: Positions, cache: KeyValues | None = None) -> Tensor:
         """Map (B, T, C) features to (B, T, C); `positions` and `cache` are for the attention.
 
-        In training, if the attribute `recompute` is true, the backward pass computes activations again.
+        In training mode with gradients, `cache` is ignored, and if the attribute `recompute` is true, the
+        backward pass computes activations again.
         """
         if not (self.training and torch.is_grad_enabled()):  # never compiled: there are many shapes
             return type(self).compute(self, x, positions, cache)
@@ -181,10 +182,10 @@ class GPT(nn.Module):
     def draw_weight(self, name: str, shape: Shape, seed: int) -> Tensor:
         """Return the initial value of parameter `name`, drawn with `seed`: a float32 tensor on the CPU.
 
-        The parameter's module draws it if it has a method `initial_weight(name, shape, generator)`, where
-        `name` is the parameter's name in the module. Otherwise matrices are normally distributed with
-        `initial_std`, biases are zeros and weights of norms are ones. The value depends only on the arguments
-        and the configuration, so a worker can draw any parameter by itself.
+        If the parameter's module has a method `initial_weight(name, shape, generator)`, this method draws the
+        value; its `name` is the parameter's name in the module. Otherwise matrices are normally distributed
+        with `initial_std`, biases are zeros and weights of norms are ones. The value depends only on the
+        arguments and the configuration, so a worker can draw any parameter by itself.
         """
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little"))
@@ -219,7 +220,8 @@ class GPT(nn.Module):
     def init_buffers(self) -> None:
         """Compute all buffers, by the methods `init_buffers` of their modules.
 
-        Call this after Module.to_empty. Raises UserError for a buffer whose module has no such method.
+        Call this after Module.to_empty. Raises UserError for a buffer whose module has no such method. A
+        subclass of GPT that itself has buffers must extend this method.
         """
         for path, module in self.named_modules():
             names = [name for name, _ in module.named_buffers(recurse=False)]
@@ -244,8 +246,8 @@ class GPT(nn.Module):
 
         Without targets the loss is None. With targets, logits have no gradient, and are None if `head_loss`
         computes them in chunks. With caches, one per block, the tokens follow the cached positions. If the
-        caches are empty, there may be any number of tokens, else only one. Raises ValueError if there are
-        more than block_size positions.
+        caches are empty, there may be any number of tokens, else only one. Caches are ignored in training
+        mode with gradients. Raises ValueError if there are more than block_size positions.
         """
         start = caches[0].length if caches else 0
         end = start + tokens.size(1)
@@ -276,7 +278,7 @@ def parameter_shapes(
     """Return {name: shape} for the parameters of GPT(config, ...), without allocating the parameters.
 
     With `is_trained`, leave frozen parameters out. Raises UserError if a tensor would be too large for torch,
-    and the UserErrors of GPT, such as that of `PositionTables`.
+    or if GPT raises UserError, for example for an odd size of a head with rotary positions.
     """
     try:
         with torch.device("meta"):
@@ -340,15 +342,16 @@ def generate_batch(
     """Generate one sample per seed, a continuation of `prompt`; yield the samples' next tokens.
 
     The iterator yields up to `count` lists, with a token per sample. A sample ends with the token `end`; None
-    stands for this token and all later tokens. The iterator ends early once all samples have ended. Until the
-    iterator ends or is closed, the model is in eval mode. `prompt` must have at least one token; only its
-    last `block_size` tokens are used. If `vocab_size` is not None, only tokens below it are drawn.
-    `temperature`, `top_k` and `top_p` are arguments of `choose`.
+    stands for this token and all later tokens. The iterator ends early once all samples have ended. From its
+    first step until it ends or is closed, the model is in eval mode. If FSDP shards the model, all ranks must
+    iterate together. `prompt` must have at least one token; only its last `block_size` tokens are used. If
+    `vocab_size` is not None, only tokens below it are drawn. `temperature`, `top_k` and `top_p` are arguments
+    of `choose`.
 
-    The same seeds give the same tokens on the same device. Each sample has its own random generator, so other
-    samples change only the rounding of its logits. When the context (prompt and new tokens) becomes longer
-    than `block_size`, only its last block_size / 2 tokens are kept. If a model does not fill the key/value
-    caches, each token costs a forward pass over the whole context.
+    Each sample has its own random generator, made from its seed, so other samples change only the rounding of
+    its logits. When the context (prompt and new tokens) becomes longer than `block_size`, only its last
+    block_size / 2 tokens are kept. If a model does not fill the key/value caches, each token costs a forward
+    pass over the whole context.
     """
     was_training, block_size = model.training, model.block_size
     model.eval()

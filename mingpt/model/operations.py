@@ -1,8 +1,8 @@
 """The operations of the model, by torch's own functions, and a table of operations for kinds of devices.
 
 `ops_for(x)` returns the object whose methods are the operations on x's device: an instance of Operations, or
-of a subclass that OPERATIONS names. To add operations for another kind of device, write a subclass of
-Operations in a module of its own, and enter it in OPERATIONS.
+of a subclass, if OPERATIONS has an entry for this kind of device. To add operations for another kind, write a
+subclass of Operations in a module of its own, and enter it in OPERATIONS.
 """
 
 from collections.abc import Callable
@@ -53,9 +53,9 @@ class Positions:
 class PositionTables(nn.Module):
     """A module that keeps the tables of Positions as buffers; calling it returns the Positions.
 
-    Blocks get the tables as tensors: FSDP2 marks modules, and torch.compile then makes other code. The tables
-    are computed on the CPU and copied, so they have the same bits on every device. Raises UserError if D,
-    `rotary_size`, is odd.
+    Blocks get the tables as tensors: FSDP2 marks modules, and torch.compile then makes other code. `cos` and
+    `sin` are computed on the CPU, also for other devices. `rotary_size` is D, or 0 if positions are learned.
+    Raises UserError if it is odd.
     """
 
     def __init__(self, block_size: int, rotary_size: int = 0) -> None:
@@ -99,7 +99,10 @@ class KeyValues:
         self.block_size, self.length = block_size, 0
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, H, T, D) keys and values; return all keys and values, each (B, H, length + T, D)."""
+        """Append (B, H, T, D) keys and values; return all keys and values, each (B, H, length + T, D).
+
+        T must be 1 unless the cache is empty. In the result's shape, `length` is that before the call.
+        """
         assert not self.length or key.size(2) == 1, "several tokens would see those after them"
         if not self.length:
             self.stored = key.new_empty(2, *key.shape[:2], self.block_size, key.size(3))
@@ -157,7 +160,8 @@ class Operations:
     ) -> Tensor:
         """Attend from (B, H, T, D) queries to (B, H, start + T, D) keys and values; return (B, H, T, D).
 
-        `mask` is the mask of Positions, `start` the number of cached positions.
+        Attention is causal. `mask` is the mask of Positions, `dropout` a probability, and `start` the number
+        of cached positions; if `start` is not 0, T must be 1.
         """
         # After a cached start there is one token, which attends to all positions.
         return F.scaled_dot_product_attention(query, key, value, is_causal=not start, dropout_p=dropout)
@@ -170,7 +174,7 @@ loaded: dict[str, Callable[[], Operations]] = {}  # {kind of device: what is cal
 
 
 def ops_for(x: Tensor) -> Operations:
-    """Return the operations for x's device. The first call for a kind of device imports their module."""
+    """Return the operations for x's device. The first call for a kind of device imports its entry, if any."""
     kind = x.device.type
     if kind not in loaded:
         extra = load_extra(OPERATIONS[kind]) if kind in OPERATIONS else None

@@ -1,4 +1,4 @@
-"""Do saved weights fit a model? Names and shapes are compared; a model may have fewer learned positions."""
+"""Load saved weights if their names and shapes fit a model, which may have fewer learned positions."""
 
 from collections.abc import Mapping
 from typing import Any
