@@ -1,11 +1,11 @@
 """What a worker process does besides training: rendezvous, collectives, requests to stop, and exit codes.
 
-A generation is the workers between two restarts; ends.py says in words how a generation ended. transport.py
-decides how tensors travel among ranks: by gloo, by NCCL, or by a faster transport (mingpt/extras/).
+A generation is the workers from one start or restart to the next; ends.py says in words how a generation
+ended. transport.py decides how tensors travel among ranks: by gloo, by NCCL, or by a faster transport
+(mingpt/extras/).
 
-Importing this package does not import torch. `Worker`, `Launch`, `SignalListener` (signals.py) and
-`ProcessExit` work without torch until there is a process group. `StopSignal` (stops.py) is for loops without
-a Worker.
+Importing this package does not import torch, nor does constructing a `Worker`. `StopSignal` (stops.py) is for
+loops without a Worker.
 """
 
 from mingpt.distributed.context import DistributedContext, Place

@@ -1,8 +1,8 @@
 """A worker's rank, device and dtype, and its collectives with the other workers.
 
-Tensors are exchanged by `DistributedContext.transport`. All ranks must call the methods that are collective
-in the same order. torch is imported inside functions, so that a wrong setting is reported before that import,
-which takes seconds.
+The collectives on tensors are in `DistributedContext.transport`. All ranks must call the methods that are
+collective in the same order. torch is imported inside functions: that import takes seconds, and a worker
+checks its settings first.
 """
 
 import functools
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What a rank has of its own, before the ranks are connected for tensors."""
+    """A rank's place, device, dtype and address, known before the ranks are connected for tensors."""
 
     place: Place
     device: "torch.device | None"  # None: the rank lacks the device that trainer.device names
@@ -66,13 +66,13 @@ class Own(NamedTuple):
 class DistributedContext(Group):
     """A worker's rank, world size, device, dtype and transport. Constructing it waits for all other workers.
 
-    `timeout_s` limits each collective. Without a launcher such as torchrun this worker is the only one. The
-    constructor raises the errors of `join_generation`. The device, and collectives on tensors, are available
-    after `settle`.
+    A collective waits at most `timeout_s` seconds for a peer. Without a launcher such as torchrun this worker
+    is the only one. The constructor raises the errors of `join_generation`. The device, and collectives on
+    tensors, are available after `settle`.
 
     While the work of `on_rank`, `on_all` or `gather_on_all` runs, this process exits if a peer is lost. The
     process also exits if all ranks agree to stop before training begins. If the work raises UserError on any
-    rank, all ranks raise that error once the work has ended on all ranks.
+    rank, all ranks raise UserError: see `Group.on_all`.
     """
 
     shared_errors = UserError
@@ -89,9 +89,10 @@ class DistributedContext(Group):
     def settle(self, found: "Sequence[Own]", dtype: str, threads: int) -> None:
         """Use this rank's device, and connect the ranks for tensors. Collective.
 
-        `found` is what `find_own` has returned on each rank, without a fault. `dtype` is that of matrix
-        products, and `threads` the number of CPU threads of each worker. Raises the errors of `connect_gpus`
-        if several workers train on GPUs.
+        `found` has what `find_own` returned on each rank, in the order of the ranks; no rank has a fault.
+        `dtype` is the name of the dtype of matrix products, and `threads` the number of CPU threads of each
+        worker. If a peer is lost, raises an error for which `is_lost_peer` is true. If several workers train
+        on GPUs, also raises the errors of `connect_gpus`.
         """
         import torch
 
@@ -109,9 +110,10 @@ class DistributedContext(Group):
     def join_generation(self, timeout_s: float) -> Rendezvous:
         """Wait until all workers have arrived; initialize torch's default process group. Collective.
 
-        Returns this worker's Rendezvous. `timeout_s` limits each later collective. The wait for the workers
-        has the same limit, or a longer limit if this worker started slowly or has no agent. Raises the errors
-        of `check_gloo` and of Rendezvous, such as PeersMissing.
+        Returns this worker's Rendezvous. A later collective waits at most `timeout_s` seconds for a peer. The
+        wait for the workers has the same limit, or perhaps a longer limit if this worker started slowly or
+        has no agent. Raises the errors of `check_gloo` and of Rendezvous, such as PeersMissing. If a worker
+        is lost after the rendezvous, raises an error for which `is_lost_peer` is true.
         """
         import torch
 
@@ -135,10 +137,10 @@ class DistributedContext(Group):
         return rendezvous
 
     def find_own(self, wanted: str, dtype: str) -> Own:
-        """Return this rank's place, device, dtype and address; make `connector`.
+        """Return this rank's place, device, dtype and address; set `self.connector`, which `settle` uses.
 
         `wanted` and `dtype` are the settings trainer.device and trainer.dtype. If the device cannot be used,
-        the result has no device, and its `fault` says why.
+        `self.connector` is not set, the result has no device, and the result's `fault` says why.
         """
         from mingpt.distributed.transport import make_connector
 
@@ -153,8 +155,9 @@ class DistributedContext(Group):
     def connect_gpus(self, timeout_s: float) -> None:
         """Connect the GPUs of all ranks; from now on, SignalListener's thread watches NCCL. Collective.
 
-        Raises NCCL's DistError if a peer is lost or the network fails. If NCCL fails on any rank for another
-        reason, all ranks raise UserError.
+        If a peer is lost or the network fails, raises NCCL's DistError or exits this process. If NCCL fails
+        on any rank for another reason, all ranks raise UserError once NCCL has returned on all ranks. If
+        connecting takes more than `timeout_s` seconds, the process exits.
         """
         from mingpt.distributed.nccl import NcclWatch
 
@@ -170,7 +173,10 @@ class DistributedContext(Group):
         return self.rendezvous.previous_generation if self.rendezvous else None
 
     def environment(self) -> Environment:
-        """Return what the weights' bits depend on besides the configuration, with `compiled` set to False."""
+        """Return the software and hardware on which the weights' bits may depend, with `compiled` False.
+
+        Call this after `settle`. Raises OSError if the code of this program cannot be read.
+        """
         import torch
 
         return Environment(
@@ -209,9 +215,9 @@ class DistributedContext(Group):
 
         `losses` has an element for each micro-batch of the step: zero if another rank computes the loss.
         `counts` are integers, which are added up over the ranks. All ranks must also call the returned
-        function, which returns (losses of all micro-batches, sums of the counts). That function sets
-        `agreed_stop` if any rank has received a request to stop. If the losses are on a CUDA GPU, the
-        exchange begins only in that function.
+        function, which returns (losses of all micro-batches, sums of the counts). The returned function also
+        calls `agree_to_stop` with the requests that the ranks had received when they called this method. If
+        the losses are on a CUDA GPU, the exchange begins only in the returned function.
         """
         import torch
 
@@ -243,7 +249,7 @@ class DistributedContext(Group):
     def should_stop(self) -> bool:
         """Return whether all ranks agreed to stop, so that the caller may end its work early.
 
-        With one rank, a request that this rank has received is enough, and sets `agreed_stop`. With several
+        With one rank, first calls `agree_to_stop` with the request that this rank has received. With several
         ranks, the result may become true on some ranks later than on others. Not collective.
         """
         if self.world_size == 1:

@@ -32,7 +32,8 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
     """Return the device for `wanted`, the setting trainer.device.
 
     auto means the GPU with the number `launch.local_rank` if the node has a GPU for each of its workers, else
-    the CPU. A CUDA GPU becomes torch's current device. Raises UserError if the device cannot be used.
+    the CPU. A CUDA GPU becomes torch's current device. Raises UserError if this machine has no such device,
+    or if one of several workers asks for mps.
     """
     import torch
 
@@ -57,7 +58,7 @@ def idle_gpus(wanted: str, launch: Launch) -> str | None:
     """Return a warning if trainer.device=auto takes the CPU because there are fewer GPUs than workers.
 
     `wanted` is the setting trainer.device. Only this machine's GPUs and workers count. Returns None if there
-    is nothing to warn about.
+    is nothing to warn about, or if this machine has no GPU.
     """
     import torch
 
@@ -123,9 +124,10 @@ def resolve_dtype(wanted: str, device: "torch.device") -> str:
 
 
 def common_dtype(dtypes: Iterable[str], device_type: str) -> str:
-    """Return the dtype that all ranks use, if trainer.dtype means `dtypes` on their devices of one type.
+    """Return the name of the dtype that all ranks use for matrix products.
 
-    If these differ, the result is one that all devices of this type have.
+    `dtypes` has what `resolve_dtype` returned on each rank; all devices are of the type `device_type`. If the
+    dtypes differ, the result is "float16" for "cuda", else "float32".
     """
     found = {*dtypes}
     return found.pop() if len(found) == 1 else ("float16" if device_type == "cuda" else "float32")
@@ -146,7 +148,7 @@ NUMERICS = 4
 
 @dataclass(frozen=True)
 class Environment:
-    """What the weights' bits depend on besides the configuration; saved in snapshots as `software`."""
+    """Software and hardware on which the weights' bits may depend; saved in snapshots as `software`."""
 
     torch: str
     device: str  # what `device_name` returns
@@ -171,10 +173,10 @@ def device_name(device: "torch.device") -> str:
 
 
 def kernel_variables(device: "torch.device") -> str:
-    """Return the environment variables that choose this device's kernels, as "NAME=VALUE NAME=VALUE".
+    """Return the environment variables that may choose this device's kernels, as "NAME=VALUE NAME=VALUE".
 
-    Returns "none" if none is set. Variables about logging are left out. The result has at most 200
-    characters.
+    Returns "none" if none is set. Variables with VERBOSE in their names are left out. Only the first 200
+    characters are returned.
     """
     names = GPU_KERNELS if device.type == "cuda" else CPU_KERNELS
     given = [
@@ -189,7 +191,8 @@ def kernel_variables(device: "torch.device") -> str:
 def gpu_facts(device: "torch.device") -> dict[str, str]:
     """Return what is known of a CUDA GPU and its software, as {name: value}; {} for any other device.
 
-    The values of "driver" and "nccl" are versions, or "unknown" if they cannot be found.
+    The names are "card", "memory", "compute capability", "driver" and "nccl". The values of "driver" and
+    "nccl" are versions, or "unknown" if they cannot be found.
     """
     import torch
 

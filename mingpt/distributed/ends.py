@@ -1,8 +1,8 @@
-"""How workers ended: the exit reason that each worker stores, and the sentence made of all exit reasons.
+"""How workers ended: the exit reasons that workers store, and the sentence made of all exit reasons.
 
-An exit reason is {"why": text, "step": the worker's last completed step, "code": the job's exit code, or None
-if the worker does not know it}. A worker that stored no exit reason was, for example, killed or cut off from
-the job's TCPStore. A generation is the workers between two restarts.
+An exit reason is {"why": text, "step": the worker's last completed step, or 0 if not known, "code": the job's
+exit code, or None if the worker does not know it}. A worker that stored no exit reason was, for example,
+killed or cut off from the job's TCPStore. A generation is the workers from one start or restart to the next.
 """
 
 import re
@@ -23,10 +23,10 @@ ExitReason = dict[str, Any]
 
 @dataclass(frozen=True)
 class GenerationEnd:
-    """How the workers between two restarts (a generation) ended: the exit reasons that they stored."""
+    """How a generation (the workers from one start or restart to the next) ended: its exit reasons."""
 
     exit_reasons: Sequence[ExitReason | None]  # in the order of the ranks; None: the worker stored none
-    name: str = ""  # the generation's name; the names of its workers' stack files contain it
+    name: str = ""  # the generation's name; its first 8 characters are in the names of stack files
 
     def step(self) -> int | None:
         """Return the highest step in the exit reasons; None if no worker stored an exit reason."""
@@ -38,7 +38,7 @@ class GenerationEnd:
         The sentence names the workers that failed or stored no exit reason. If there are no such workers, the
         sentence gives the exit reasons, but of several "lost a peer" reasons only the longest. `stacks` is
         the folder to which stuck workers wrote their stacks. After a timeout, the sentence may also say at
-        which lines of code workers hung.
+        which lines of code workers hung. Raises OSError if a file in `stacks` cannot be read.
         """
         whys = {rank: reason["why"] for rank, reason in enumerate(self.exit_reasons) if reason}
         silent = [rank for rank, reason in enumerate(self.exit_reasons) if reason is None]
@@ -55,9 +55,9 @@ class GenerationEnd:
         return "; ".join(map(clause, [*sorted(losses, key=len)[-1:], *sorted(others)])) + where
 
     def places(self, stacks: Path, ranks: Iterable[int]) -> str:
-        """Return ": " and the lines of code at which `ranks` hung, from their files in the folder `stacks`.
+        """Return ": " and what `stuck_place` returns for the files of `ranks` in the folder `stacks`.
 
-        Returns "" if none of the ranks has a file there.
+        Returns "" if none of the ranks has a file there. Raises OSError if a file cannot be read.
         """
         paths = [stack_path(stacks, self.name, rank) for rank in ranks]
         found = dict.fromkeys(

@@ -102,9 +102,9 @@ def how_to_exit(
     """Return the plan by which a worker exits because of `error`.
 
     `error` is None if the worker's work is finished, or if the agent is gone. `step` is the last completed
-    step. `timed_out` is the exit reason of a timeout if no collective has ended within the time limit, else
-    "". `has_met` says whether the workers have met at the rendezvous, `is_orphan` whether the agent is gone,
-    and `is_restart` whether this is not the job's first generation.
+    step. `timed_out` is what `ProcessExit.timed_out` returned: the exit reason of a timeout, or "". `has_met`
+    says whether the workers have met at the rendezvous, `is_orphan` whether the agent is gone, and
+    `is_restart` whether this is not the job's first generation.
     """
     is_last = not launch.has_restarts_left()
     if is_orphan:  # no generation follows
@@ -162,8 +162,9 @@ def plan_of_end(request: str | None, launch: Launch) -> ExitPlan:
     """Return the plan for an exit of all workers together.
 
     `request` is the request to stop, or None if the workers have finished. The exit code is 0, and the job
-    gives up its claims. But after a signal other than SIGUSR1, under an agent, the exit code is 128 + signal.
-    The job then keeps its claims, because the agent decides whether workers start again.
+    gives up its claims (its right to write to the run folder). But after a signal other than SIGUSR1, under
+    an agent, the exit code is 128 + signal. The job then keeps its claims, because the agent decides whether
+    workers start again.
     """
     if request is None or request in JOB_ENDS or launch.agent_pid is None:
         reason = f"{STOPPED} {request}" if request else FINISHED
@@ -191,12 +192,12 @@ def plan_of_signal(received: SignalReceived, launch: Launch) -> ExitPlan:
 def plan_of_abort(error: Exception, launch: Launch, has_met: bool, is_restart: bool) -> ExitPlan:
     """Return the plan to end the job, or only this node's agent, because of `error`.
 
-    Restarts that are left do not matter, except in a restart (`is_restart`) after a UserError that may pass:
-    then the plan is to exit after a pause, so that the agent restarts the workers. Otherwise local rank 0
-    ends the node's agent; the node's other workers wait for the agent's SIGTERM. Rank 0 prints the error.
-    Before the rendezvous (if `has_met` is false), and for NodeRefused and ClaimLost, rank 0 may not have seen
-    the error. Then local rank 0 prints the error, too. Without an agent, every worker does what local rank 0
-    would do, but no agent is ended.
+    If this is a restart (`is_restart`), further restarts are left, and `error` is a UserError that may pass,
+    the plan is to exit after a pause, so that the agent restarts the workers. Otherwise local rank 0 ends the
+    node's agent; the node's other workers wait for the agent's SIGTERM. Rank 0 prints the error. Before the
+    rendezvous (if `has_met` is false), and for NodeRefused and ClaimLost, rank 0 may not have seen the error.
+    Then local rank 0 prints the error, too. Without an agent, every worker does what local rank 0 would do,
+    but no agent is ended.
     """
     is_first = launch.local_rank == 0 or launch.agent_pid is None
     if is_restart and getattr(error, "may_pass", False) and launch.has_restarts_left():
@@ -222,7 +223,7 @@ class StackFile:
 
     A process counts as stuck about `limit_s` seconds after the last call of `note_progress`. A timer of
     faulthandler notices this, even if C code holds the interpreter lock. Constructing a StackFile raises
-    OSError if the file cannot be opened.
+    OSError if the file cannot be opened, or its folder cannot be made.
     """
 
     def __init__(self, path: Path, limit_s: float) -> None:
@@ -292,7 +293,7 @@ class ProcessExit:
         self.nccl = nccl
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
-        """Register `release_claims`, which is called at an exit whose ExitPlan has `releases_claims`."""
+        """Register `release_claims`, which gives up the run folder at an exit whose ExitPlan demands this."""
         self.release_claims = release_claims
 
     def start_run(
@@ -301,8 +302,9 @@ class ProcessExit:
         """Register what an exit calls during a run, and open this worker's StackFile in `run_dir`/stacks.
 
         `last_step` returns the last completed step. `note_failure` records in run.json why the job failed; it
-        is None on ranks that do not write to `run_dir`. After an OSError here, no stacks are written to
-        `run_dir`. A rank with a `note_failure` first removes the empty stack files of earlier generations.
+        is None on ranks that do not write to `run_dir`. After a rendezvous, a rank with a `note_failure`
+        first removes the empty stack files of other generations. An OSError is not raised: then no stacks are
+        written to `run_dir`.
         """
         self.last_step, self.note_failure = last_step, note_failure
         folder, name = run_dir / "stacks", self.rendezvous.generation if self.rendezvous else ""
@@ -320,7 +322,10 @@ class ProcessExit:
             self.stacks.note_progress()
 
     def timed_out(self) -> str:
-        """Return the exit reason of a timeout if no collective has ended for `timeout_s` seconds, else ""."""
+        """Return a timeout's exit reason, or "" if there was progress within the last `timeout_s` seconds.
+
+        Progress is a call of `note_progress`.
+        """
         is_stuck = time.monotonic() - self.progress_at >= self.timeout_s
         return f"{TIMED_OUT} {self.timeout_s:g} s" if is_stuck else ""
 
@@ -360,7 +365,10 @@ class ProcessExit:
         self.perform(self.plan(error))
 
     def exit_if_nccl_stuck(self) -> None:
-        """Exit if a collective on GPUs has waited for over `timeout_s` seconds, or if NCCL has an error."""
+        """Exit if a collective on GPUs has waited for over `timeout_s` seconds, or if NCCL has lost a peer.
+
+        An error of the network also counts as a lost peer.
+        """
         if self.nccl and self.nccl.waited_s() > self.timeout_s:
             self.exit_beside_main_thread(PeerLost(f"{TIMED_OUT} {self.timeout_s:g} s"))
         elif self.nccl and self.nccl.backend.get_error().name == "COMM_ERROR":
@@ -401,7 +409,10 @@ class ProcessExit:
         os._exit(plan.code)
 
     def kill_silent(self, ranks: Sequence[int]) -> None:
-        """Kill this agent's workers among `ranks` with no readable exit reason within PEER_EXIT_S."""
+        """Kill those other workers of the agent in `ranks` that store no exit reason within PEER_EXIT_S.
+
+        A worker is also killed if the job's TCPStore does not answer in that time.
+        """
         siblings, deadline = open_siblings(self.launch.agent_pid), time.monotonic() + PEER_EXIT_S
         silent = [rank for rank in siblings if rank in ranks]
         while silent and time.monotonic() < deadline:
@@ -414,7 +425,7 @@ class ProcessExit:
 def write_stderr(text: str) -> None:
     """Flush stdout, then write `text` to stderr, without the credentials in URLs.
 
-    Never raises if `open_streams` was called.
+    A failed write raises nothing if `open_streams` has replaced both streams.
     """
     sys.stdout.flush()
     sys.stderr.write(redact(text))
@@ -440,8 +451,8 @@ def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error means that a worker is gone or silent.
 
     The result is true for PeerLost, for DistError, and for a plain RuntimeError that torch.distributed
-    raised, because gloo's errors have no type of their own. But an NCCL error without the text NCCL_LOST has
-    a cause on this machine, such as too little room in /dev/shm: the result is false.
+    raised, because gloo's errors have no type of their own. But for an NCCL error without the text NCCL_LOST,
+    such as one about too little room in /dev/shm, the result is false.
     """
     if isinstance(error, PeerLost) or "torch.distributed" not in sys.modules:
         return isinstance(error, PeerLost)

@@ -2,7 +2,7 @@
 
 All ranks must call a method whose docstring says "Collective", in the same order. `on_rank` runs a function
 on one rank; `on_all` and `gather_on_all` run a function on all ranks. If the function raises an error on one
-rank, all ranks raise this error or notice that they have lost a peer: see `on_all`. torch is imported inside
+rank, all ranks raise this error, or the other ranks lose a peer: see `on_all`. torch is imported inside
 functions, as in context.py.
 """
 
@@ -37,10 +37,10 @@ def all_gather_single() -> Any:
 
 
 def wait_for(work: "Work | None") -> None:
-    """Wait for an asynchronous collective, send or receive. `work` is None on ranks outside the group.
+    """Wait for `work`, an asynchronous collective, send or receive that torch has started.
 
-    Ranks outside the group must not call this. Raises DistNetworkError in place of a plain RuntimeError, the
-    type of gloo's errors. Other errors stay as they are.
+    Ranks outside the process group, to which torch returns None, must not call this. Raises DistNetworkError
+    in place of a plain RuntimeError, the type of gloo's errors. Other errors stay as they are.
     """
     from torch.distributed import DistNetworkError
 
@@ -56,12 +56,11 @@ def wait_for(work: "Work | None") -> None:
 class Group:
     """Collectives on Python objects among the ranks of a process group, by default torch's default group.
 
-    With one rank nothing is exchanged, and no process group is needed. If a rank is gone or silent, the
-    methods raise errors for which `is_lost_peer` is true.
+    With one rank nothing is exchanged, and no process group is needed. If a rank is gone or silent, methods
+    that wait for this rank raise errors for which `is_lost_peer` is true.
 
-    With a `stop_signal`, `on_rank`, `on_all` and `gather_on_all` also exchange requests to stop. If any rank
-    has received a request, all ranks set `agreed_stop`. Before training (before `SignalListener.defer` is
-    called), all ranks also raise StopRequested.
+    With a `stop_signal` and several ranks, `on_rank`, `on_all` and `gather_on_all` also exchange the requests
+    to stop that the ranks have received, and call `agree_to_stop` with these requests.
     """
 
     shared_errors: type[Exception] = Exception  # if work raises such an error on one rank, all ranks raise it
@@ -123,11 +122,11 @@ class Group:
     def on_all(self, work: Callable[[], T]) -> T:
         """Run `work` on all ranks; return this rank's own result. Collective.
 
-        While the work runs, a thread exchanges heartbeats, so that timeouts do not fire, however long the
-        work takes. If the work raises an error of type `shared_errors` on any rank, all ranks raise this
-        error once the work has ended on all ranks. An error that cannot be pickled becomes an OSError. If
-        several ranks have raised such errors, the error of the lowest rank counts. Any other error is raised
-        at once, only on its own rank; the other ranks lose a peer.
+        While the work runs, a thread exchanges heartbeats, so that ranks whose work ends early do not time
+        out. If the work raises an error of the type `self.shared_errors` on any rank, all ranks raise this
+        error once the work has ended on all ranks. With several ranks, an error that cannot be pickled
+        becomes an OSError. If several ranks have raised such errors, the error of the lowest rank counts. Any
+        other error is raised only on its own rank, which must then exit; the other ranks lose a peer.
         """
         own: list[T] = []
         self.gather_on_all(lambda: own.append(work()))
@@ -165,7 +164,8 @@ class Group:
     def _exchange_outcomes(self, outcome: "Future[Outcome]") -> list[Outcome]:
         """Exchange the outcomes of all ranks' work until the work has ended on all ranks. Collective.
 
-        Returns the outcomes in the order of the ranks. Each exchange is also a heartbeat.
+        `outcome` is the future of this rank's outcome; if it has an exception, raises that. Returns the
+        outcomes in the order of the ranks. Each exchange is also a heartbeat.
         """
         try:
             while True:
@@ -191,7 +191,8 @@ class Group:
         """Set `agreed_stop`, if it is still None, to the first of REASONS that is among `reasons`.
 
         `reasons` has the requests to stop that the ranks have received (None: no request), and is the same on
-        all ranks. Raises StopRequested if `agreed_stop` is set before training has begun.
+        all ranks. If `agreed_stop` is then set, there is a `stop_signal`, and training has not begun
+        (`SignalListener.defer` was not called), raises StopRequested.
         """
         first = next((name for name in REASONS if name in reasons), None)
         self.agreed_stop = self.agreed_stop or first
@@ -200,10 +201,10 @@ class Group:
 
 
 class BackgroundGroup(Group):
-    """A gloo process group of all ranks, for one background thread per rank. Constructing it is collective.
+    """A new gloo process group of all ranks, for one thread per rank. Constructing it is collective.
 
-    If the work of a method such as `on_all` raises any error on one rank, all ranks raise that error.
-    Requests to stop are not exchanged here: the training thread exchanges them.
+    The thread may run beside training. If the work of a method such as `on_all` raises any Exception on one
+    rank, all ranks raise an error, as `Group.on_all` says. These methods exchange no requests to stop.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -215,7 +216,7 @@ class BackgroundGroup(Group):
 
     @classmethod
     def of_all(cls) -> "BackgroundGroup":
-        """Return a group of the ranks of torch's default process group; without one, of this process."""
+        """Return a group of all ranks; if torch has no default process group, of this process. Collective."""
         from torch import distributed
 
         if not (distributed.is_available() and distributed.is_initialized()):
@@ -224,7 +225,7 @@ class BackgroundGroup(Group):
 
 
 def picklable(error: Exception) -> Exception:
-    """Return `error` if it can be pickled, else an OSError with the type and text of `error`."""
+    """Return `error` if pickle can copy it, else an OSError with the type and text of `error`."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # storage drivers put connections and the like into their errors

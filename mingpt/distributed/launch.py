@@ -48,8 +48,9 @@ class Launch:
         """Return the Launch that this process's environment variables describe.
 
         If RANK or WORLD_SIZE is not set, only OMP_NUM_THREADS and SLURM_STEP_NUM_TASKS count. Otherwise,
-        raises UserError if MASTER_ADDR or MASTER_PORT is missing. Also raises UserError if a variable that
-        counts, such as RANK, is not a whole number, or if OMP_NUM_THREADS is more than MAX_THREADS.
+        raises UserError if MASTER_ADDR or MASTER_PORT is missing. Also raises UserError if a numeric
+        variable, such as RANK, is not a whole number, or if OMP_NUM_THREADS is more than MAX_THREADS. But an
+        OMP_NUM_THREADS that is not a number is ignored.
         """
         env = os.environ
 

@@ -68,10 +68,10 @@ class NcclWatch:
         return None
 
     def waited_s(self) -> float:
-        """Return for how many seconds a collective on the GPU, or `connect`, has waited for a peer.
+        """Return for how many seconds the same collectives on the GPU, or `connect`, have waited for peers.
 
-        Returns about 0 if no collective waits. The GPU's work before the collective does not count. Call this
-        often, and from one thread only: the time counts from the first call that finds the collective
+        Returns about 0 if no collective waits. The GPU's work before a collective does not count. Call this
+        often, and from one thread only: the time counts from the first call that finds the same collectives
         waiting.
         """
         told = json.loads(_distributed_c10d._dump_nccl_trace_json(False, False))  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
 """The rendezvous of workers in the job's store (a TCPStore), and the exit reasons that they leave there.
 
-A generation is the workers between two restarts. The agent's store outlives a generation, and with several
-agents neither the restart count nor the port tells generations apart. So rank 0 draws a random name for the
-generation; the keys of exit reasons, for example, begin with this name. Each other rank writes a fresh nonce
-(a random text) to the store. Rank 0 answers with the name, under a key made of the nonce. So the answer to a
-dead worker's nonce misleads no other worker.
+A generation is the workers from one start or restart to the next. The agent's store outlives a generation,
+and with several agents neither the restart count nor the port tells generations apart. So rank 0 draws a
+random name for the generation; the keys of exit reasons, for example, begin with this name. Each other rank
+writes a fresh nonce (a random text) to the store. Rank 0 answers with the name, under a key made of the
+nonce. So the answer to a dead worker's nonce misleads no other worker.
 
-A new generation reads the exit reasons of the previous generation, to report how that generation ended.
+A new generation reads the exit reasons of the previous generation, if the store has them, to report them.
 """
 
 import contextlib
@@ -159,10 +159,11 @@ class Rendezvous:
         )
 
     def _replace_generation(self, name: str) -> None:
-        """Tell all ranks that generation `name` is complete, and how the newest one in the store has ended.
+        """Tell all ranks that the new generation, `name`, is complete, and how the previous generation ended.
 
-        The end is left out if the store has none, or if rounds are numbered and it is not that of the round
-        before. Only rank 0 calls this.
+        The previous generation is the newest one that the store has. Its end is left out if there is none, or
+        if its round (`Launch.rdzv_round`) is known and is not the round before the new generation's. Only
+        rank 0 calls this.
         """
         store, launch, ended = self._store, self.launch, None
         found = read_generation_end(store)

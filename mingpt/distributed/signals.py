@@ -62,11 +62,11 @@ class SignalListener:
     stop. During training, a request is kept until all ranks have agreed on it. A second signal, more than
     REPEAT_S seconds after the first signal, ends this process at once.
 
-    The thread works even while the main thread is stuck or a disk hangs. The thread also ends this process if
-    the agent is gone, or if another worker of the agent failed or was lost. The same happens if a collective
-    on GPUs has lost a peer, or has waited for more than trainer.timeout_s seconds. During training with
-    several workers, the thread also ends this process if no collective ends for trainer.timeout_s seconds
-    after a signal other than SIGUSR1.
+    The thread works even while the main thread waits in a collective or for a disk. The thread also ends this
+    process if the agent is gone, or if another worker of the agent failed or was lost (see
+    `look_at_siblings`). The same happens if a collective on GPUs has lost a peer, or has waited for longer
+    than the time limit of collectives. During training with several workers, the thread also ends this
+    process if `ProcessExit.note_progress` is not called for so long after a signal other than SIGUSR1.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
@@ -219,10 +219,11 @@ class SignalListener:
         self.received = self.received or reason
 
     def look_at_siblings(self) -> None:
-        """Exit if a worker of this node's agent failed, lost a peer, timed out or stored no exit reason.
+        """Exit if a watched worker that has exited failed, lost a peer, timed out or stored no exit reason.
 
-        Also exits if the TCPStore does not answer for UNKNOWN_GRACE_S seconds after a worker's exit. Workers
-        that ended in other ways are removed from `exited_at`.
+        This happens at the earliest PEER_GRACE_S seconds after the worker's exit. Also exits if the TCPStore
+        does not answer for UNKNOWN_GRACE_S seconds after a worker's exit. Workers that ended in other ways
+        are removed from `exited_at`.
         """
         for rank, exited_at in list(self.exited_at.items()):
             waited_s = time.monotonic() - exited_at

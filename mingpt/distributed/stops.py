@@ -14,13 +14,13 @@ from mingpt.distributed.signals import REASONS, REPEAT_S
 
 
 class StopSignal:
-    """Keeps a request to stop for the next call of `agreed`, from its construction until `close`.
+    """Keeps a request to stop, which `agreed` returns. Signals are received until `close` is called.
 
-    A request is SIGTERM, SIGINT or SIGUSR1, or that the time `pause_after` has passed: a number of seconds,
-    or a text such as 5h30m. A second signal, more than a second after the first one, does what it does
-    without a StopSignal. If torch.distributed is initialised, all ranks construct a StopSignal together. In a
-    `with` block, `close` is called at the end. Raises ValueError for any other text, or if not constructed in
-    the main thread.
+    A request is SIGTERM, SIGINT or SIGUSR1, or that the time `pause_after` has passed since the construction:
+    a number of seconds, or a text such as 5h30m. A second signal, more than a second after the first one,
+    does what it does without a StopSignal. If torch.distributed is initialised, all ranks construct a
+    StopSignal together. In a `with` block, `close` is called at the end. Raises ValueError for any other
+    `pause_after` but None, or if not constructed in the main thread.
     """
 
     def __init__(self, pause_after: float | str | None = None) -> None:
@@ -41,17 +41,17 @@ class StopSignal:
             os.kill(os.getpid(), number)
 
     def agreed(self) -> str | None:
-        """Return the request that any rank has received, the same on all ranks, or None.
+        """Return a request that a rank has received, the same on all ranks; None if no rank has received any.
 
         A request is the name of a signal or "trainer.pause_after"; of several, SIGTERM comes first, then
-        SIGINT. Collective: all ranks call this method once per step.
+        SIGINT. Collective: all ranks call this method together, for example once per step.
         """
         own = self.received or (PAUSE if time.monotonic() >= self.pause_at else None)
         requests = self.group.all_gather_object(own)
         return next((name for name in REASONS if name in requests), None)
 
     def close(self) -> None:
-        """Restore the handlers of before."""
+        """Restore the signal handlers that were set before the construction."""
         for number, handler in self.earlier.items():
             signal.signal(number, handler)
 

@@ -111,7 +111,7 @@ class Transport:
         `pieces` are the pieces of this rank's vector. A yielded vector is valid until the next vector is
         yielded. All ranks must iterate to the end. With `at_once`, one collective gathers all vectors, padded
         to the longest: use `at_once` only for vectors of about equal sizes. Without `at_once`, each vector is
-        broadcast, and yielded when it has arrived.
+        broadcast, and yielded when it has arrived. A subclass may ignore `at_once`.
         """
         own = torch.cat(pieces)
         if at_once:
@@ -163,8 +163,9 @@ class Transport:
     def scattered(self, vector: Tensor) -> Iterator[Sequence[Tensor]]:
         """Yield this rank's chunk of each rank's `vector`, in the order of the ranks.
 
-        Inside the `with` block the caller may read and overwrite the chunks. All chunks have the same size:
-        that of `vector` divided by the number of ranks.
+        `vector` has the elements of a tensor from `empty_scattered`. Inside the `with` block the caller may
+        read and overwrite the chunks. All chunks have the same size: that of `vector` divided by the number
+        of ranks.
         """
         received = torch.empty_like(vector)
         dist.all_to_all_single(received, vector, group=self.group)
@@ -190,7 +191,7 @@ def chunks_by_rank(vectors: list[list[Tensor]], reduction: Reduction) -> list[Te
 
 
 class Connector:
-    """Makes a rank's transport when a job starts: this class a plain Transport, a subclass a faster one.
+    """Makes a rank's transport when a job starts: a plain Transport, or in a subclass perhaps a faster one.
 
     `address` is what other ranks need to reach this rank, or None if this rank can use only a plain
     Transport. An address has only Python's own types, so that ranks whose copy of the program lacks the

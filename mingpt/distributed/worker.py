@@ -22,10 +22,11 @@ class Worker:
     """This worker process. Used as a context manager, it exits the process at the end of the `with` block.
 
     The exit code is 0 if the block finished or was told to stop, 2 after a UserError, and 1 after any other
-    Exception. Under an agent (such as torchrun's), the exit code is 128 + signal if a signal other than
-    SIGUSR1 told the block to stop. A second signal gives 128 + signal, too. If the agent is gone, the exit
-    code is 1. If a request to stop ends training early, the block sets `stopped_by` to the name of this
-    request. SystemExit, which is no subclass of Exception, is not handled here.
+    Exception. It is also 1 after a UserError that may pass, if that happens in a restart and another restart
+    follows. Under an agent (such as torchrun's), the exit code is 128 + signal if a signal other than SIGUSR1
+    told the block to stop. A second signal gives 128 + signal, too. If the agent is gone, the exit code is 1.
+    If a request to stop ends training early, the block sets `stopped_by` to the name of this request.
+    SystemExit, which is no subclass of Exception, is not handled here.
 
     The constructor begins to listen for signals, and disables garbage collection until `meet`. It exits with
     code 2 if the launcher's environment variables are wrong or the working directory is gone.
@@ -52,7 +53,8 @@ class Worker:
     def meet(self, timeout_s: float = 60.0) -> DistributedContext:
         """Wait for all workers; return a DistributedContext on which `settle` is still to be called.
 
-        `timeout_s` limits each collective, in seconds. For errors see DistributedContext. Collective.
+        A later collective waits at most `timeout_s` seconds for a peer. For errors see
+        `DistributedContext.join_generation`. Collective.
         """
         gc.enable()
         gc.freeze()  # imported objects stay alive, so collections need not look at them again

@@ -42,9 +42,9 @@ def choose_workers(config: Config, launch: Launch) -> int:
     """Return the number of workers that the setting trainer.workers asks for.
 
     auto means one worker per GPU. On CPUs, auto means the number of cores divided by a worker's number of
-    threads. In both cases auto means at most MAX_WORKERS, and at most the number of micro-batches in a step.
-    If trainer.device is mps or snapshot.path begins with memory://, auto means one worker. Raises UserError
-    if trainer.workers is a number larger than the number of micro-batches in a step.
+    threads. In both cases auto means at least one, at most MAX_WORKERS, and at most the number of
+    micro-batches in a step. If trainer.device is mps or snapshot.path begins with memory://, auto means one
+    worker. Raises UserError if trainer.workers is a number larger than the number of micro-batches in a step.
     """
     trainer = config.trainer
     if trainer.workers != "auto":
@@ -113,8 +113,9 @@ class StopRequest:
     def note(self, number: int, frame: FrameType | None) -> None:
         """Remember the first signal. This is a signal handler.
 
-        If `obey` has already raised SignalException, raise it again, so that the workers exit at once. After
-        STORAGE_S seconds this process then ends even if a worker cannot, because a worker's disk hangs.
+        If `obey` has already raised SignalException, and `number` is not JOB_ENDED, raise it again, so that
+        the workers exit at once. This process then ends after STORAGE_S seconds even if a worker's disk hangs
+        and the worker cannot exit.
         """
         self.first = self.first or signal.Signals(number)
         if self.is_obeyed and number != JOB_ENDED:
@@ -137,8 +138,8 @@ def job_exit(
     """Return the exit code of a job whose workers have ended, and the text to print.
 
     `told` is the signal that told the job to stop; None if there was none. `codes` has the exit codes of the
-    workers that failed, by rank. `end` is how the last workers ended; None if they did not meet at the
-    rendezvous. `command` is what the workers ran.
+    workers that failed, by rank: -9 if SIGKILL killed the worker. `end` is how the last workers ended; None
+    if they did not meet at the rendezvous. `command` is what the workers ran.
     """
     reason = (end.exit_reasons[0] if end else None) or {"why": "", "code": None}
     if told == JOB_ENDED:  # the worker has printed why
@@ -171,7 +172,8 @@ def run_agent(
 
     If a worker fails, and the failure does not end the job, all workers are restarted, at most `max_restarts`
     times. A StopRequest takes over the handling of signals from `stop_signal`. Raises UserError if the system
-    allows too few open files, and NonRetryableError if the system allows too few processes.
+    allows too few open files, and NonRetryableError if the system allows too few processes. Other errors of
+    torch's agent are also raised, unless the job was told to stop.
     """
     allow_open_files(workers)
     from torch.distributed import TCPStore
@@ -226,8 +228,9 @@ def run_agent(
 def register_rendezvous(store: "TCPStore", stop: StopRequest) -> set[str]:
     """Register with torch, under the name BACKEND, a rendezvous for a single agent.
 
-    The workers use the TCPStore `store`. The rendezvous needs no host name, and obeys `stop`. To the set that
-    is returned, it adds the name of each generation that ended before the last start of workers.
+    The workers use the TCPStore `store`. The rendezvous needs no host name, and obeys `stop`. Returns a set
+    of names. Before each start of workers, the rendezvous adds the name of the newest generation in `store`
+    to this set, unless a worker has told the agent that the job has ended (JOB_ENDED).
     """
     earlier = set[str]()
     from torch.distributed.elastic.rendezvous import (
@@ -250,7 +253,7 @@ def register_rendezvous(store: "TCPStore", stop: StopRequest) -> set[str]:
             return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(store.host, store.port))
 
         def num_nodes_waiting(self) -> int:
-            """Obey `stop`, if it has a signal; else return 0. The agent calls this every 0.1 s."""
+            """Obey `stop`, if it has a signal; else return 0. Called every 0.1 s while the workers run."""
             stop.obey()
             return 0
 

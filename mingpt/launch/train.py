@@ -1,7 +1,7 @@
-"""Train a GPT: `main` is the program of train.py and mingpt-train. torchrun may start it by `-m`.
+"""Train a GPT: `main` is the program of train.py and of the command mingpt-train.
 
-`python -m mingpt.launch.train` does what train.py does, where there is no train.py. torch is not imported
-before the worker listens for signals.
+`python -m mingpt.launch.train` does what train.py does, also where there is no train.py; torchrun, too, may
+start this module by `-m`. torch is not imported before the worker listens for signals.
 """
 
 import sys
