@@ -1,14 +1,14 @@
 """A rendezvous for torchrun under which any node may die, join or leave, also the host of the store.
 
-With torch's own rendezvous, a job does not survive every loss. torch's c10d backend needs a host whose death
-ends the job. torch's file store writes a log that grows with every heartbeat, and unpickles the content.
-Neither leaves out a node that reaches the store but not the other nodes. If agents share the store with their
-workers, an agent that joins in mid-run kills the job.
+With torch's own rendezvous, c10d, a job does not survive every loss. Its TCP store needs a host whose death
+ends the job, and its file store is a log that grows with every heartbeat. With both stores, agents unpickle
+what they read, and a node that reaches the store but not the other nodes is not left out. If agents share the
+store with their workers, an agent that joins in mid-run kills the job.
 
-Here torchrun's agents find each other in a shared folder, or at several hosts, of which one must be alive.
-Agents exchange JSON, each wait for an answer has a time limit, and any node may die. The workers are those of
-any torchrun script, and docs/anynode.md says what they see. The package needs torch and the standard library;
-importing it does not import torch.
+Here torchrun's agents find each other in a shared folder, or at a list of hosts, of which one must be alive.
+Agents exchange JSON, each wait for an answer has a time limit, and any node may die. docs/anynode.md says
+what a torchrun script must do. To run torchrun, the package needs torch and the standard library; importing
+it does not import torch.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ STORE_PORT = "ANYNODE_STORE_PORT"
 
 
 def rendezvous_backend() -> Callable[[Any], Any]:
-    """Return the class of the rendezvous. torchrun calls this function, the entry point of a plugin."""
+    """Return the class of the rendezvous. torchrun calls this function of an installed anynode, a plugin."""
     from anynode.handler import AnyNodeRendezvous
 
     return AnyNodeRendezvous

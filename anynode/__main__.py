@@ -3,8 +3,8 @@
     python -m anynode --nnodes MIN:MAX --nproc N --rdzv PLACE --local_addr A -- script.py ...
     python -m anynode --serve HOST:PORT
 
-The second form serves a board, where agents find each other, on a host that outlives the nodes. It needs no
-torch.
+PLACE, where torchrun's agents find each other, is a shared folder or HOST:PORT[,HOST:PORT...]. A is this
+node's address. The second form makes a host that outlives the nodes such a PLACE, and needs no torch.
 """
 
 import sys

@@ -1,9 +1,9 @@
 """Boards, on which torchrun's agents find each other: a shared folder, or the memory of a host.
 
-An `Entry` is what an agent says about itself. A board holds only the latest entry of each agent. A lost entry
-is harmless, because agents post again and again. A host answers one request per TCP connection; request and
-answer are a line of JSON each. Each wait for an answer has a time limit. Nothing received is executed or
-unpickled.
+An `Entry` is what an agent says about itself. A board holds only the latest entry of each agent. Agents post
+again and again, so a lost entry is soon replaced. A host answers one request per TCP connection; request and
+answer are a line of JSON each. Each wait for a host's answer has a time limit. Nothing received is executed
+or unpickled.
 """
 
 import contextlib
@@ -38,7 +38,8 @@ BIND_S = 3.0  # between attempts to listen on a port that is taken
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
     """Send a message to the Server at (host, port); return the answer.
 
-    `timeout_s` limits each wait, in seconds. Raises OSError if no answer in JSON comes in time.
+    `timeout_s` limits each wait, in seconds, except the look-up of the name `host`. Raises OSError if no
+    answer, a JSON object, comes. The answer to a request that the Server refuses is {"error": reason}.
     """
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
@@ -51,11 +52,12 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """A TCP server that answers each request, in a new thread, with the operation that the request names.
+    """A TCP server that answers requests, each in a new thread, with the operation that the request names.
 
-    The request's field `op` is the name of one of `operations`. Requests are answered while `serve_forever`
-    runs. If the argument `port` is 0, the system chooses a free port, and the attribute `port` is its number.
-    Constructing a Server raises OSError if the port is taken.
+    `operations` is {name: function that takes a request, as a dict, and returns the answer}; the request's
+    field `op` is one of the names. Requests are answered while `serve_forever` runs. If the argument `port`
+    is 0, the system chooses a free port, and the attribute `port` is its number. Constructing a Server raises
+    OSError if it cannot listen there, for example because the port is taken.
     """
 
     allow_reuse_address = True
@@ -76,7 +78,10 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
-    """Return the answer to the request `line`, as a line of JSON; {"error": ...} if `line` is invalid."""
+    """Return the answer of an operation to the request `line`, as a line of JSON.
+
+    The request's field `op` is the operation's name. The answer to an invalid request is {"error": reason}.
+    """
     try:
         message = parse_json(line)
         result = operations[message["op"]](message)
@@ -97,9 +102,10 @@ class FolderBoard:
         self._folder = path / quote(rdzv_id, safe="")
 
     def exchange(self, mine: Entry) -> list[Entry]:
-        """Post the entry `mine`, return the valid entries of all agents, and remove old entries.
+        """Post the entry `mine`, return the valid entries of this job's agents, and remove old entries.
 
-        Raises OSError if the folder cannot be used. Hangs while the storage hangs.
+        Entries that cannot be read now are left out. Raises OSError if the folder cannot be used. Hangs while
+        the storage hangs.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = self._folder / f"{mine.id}.json"
@@ -154,7 +160,7 @@ Board = FolderBoard | HostBoard  # the attribute `name` is the board's name in m
 
 
 class BoardMemory:
-    """The memory behind a HostBoard, in the Server's process: the latest entry of each agent of each job."""
+    """The memory behind a HostBoard, in the Server's process: each agent's latest entry, until it expires."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -162,9 +168,9 @@ class BoardMemory:
         self._entries: dict[tuple[str, str], tuple[str, float]] = {}
 
     def post(self, message: Message) -> str:
-        """Keep the entry in the message; return the entries of the message's job that are kept, as JSON.
+        """Keep message["entry"]; return {"entries": [...]}, all of job message["rdzv_id"], as JSON.
 
-        Raises KeyError or TypeError if the message has no entry.
+        Raises KeyError or TypeError if the job, or the entry's `id` or `state`, is missing.
         """
         now, rdzv_id, entry = time.monotonic(), str(message["rdzv_id"]), message["entry"]
         forget_s = FORGET_FINISHED_S if entry["state"] == FINISHED else FORGET_S
@@ -178,7 +184,7 @@ class BoardMemory:
 
 
 def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -> None:
-    """Wait until no other process, such as an earlier agent, uses `port`; then answer requests, for ever."""
+    """Answer requests with `operations`, for ever; while `port` is in use, try again every BIND_S seconds."""
     while True:
         try:
             Server(address, port, operations).serve_forever()
@@ -187,7 +193,7 @@ def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -
 
 
 def parse_endpoints(text: str) -> list[Endpoint]:
-    """Return the hosts and ports of HOST:PORT[,HOST:PORT...]; [] if the text is anything else."""
+    """Return [(host, port), ...] for a text HOST:PORT[,HOST:PORT...]; [] for any other text."""
     endpoints = []
     name = r"[^/:.\s\[\]]{1,63}(?:\.[^/:.\s\[\]]{1,63})*\.?"  # socket raises UnicodeError for others
     for part in text.split(","):
@@ -199,10 +205,10 @@ def parse_endpoints(text: str) -> list[Endpoint]:
 
 
 def parse_rdzv(text: str) -> Path | list[Endpoint]:
-    """Return what `text`, the value of --rdzv, names: a list of endpoints, or the path of a folder.
+    """Return what `text`, the value of --rdzv, names: [(host, port), ...], or the absolute path of a folder.
 
-    A text HOST:PORT[,HOST:PORT...] names endpoints; any other text with a slash is a path. Raises ValueError
-    for all other texts.
+    A text HOST:PORT[,HOST:PORT...] names hosts and ports. Any other text with a slash, but without "://", is
+    a path. Raises ValueError for all other texts.
     """
     endpoints = parse_endpoints(text)
     if endpoints:

@@ -55,9 +55,10 @@ class Serve(argparse.Action):
 
 
 def write_stderr(text: str) -> None:
-    """Write text to stderr, if it is open, and flush it. If nobody reads stderr, replace it with /dev/null.
+    """Write text to stderr, if stderr is open, and flush it.
 
-    Otherwise the error would end this agent, and at its exit Python would exit with 120.
+    If the write fails, for example because the process that reads stderr has exited, /dev/null replaces
+    stderr, because the error would end this agent, or change its exit code to 120.
     """
     try:
         if sys.stderr:
@@ -68,7 +69,7 @@ def write_stderr(text: str) -> None:
 
 
 def nnodes(text: str) -> str:
-    """Return MIN:MAX for a text MIN or MIN:MAX. Raises WrongOption for any other text."""
+    """Return MIN:MAX for a text MIN:MAX, or MIN:MIN for MIN. Raises WrongOption unless 1 <= MIN <= MAX."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
         raise WrongOption(f"must be MIN:MAX with 1 <= MIN <= MAX, such as 2:3; got {text!r}")
@@ -87,10 +88,10 @@ def nproc(text: str) -> str:
 
 
 def rdzv(text: str) -> str:
-    """Return the rendezvous endpoint that `text` names. A folder is created, if possible.
+    """Return torchrun's rendezvous endpoint for `text`, which is HOST:PORT[,HOST:PORT...] or a folder.
 
-    Raises WrongOption if `text` names no endpoint, or a folder that cannot be created or written. If the
-    storage is away, raises nothing.
+    A folder is created if it does not exist, and its absolute path is returned. Raises WrongOption if `text`
+    is neither, if the folder cannot be written, or if it cannot be created for a reason not in STORAGE_AWAY.
     """
     try:
         place = parse_rdzv(text)
@@ -125,10 +126,10 @@ def restarts(text: str) -> str:
 def local_address(text: str) -> tuple[str, str]:
     """Return (the IP address of `text`, the name of the network interface that has this address).
 
-    `text` is a host name or an address that an interface of this host has. Raises WrongOption for any other
-    text.
+    `text` is an address, or a host name, of which the first address counts. Raises WrongOption if no
+    interface of this host has the address.
     """
-    interfaces = dict(ipv4_addresses())  # only interfaces that are up
+    interfaces = dict(ipv4_addresses())  # also of interfaces that are down
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
         fields = line.split()
@@ -147,7 +148,7 @@ def local_address(text: str) -> tuple[str, str]:
 
 
 def ipv4_addresses() -> list[tuple[str, str]]:
-    """Return (IPv4 address, name of its interface) for each IPv4 address of this host."""
+    """Return (address, name of its interface) for this host's IPv4 addresses, at most MAX_ADDRESSES."""
     import fcntl  # not on Windows, where a board can be served
 
     buffer = bytearray(IFREQ_BYTES * MAX_ADDRESSES)
@@ -165,7 +166,8 @@ def ipv4_addresses() -> list[tuple[str, str]]:
 def torchrun_options(words: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
     """Return (environment variables to add, torchrun's options, the script and its arguments) for `words`.
 
-    If --rdzv is a folder, the folder is created if possible. Exits with code 2 for a mistake in `words`.
+    `words` are the arguments of `python -m anynode`. A folder that --rdzv names is created: see `rdzv`. Exits
+    with code 2 for a mistake, and with 0 after it has printed the text of --help or served a board (--serve).
     """
     parser = Parser("python -m anynode", USAGE, DESCRIPTION, allow_abbrev=False)
     for name, check, text in (
@@ -208,9 +210,10 @@ def torchrun_options(words: Sequence[str]) -> tuple[dict[str, str], list[str], l
 
 
 def run_node(words: Sequence[str]) -> None:
-    """Run torchrun in this process, with the options that `words` stand for; print them to stderr first.
+    """Run `python -m anynode` with the arguments `words`, which means torchrun, --help or --serve.
 
-    The script's arguments are not printed, because they may have passwords.
+    torchrun runs in this process. Its options are first printed to stderr, but not the script's arguments,
+    because they may have passwords. For exits before that see `torchrun_options`.
     """
     variables, options, script = torchrun_options(words)
     shown = [f"{name}={value}" for name, value in variables.items()]

@@ -1,8 +1,8 @@
 """Decide which of torchrun's agents start workers together, and which agents have to restart their workers.
 
 A group is a set of agents that may start workers together. A round begins when the agents of a group agree to
-start workers, and lasts until the next restart. All functions decide from the entries that agents post,
-without clock, network or torch.
+start workers, and lasts until the next restart. All functions decide from their arguments, such as the
+entries that agents post, without clock, network or torch.
 """
 
 import functools
@@ -38,7 +38,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[int, int, str, str]:
-        """The key that sorts agents by rank: the address, as a number if it is an IP address, then the id."""
+        """The key that sorts agents by rank: (0, IP address as number, "", id), or (1, 0, host name, id)."""
         return (*address_key(self.address), self.id)
 
     def __str__(self) -> str:
@@ -96,9 +96,9 @@ def is_linked(one: Entry, other: Entry) -> bool:
 def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
     """Return the entries of at most `max_nodes` agents that all reach each other, in the order of ranks.
 
-    While some agents do not reach each other, the agent that is linked with the fewest others is left out. In
-    a tie, the agent with the largest `key` is left out. If more than `max_nodes` agents remain, members of
-    the latest round are preferred.
+    While some agents do not reach each other, the agent that is linked (see `is_linked`) with the fewest
+    others is left out. In a tie, the agent with the largest `key` is left out. If more than `max_nodes`
+    agents remain, the agents of `last_members` are preferred.
     """
     group = sorted(entries, key=lambda entry: entry.key)
     reach = {entry.id: {entry.id, *entry.reach} for entry in group}
@@ -118,7 +118,7 @@ def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
 
 
 def last_members(group: Sequence[Entry]) -> set[str]:
-    """Return the ids of the members of the latest round that any agent of `group` was in."""
+    """Return the ids of the members of `group`'s latest round, or of all rounds with the largest number."""
     number = max((entry.number for entry in group), default=0)
     return {id for entry in group if entry.number == number for id in entry.members}
 
@@ -140,8 +140,8 @@ def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
 def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
     """Return (running agents of rounds that go on, running agents of rounds that a member has left).
 
-    A member has left its round if the member waits for a new round. The other members will soon leave the
-    round, too, and are given time to do so. A round goes on if no member has left the round.
+    A member has left its round if the member waits for a new round. A round goes on if no agent in `alive`
+    has left it.
     """
     left = {entry.round for entry in alive if entry.state == WAITING and entry.round}
     going_on: list[Entry] = []
@@ -183,14 +183,12 @@ class Restart:
 def must_restart(
     me: Entry, alive: Collection[Entry], max_nodes: int, ended: Collection[str] = ()
 ) -> Restart | None:
-    """Return a Restart if the round of agent `me` has to end for a reason that its workers cannot see.
+    """Return a Restart if the round of agent `me` has to end for one of these reasons, else None.
 
-    There are four such reasons; without any, returns None.
-
-    - A member is in a different round, or waits for a new round.
-    - A member's id is in `ended`, which has agents that have ended before the job. Their workers may live on.
+    - A member of the round is in a different round, or waits for a new round.
+    - A member's id is in `ended`: that agent ended before the job was finished. Its workers may live on.
     - The round has fewer than `max_nodes` members, and a waiting agent is linked with all running members.
-    - A different round has more running members, or equally many and a smaller id.
+    - A different round has more running members than this round, or equally many and a smaller id.
     """
     mates = [entry for entry in alive if entry.id in me.members and entry.id != me.id]
     for mate in mates:
@@ -218,7 +216,7 @@ def list_nodes(entries: Iterable[Entry]) -> str:
 
 
 def describe_wait(me: Entry, alive: Collection[Entry], min_nodes: int, troubles: Sequence[str]) -> str:
-    """Return a log line: what this node waits for, which nodes wait with it, and `troubles`."""
+    """Return a log line: what the agent `me` waits for, which linked agents wait, too, and `troubles`."""
     linked = [entry for entry in alive if entry.state == WAITING and is_linked(me, entry)]
     going_on, leaving = busy(alive)
     if going_on:

@@ -18,7 +18,8 @@ def parse_json(content: bytes | str) -> Any:
 def to_form(form: type[T], value: Any) -> T:
     """Convert a value from `json.loads` to the dataclass `form`, whose tuples are lists in JSON.
 
-    Raises ValueError if a field is unknown, is missing without a default, or has another type than in `form`.
+    Raises ValueError if `value` is no dict, or if a field is unknown, is missing without a default, or has
+    another type than in `form`.
     """
     types = {field.name: field.type for field in dataclasses.fields(form)}  # type: ignore[arg-type]
     if not isinstance(value, dict) or not types.keys() >= value.keys():
@@ -31,7 +32,7 @@ def to_form(form: type[T], value: Any) -> T:
 
 
 def to_type(wanted: Any, value: Any) -> Any:
-    """Convert a value from `json.loads` to the type `wanted` of a field. Raises ValueError."""
+    """Convert a value from `json.loads` to a field's type `wanted`. Raises ValueError if it does not fit."""
     if get_args(wanted):  # tuple[X, ...]
         if not isinstance(value, list):
             raise ValueError(f"not a list: {value!r:.100}")

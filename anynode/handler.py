@@ -1,8 +1,8 @@
 """torchrun's rendezvous handler: agents agree on a round, and learn when the round has to end for a new one.
 
-A round begins when agents agree to start workers together, and lasts until the next restart. The leader, the
-agent with the smallest address, proposes a round to agents that all reach each other. The round starts if all
-these agents accept. The ranks of the nodes are in the order of the agents' addresses.
+A round begins when agents agree to start workers together, and lasts until the next restart. Among agents
+that all reach each other, the leader, the agent with the smallest address, proposes a round. It starts if all
+these agents accept in time. The ranks of the nodes are in the order of the agents' addresses.
 
 The workers of a round share a torch TCPStore, which the leader hosts. The store is new in each round, because
 keys that dead workers left would mislead their successors. The agents themselves share no store, because a
@@ -53,9 +53,9 @@ POLL_S = 0.05
 
 
 def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
-    """Return {key: value}: the ranks of all workers, as torchrun's agents would write them to a shared store.
+    """Return {key: value}: the ranks of all workers, under the keys where torchrun's agents look for them.
 
-    `nprocs` has the number of workers of each node, by the nodes' ranks. All workers have the same role.
+    `nprocs` has the number of workers of each node, by the nodes' ranks. All workers must have the same role.
     """
     found, total = {}, sum(nprocs)
     for rank, nproc in enumerate(nprocs):
@@ -87,11 +87,11 @@ class RoundStore(HashStore):
 
 
 class AnyNodeRendezvous(RendezvousHandler):
-    """The rendezvous `anynode`: agents meet in a folder, or at several hosts of which one must live.
+    """The rendezvous `anynode`: agents meet in a folder, or at a list of hosts of which one must live.
 
     The constructor raises ValueError if the endpoint is neither HOST:PORT[,HOST:PORT...] nor a path with a
-    slash. Also raises ValueError if neither --rdzv_conf nor torchrun's command line has the number of workers
-    on this node.
+    slash. Also raises the errors of `local_workers`, and OSError if this process cannot listen at this node's
+    address.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -140,7 +140,7 @@ class AnyNodeRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait, without a time limit, until a round with this agent starts; return its RendezvousInfo.
+        """Wait, without a time limit, until a round with this agent starts; return the RendezvousInfo.
 
         If this agent leads, it proposes the round. If the job is finished, raises SystemExit(0).
         """
@@ -205,8 +205,8 @@ class AnyNodeRendezvous(RendezvousHandler):
         """Post that the job is FINISHED, and give the other agents time to read that and to finish, too.
 
         The time is up to FINISH_S seconds while workers of this agent's round still run on other nodes, which
-        may need this agent's stores, else up to LINGER_S seconds. If an exception is being handled, post
-        nothing: the job goes on without this agent. Returns True.
+        may need this agent's stores, else up to LINGER_S seconds. If an exception is being handled, do
+        nothing: the job may go on without this agent. Returns True.
         """
         if sys.exc_info()[0] is None:
             atexit.unregister(self._leave)  # the entry stays for agents that are frozen or cut off
@@ -231,7 +231,10 @@ class AnyNodeRendezvous(RendezvousHandler):
 
 
 def local_workers(params: RendezvousParameters) -> int:
-    """Return the number of workers on this node, from --rdzv_conf=nproc=N or torchrun's --nproc_per_node."""
+    """Return the number of workers on this node, from --rdzv_conf=nproc=N or torchrun's --nproc_per_node=N.
+
+    Raises ValueError if N is missing outside of torchrun, or is unusable, such as gpu on a host without one.
+    """
     # Imported here: torch's launcher imports this file, a plugin, while the launcher is being imported.
     from torch.distributed.run import determine_local_world_size, parse_args
 
@@ -247,7 +250,7 @@ def local_workers(params: RendezvousParameters) -> int:
 
 
 def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
-    """Return the port of the endpoint whose host has `address`, this node's address; 0 if no host has it."""
+    """Return the port of the first endpoint whose host resolves to `address`, this node's; 0 if none does."""
     for host, port in endpoints:
         try:
             found = {info[4][0] for info in socket.getaddrinfo(host, port)}

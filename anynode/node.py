@@ -5,10 +5,11 @@ agents. While an agent waits for a round, its `Meeting` says when to propose a r
 While the agent's workers run, its `Watch` says when the round has to end. decisions.py says what a round and
 a group are.
 
-All that takes time is a `Task`: a generator that yields what is to be done (an `Exchange`, an `Ask` or a
-`Pause`), and gets the result. `run_task` runs a task in real time, in the calling thread; a simulator may run
-the tasks of many agents with a clock of its own. No public method of `Node` waits for the network or for
-storage, except `end` for a limited time. So an agent whose storage hangs still obeys a signal.
+What waits for other agents or for storage is a `Task`: a generator that yields what is to be done (an
+`Exchange`, an `Ask` or a `Pause`), and gets the result. `run_task` runs a task in real time, in the calling
+thread; a simulator may run the tasks of many agents with a clock of its own. No public method of `Node` waits
+for the network or for storage, except `end` for a limited time. So an agent whose storage hangs still obeys a
+signal.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Exchange:
-    """Post `entry` on `board`. The result is the entries of all agents there, or an OSError."""
+    """Post `entry` on `board`. The result is the list of the valid entries there, or an OSError."""
 
     board: Board
     entry: Entry
@@ -62,7 +63,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait for `seconds`, but no longer than while `node` posts the state `state`, if a node is given."""
+    """Wait for `seconds`, but at most until the agent of `node`, if given, leaves the state `state`."""
 
     seconds: float
     node: "Node | None" = None
@@ -318,7 +319,7 @@ class Node:
     def promise(self, round: Round) -> bool:
         """Promise the leader of `round` to take part in the round, and return True.
 
-        The promise holds for PROMISE_S seconds. Returns False, without a promise, if this agent is not
+        The promise expires after PROMISE_S seconds. Returns False, and promises nothing, if this agent is not
         waiting for a round, or if a promise to a different leader still holds.
         """
         leader = round.members[0].id
@@ -421,7 +422,7 @@ class Meeting:
         """Wait until a round with the agent of `node` starts, and return it; None if the job is finished.
 
         If the agent leads, it proposes the round. `host_stores` starts the TCPStores of a round that this
-        agent leads, and returns their ports: the round's, and the job's.
+        agent leads, and returns their ports: the round's, and the job's. `say` logs a line.
         """
         said = ""
         while node.entered is None:
@@ -445,10 +446,10 @@ class Meeting:
 
 
 def propose(node: Node, group: Sequence[Entry], ports: tuple[int, int]) -> Task[str]:
-    """Propose a round to `group`, whose leader is the agent of `node`; start it if all agents accept.
+    """Propose a round to `group`, whose leader is the agent of `node`; start it if all accept in time.
 
-    `ports` are those of the round's TCPStore and of the job's. Returns "" if the round started, else a text
-    that says why it did not.
+    `ports` are those of the round's TCPStore and of the job's. Returns "" if the leader has entered the
+    round, else a text that says why not.
     """
     number, job = decisions.job_of(group)
     others = group[1:]
@@ -481,14 +482,14 @@ def is_yes(answer: Message | OSError) -> bool:
 
 @dataclass
 class Watch:
-    """What an agent whose workers run looks for: why the round has to end. Times are by a monotonic clock."""
+    """Measures, in seconds, for how long an agent whose workers run has seen a reason to end the round."""
 
     max_nodes: int
     _restart: decisions.Restart | None = None
     _since: float = 0.0
 
     def reason_to_end(self, view: View, now: float) -> str:
-        """Return why the round has to end now, for a reason that has lasted long enough; "" if it goes on."""
+        """Return why the round has to end now; "" if there is no reason that has lasted long enough."""
         restart = None
         if view.is_fresh:
             restart = decisions.must_restart(view.me, view.alive, self.max_nodes, view.ended)

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Return `mingpt.load`, imported on first use. Raises AttributeError for any other name."""
+    """Return `mingpt.load`, which loads a trained model. Raises AttributeError for any other name."""
     if name != "load":
         raise AttributeError(f"module 'mingpt' has no attribute {name!r}")
     return pkgutil.resolve_name("mingpt.tools.sample:load")

@@ -29,8 +29,8 @@ COMMANDS = {
 def main(arguments: Sequence[str]) -> int:
     """Run the command that the first of `arguments` names; return its exit code. `doctor` ends the process.
 
-    Without arguments, or with --help first, print the list of commands and raise SystemExit(0). Raises
-    UserError for a user's mistake.
+    Without arguments, or with --help first, print the list of commands and raise SystemExit(0). --help after
+    a command does the same with the help of this command. Raises UserError for a user's mistake.
     """
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()]
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run() -> int:
-    """Run `python -m mingpt`, the entry point of the command `mingpt`; return its exit code."""
+    """Run the command line of `python -m mingpt` or of the program `mingpt`; return the exit code."""
     return run_command(main, sys.argv[1:])
 
 

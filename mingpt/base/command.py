@@ -2,7 +2,7 @@
 
 A user's mistake is reported in one sentence that begins with "error:"; the exit code is 2. Credentials in
 URLs are hidden in this sentence, in log lines and in the output of `write_lines`. They are not hidden in the
-traceback of any other error.
+traceback of an error that a command does not catch.
 
 A worker imports this file before it listens for signals, so this file imports little.
 """
@@ -63,7 +63,7 @@ class StandardStream(io.FileIO):
 
 
 def open_streams() -> None:
-    """Replace stdout and stderr by streams whose writes never raise; `write_stdout` reports failed writes.
+    """Replace stdout and stderr by streams whose writes raise no OSError; see `write_stdout`.
 
     Characters that a stream's encoding lacks are written as escapes, such as \\u6d77. A closed stdin is
     replaced by an empty stream. A stdout or stderr that a notebook or a test has replaced stays as it is.
@@ -83,8 +83,8 @@ def open_streams() -> None:
 def write_stdout(text: str) -> None:
     """Write text to stdout, and flush it.
 
-    After `open_streams`, raises UserError if stdout is closed or a write to it has failed. Raises
-    SystemExit(1) if the process that reads stdout has exited, as `head` does after some lines.
+    After `open_streams`, raises SystemExit(1) if the process that reads stdout has exited, as `head` does
+    after some lines, and UserError if stdout is closed or another write to it has failed.
     """
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -22,9 +22,10 @@ MEANINGS = {
 
 
 def meaning_of(error: BaseException | None) -> str:
-    """Return what the error of a failed file operation means, a key of MEANINGS; "" for any other error.
+    """Return what the error of a failed file operation means: "full", "may pass", "forbidden" or "cannot".
 
-    A timeout or a lost connection may pass.
+    "cannot" means that the file system has no such operation. A timeout or a lost connection "may pass".
+    Returns "" for any other error, such as a missing file, and for None.
     """
     if isinstance(error, (TimeoutError, ConnectionError)):
         return "may pass"
@@ -35,12 +36,12 @@ def meaning_of(error: BaseException | None) -> str:
 class UserError(ValueError):
     """A mistake that only the user can correct; the message is one sentence.
 
-    The process exits with code 2, and the job ends without restarts. Once the workers have met, all ranks
-    raise UserError. But only the ranks of a refused node raise the subclass NodeRefused, and the job goes on.
+    The process exits with code 2, and the job ends without restarts. Once the workers of a run have met, all
+    ranks raise UserError. But only the ranks of a refused node raise the subclass NodeRefused.
 
-    `may_pass` says whether the cause may pass, as a full disk or a network drive that is away. It is true if
-    an error of that kind was being handled when this error was constructed. After a restart, a UserError that
-    may pass uses up a further restart and ends the job only if none is left.
+    `may_pass` says whether the cause may pass, as a full disk or a network drive that is away. By default it
+    is true if an error of that kind was being handled when this error was constructed. In a restarted worker,
+    a UserError that may pass leads to exit code 1 and a further restart, as long as restarts are left.
     """
 
     def __init__(self, *arguments: object) -> None:
@@ -49,11 +50,14 @@ class UserError(ValueError):
 
 
 class ExpectedError(RuntimeError):
-    """An error reported in one sentence, without a traceback. The exit code is 1; a restart may follow."""
+    """An error that a worker reports without a traceback. The exit code is 1; a restart may follow."""
 
 
 class PeersMissing(ExpectedError):
-    """The workers `ranks` did not reach the rendezvous. After a restart the job may go on without them."""
+    """The job lacks the workers `ranks`: they did not reach the rendezvous, do not answer, or leave the job.
+
+    After a restart the job may go on without them.
+    """
 
     def __init__(self, sentence: str, ranks: Sequence[int]) -> None:
         super().__init__(sentence)
@@ -61,14 +65,14 @@ class PeersMissing(ExpectedError):
 
 
 class NodesLeave(PeersMissing):
-    """The workers `ranks` raise NodeRefused, and the others raise NodesLeave: the job goes on with these."""
+    """The workers `ranks` raise NodeRefused and leave the job; the others raise NodesLeave, to restart."""
 
 
 class StopRequested(Exception):
     """All ranks agreed to stop, because of the request `reason`, such as "SIGTERM".
 
-    Ranks raise this exception only before the first step after a start or restart, when there is nothing to
-    save. A later stop raises nothing: `Trainer.run` returns the request.
+    Ranks raise this exception only before `SignalListener.defer` is called. A run calls it before the first
+    step, when there is nothing to save. A later stop raises nothing: `Trainer.run` returns the request.
     """
 
     def __init__(self, reason: str) -> None:
@@ -85,24 +89,24 @@ class NonRetryableError(ExpectedError):
 
 
 class ClaimLost(ExpectedError):
-    """This process no longer holds the claim (a job's right to write) to its run folder."""
+    """This process no longer holds the claim (a job's right to write) to its run or Checkpoint folder."""
 
 
 class SupersededError(ClaimLost, NonRetryableError):
-    """Another job has taken over the run folder, or this job's claim to the folder was removed.
+    """Another job has taken over this job's folder, or this job's claim to the folder was removed.
 
-    Only ranks that write to the folder raise it.
+    In training, only the ranks that write to the run folder raise this error.
     """
 
 
 class LaterGeneration(ClaimLost):
-    """Restarted workers of this job took over the run folder while this worker was frozen or unreachable."""
+    """Restarted workers of this job took over its folder while this worker was frozen or unreachable."""
 
 
 class NodeRefused(UserError):
-    """This node cannot take part in the job, which goes on without this node.
+    """This node cannot take part in the job, which may go on without this node.
 
-    Only the ranks on this node raise it.
+    Only the ranks on refused nodes raise this error.
     """
 
 

@@ -14,7 +14,8 @@ missing: list[str] = []  # names of the extras that were asked for and are not t
 def load_extra(entry: str) -> Any:
     """Return the object that `entry` names, as "module:name"; None if there is no such module.
 
-    In the second case the module's name is appended to `missing`. Raises the errors of importing the module.
+    The name of a module that is not there is appended to `extras.missing`. Raises the errors of importing the
+    module, and AttributeError if the module has no such object.
     """
     module = entry.partition(":")[0]
     try:

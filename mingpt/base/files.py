@@ -123,7 +123,7 @@ def fsync_path(path: str | Path) -> None:
 
 
 def remove_quietly(path: str | Path) -> None:
-    """Remove a file, if it exists. A failure raises nothing: a file that stays only takes space."""
+    """Remove a file, if it exists. An OSError is ignored, and the file then stays."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
@@ -213,7 +213,7 @@ def read_json(path: Path, form: Any = Any) -> Any:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON, a str or UTF-8 bytes. Raises BadJson if `content` is not JSON, or is nested too deeply."""
+    """Parse JSON, a str or UTF-8 bytes. Raises BadJson if that fails, for example at too deep nesting."""
     try:
         return json.loads(decode_text(content) if isinstance(content, bytes) else content)
     except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError, too

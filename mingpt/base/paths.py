@@ -21,13 +21,14 @@ REFUSED = {
 
 
 class WrongPath(UserError, argparse.ArgumentTypeError):
-    """A text that cannot be a path. argparse shows the message if an argument's type is `typed_path`."""
+    """A text that `typed_path` refuses. argparse shows the message if an argument's type is `typed_path`."""
 
 
 def typed_path(text: str, what: str = "the path") -> str:
     """Return `text`, a path or URL, with the home folder in place of ~ or ~user at its beginning.
 
-    Raises WrongPath for a text that cannot be meant as a path; the error's message begins with `what`.
+    Raises WrongPath for a text that is probably a mistake, such as "none" or "$HOME/x" (variables are not
+    replaced). The error's message begins with `what`.
     """
     path = os.path.expanduser(text)
     shown = redact(path)  # a password or a query may have a $ in it

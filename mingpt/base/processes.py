@@ -19,7 +19,7 @@ MAX_PID = 2**31
 
 @dataclass(frozen=True)
 class Process:
-    """A process on a machine; `start_time` distinguishes it from a later process with the same id."""
+    """A process on a machine; `start_time`, if known, distinguishes it from a later one with the same id."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # pydantic is imported late: it takes a while
     host: str
@@ -34,7 +34,8 @@ class Process:
     def is_alive(self) -> bool | None:
         """Return whether the process is alive; a zombie is not.
 
-        Returns None if the process is on another machine, or if /proc hides the process.
+        Returns None if the process has another `machine` than the caller, or if `start_time` is known but
+        /proc does not show the process.
         """
         if self.machine != this_machine():
             return None
@@ -59,7 +60,7 @@ def this_process(pid: int | None = None) -> Process:
 def this_machine() -> str:
     """Return a name for the machine's boot and pid namespace, within which process ids are valid.
 
-    On systems other than Linux, return the host's name.
+    Without Linux's /proc, return the host's name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -69,7 +70,7 @@ def this_machine() -> str:
 
 
 def read_stat(pid: int) -> tuple[str, str, str] | tuple[None, None, None]:
-    """Return the state, the parent's id and the start time from /proc/PID/stat.
+    """Return the state, the parent's id and the start time (in clock ticks since boot) from /proc/PID/stat.
 
     Returns (None, None, None) if the file cannot be read, for example because the process is gone.
     """
@@ -81,10 +82,10 @@ def read_stat(pid: int) -> tuple[str, str, str] | tuple[None, None, None]:
 
 
 def open_siblings(parent: int | None) -> dict[int, int]:
-    """Open a pidfd of each child of `parent` that has RANK in its environment, except for this process.
+    """Open a pidfd of each child of process `parent` with RANK in its environment, except for this process.
 
-    Returns {rank: pidfd}. The result is empty if `parent` is None, or if the system has no /proc or no
-    pidfds.
+    Returns {rank: pidfd}. Children that have exited, or that /proc hides, are left out. The result is empty
+    if `parent` is None, or if the system has no /proc or no pidfds.
     """
     found: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*"):

@@ -32,7 +32,7 @@ class RowMap:
     sharded: tuple[str, ...] = ()
 
     def by_rank(self, name: str) -> list[range] | None:
-        """Return each rank's rows of a tensor; None if each rank holds the whole tensor."""
+        """Return each rank's rows of a sharded tensor; None for another, which each rank holds whole."""
         shape = self.shapes[name]
         return split_rows(shape[0], self.workers) if shape and name.startswith(self.sharded) else None
 

@@ -31,7 +31,7 @@ class OutOfTime(TimeoutError):
 
 
 def check_working_directory() -> None:
-    """Raise UserError if the working directory was removed: MKL, which torch loads, would end the process."""
+    """Raise UserError if the working directory cannot be read: MKL, which torch loads, may end a process."""
     try:
         os.getcwd()
     except OSError as error:
@@ -54,8 +54,8 @@ def run_within(limit_s: float, work: Callable[[], T]) -> T:
 def try_within(limit_s: float, work: Callable[[], object]) -> bool:
     """Run `work` in a daemon thread; return whether it ends within `limit_s` seconds.
 
-    The thread prints an exception of `work`, which then has ended. After the limit the thread keeps running,
-    and nothing waits for the thread.
+    If `work` ends with an exception, the thread prints it, and it is not raised here. After the limit the
+    thread keeps running, and nothing waits for the thread.
     """
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -79,13 +79,13 @@ def complete(outcome: Future[T], work: Callable[[], T]) -> None:
 
 
 def use_one_arena() -> None:
-    """Make all threads share one malloc arena of glibc. Call this before a second thread is started."""
+    """Make all threads share one malloc arena, with glibc. Call this before a second thread is started."""
     # Otherwise each thread has its own arena, and cannot use memory that another thread has freed.
     set_malloc_option(M_ARENA_MAX, 1)
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory: if glibc returned it to the kernel, every step would have page faults."""
+    """Make glibc keep freed memory, up to 2 GiB at its heap's end: else every step has page faults."""
     set_malloc_option(M_MMAP_MAX, 0)
     set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1)
     set_malloc_option(M_TOP_PAD, 64 << 20)
@@ -99,7 +99,7 @@ def set_malloc_option(option: int, value: int) -> None:
 
 
 def usable_cores() -> int:
-    """Return how many CPU cores this process may use, by its affinity and its cgroup quota; at least 1."""
+    """Return how many whole CPU cores this process may use, by affinity and cgroup (v2) quota; at least 1."""
     try:
         cores = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # no Linux, or a sandbox refuses the call
@@ -126,9 +126,10 @@ def allow_open_files(workers: int) -> None:
 
 
 def count_oom_kills(path: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes of this host the kernel has killed for lack of memory; 0 if it does not tell.
+    """Return how many processes of this host the kernel has killed for lack of memory since the boot.
 
-    A process also counts if its cgroup, such as a container, had too little memory.
+    A process also counts if its cgroup, such as a container, had too little memory. Returns 0 if the file
+    `path`, the kernel's statistics, has no such number.
     """
     words = path.read_text().split() if path.exists() else []
     return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0

@@ -1,8 +1,7 @@
 """Open URLs with the drivers of fsspec; hide credentials of URLs in messages, logs and the run's files.
 
-Code that writes a message, a log line or a file of the run first calls `redact`. URLs are shown as
-`sftp://user:***@host/path` and `https://host/file?***`. Other secrets belong in environment variables, which
-are not printed, except for PYTHONPATH and variables for the launch or for kernels, such as RANK or MKL_CBWR.
+Code that writes a URL to a message, a log line or a file of the run first calls `redact`. URLs are shown as
+`sftp://user:***@host/path` and `https://host/file?***`. Other secrets belong in environment variables.
 """
 
 import logging
@@ -19,7 +18,7 @@ QUERY = re.compile(r"\?[^?]*=.*")  # a signed query, as in S3's URLs; a ? withou
 
 
 def redact(text: str) -> str:
-    """Return the text with *** in place of passwords, tokens and queries (?key=value) in its URLs."""
+    """Return the text with *** for each password, query (?key=value) and https://TOKEN@ in a valid URL."""
 
     def hide(match: re.Match[str]) -> str:
         url = PASSWORD.sub(rf"\1{HIDDEN}@", match[0])
@@ -42,7 +41,8 @@ def open_url(where: str, what: str | None = None) -> tuple[Any, str]:
     """Return the fsspec file system of `where`, a path or URL, and the path in that file system.
 
     The file system caches no listings of a URL. Raises UserError if the URL's driver is not installed or not
-    known. The message begins with `what`; if `what` is None, with `where`.
+    known. The message begins with `what`; if `what` is None, with `where`. A driver that connects at once, as
+    that of sftp does, may raise its own errors.
     """
     import fsspec  # takes a while, and a worker does not need it before it listens for signals
 
