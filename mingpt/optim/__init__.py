@@ -1,7 +1,8 @@
-"""Turn gradients into updates: AdamW, Muon and the learning rate; any number of workers gives the same bits.
+"""Turn gradients into updates: AdamW, Muon and the learning rate.
 
-An optimizer updates the rows of each parameter that its worker holds. Its state is kept by parameter name, as
-in a snapshot. An optimizer gets tensors by name, not the model.
+An optimizer gets tensors by name, not the model: all rows of each parameter, or only the rows that its worker
+updates. From the same gradients, any number of workers computes the same bits. The optimizer's state is kept
+by parameter name, as in a snapshot.
 """
 
 from mingpt.optim.muon import Collectives

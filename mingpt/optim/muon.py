@@ -1,15 +1,15 @@
 """Muon (Jordan 2024): Nesterov momentum, orthogonalised by a Newton-Schulz iteration.
 
-Matrices of equal shape (a matrix may be transposed) are orthogonalised in batched products. The workers share
-the batches. A single worker computes a whole batch, so the bits do not depend on the number of workers. If
-each worker holds rows of all matrices, a step has two phases:
+Matrices of one shape, or its transpose, are orthogonalised in batched products. The workers share the
+batches. A single worker computes a whole batch, so the bits do not depend on the number of workers. If each
+worker updates only its rows of each matrix, a step has two phases:
 
 1. All-to-all: each worker sends its rows of each momentum matrix to the worker that computes the batch with
    this matrix. That worker then holds whole matrices, and orthogonalises them.
-2. All-to-all: each worker returns the rows of its updates to the workers that hold these rows.
+2. All-to-all: each worker returns the rows of its matrices' updates to the workers that update these rows.
 
-If each worker holds all matrices whole, there is no first phase, and in the second phase each worker sends
-its updates to all workers.
+If each worker updates all matrices whole, there is no first phase, and in the second phase each worker sends
+the updates that it has computed to all workers.
 """
 
 import itertools
@@ -45,11 +45,14 @@ class Collectives(Protocol):
         """
 
     def all_gather_parts(self, pieces: list[Tensor], sizes: list[int]) -> Iterator[Tensor]:
-        """Yield each rank's vector `pieces`, of `sizes[rank]` elements. All ranks must iterate to the end."""
+        """Yield the vector `pieces` of each rank, of `sizes[rank]` elements, in the order of the ranks.
+
+        A yielded vector is valid until the next is yielded. All ranks must iterate to the end.
+        """
 
 
 class Muon:
-    """Muon, with updates scaled to the root mean square of AdamW's updates (Liu et al. 2025).
+    """Muon, with updates scaled to about the root mean square of AdamW's updates (Liu et al. 2025).
 
     `weights` has this worker's rows of each matrix, as `rows` says; there is at least one matrix. The tensors
     are contiguous, and are updated in place. Products are computed in `product_dtype`. All workers construct
@@ -105,9 +108,11 @@ class Muon:
             self.apply(names, vector.split(of_rank), lr)
 
     def step_on_rows(self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Update the weights in the two phases that the module's docstring describes. Collective.
+        """Update this worker's rows of each matrix. Collective.
 
-        `buffers` has this worker's rows of each momentum matrix.
+        The workers exchange rows of the momentum for whole matrices, orthogonalise these, and exchange rows
+        of the updates. `buffers` has this worker's rows of the momentum of each matrix, to which `step` has
+        already added `gradients`, the same rows of the gradients.
         """
         names = [name for part in self.names_by_rank for name in part]
         sizes = [self.weights[name].numel() for name in names]
@@ -131,9 +136,9 @@ class Muon:
         self.apply(names, arrived.split(sizes), lr)
 
     def flat(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return bfloat16 tensors, flattened, as the pieces of a vector.
+        """Return `tensors`, which are bfloat16, each flattened: a list of the pieces of one vector.
 
-        An empty piece comes first, because a vector has at least one piece.
+        An empty piece comes first, because a vector must have at least one piece.
         """
         return [self.empty, *(tensor.flatten() for tensor in tensors)]
 
@@ -161,10 +166,11 @@ class Muon:
 
 
 def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) -> list[list[list[str]]]:
-    """Return each worker's batches of matrices; a batch is a list of names.
+    """Return, for each worker, its batches of matrices; a batch is a list of names.
 
     `device_type` determines the largest batch. The matrices of a batch have one shape or its transpose. The
-    workers get about equal costs. The result is the same on all workers.
+    costliest batch goes first, and each batch to the worker with the lowest cost so far. So if there are few
+    batches, some workers get none.
     """
     by_shape: dict[Shape, list[str]] = {}
     for name, shape in shapes.items():
@@ -189,15 +195,18 @@ def split_evenly(names: list[str], most: int) -> list[list[str]]:
 
 
 def wide(matrix: Tensor, shape: Shape) -> Tensor:
-    """Return the matrix, transposed if `shape` has more rows than columns; a second call undoes this."""
+    """Return the matrix, transposed if `shape` has more rows than columns.
+
+    A call with the result and the same `shape` undoes this.
+    """
     return matrix if shape[0] <= shape[1] else matrix.T
 
 
 def newton_schulz(matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return `matrices`, (N, rows, columns), with singular values brought near one (Jordan 2024).
 
-    Tiny singular values stay smaller. The result has `dtype`, in which the products are computed. A matrix
-    must not have more rows than columns.
+    Singular values that are tiny, or tiny compared with the matrix's norm, stay smaller. The result has
+    `dtype`, in which the products are computed. A matrix must not have more rows than columns.
     """
     # In float16, small numbers would become zero before they are divided by the norm.
     x = matrices.float() if dtype == torch.float16 else matrices.to(dtype)

@@ -1,13 +1,13 @@
 """The optimizer of a run: which parameter is updated by which algorithm, and at which learning rate.
 
-A learning-rate schedule is a function of the run's progress, registered in SCHEDULES.
+A learning-rate schedule is a function of the run's progress after warm-up, registered in SCHEDULES.
 
 AdamW (Loshchilov and Hutter 2019) is torch's fused kernel, called without torch.optim. Constructing the first
 torch.optim.Optimizer would import torch._dynamo, which takes as long as importing torch.
 
-On the CPU the kernel computes 16 elements at a time, and rounds the remaining elements differently. Tensors
-are padded with zeros to a multiple of 16, so that an element's bits do not depend on how rows are split among
-workers.
+On a CPU the kernel computes up to 16 elements at a time, and may round the remaining elements differently. So
+tensors there are padded with zeros to a multiple of 16: an element's bits do not depend on how rows are split
+among workers.
 """
 
 import math
@@ -27,7 +27,7 @@ CPU_MULTIPLE = 16  # elements
 class AdamW:
     """AdamW: weights with two or more dimensions decay, others do not.
 
-    `weights` has, for each parameter, all rows or some rows. These tensors are contiguous, and are updated in
+    `weights` has, for each parameter, all, some or no rows. These tensors are contiguous, and are updated in
     place. `shapes` has the shapes of the whole parameters. Nothing is communicated.
     """
 
@@ -126,11 +126,11 @@ def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
 
 
 class Optimizer:
-    """AdamW for every tensor, or Muon for the blocks' matrices and AdamW for the rest.
+    """AdamW for every tensor, or Muon for the blocks' matrices and AdamW for the rest, by `config.name`.
 
-    `weights` has, by name, the rows of each parameter that this worker holds, as `rows` says; there may be no
-    rows. The names have the same order on all workers. The tensors are contiguous, and are updated in place.
-    All workers call `step` together. Muon's products are computed in `product_dtype`.
+    `weights` has, by name, the rows of each parameter that this worker updates, as `rows` says; there may be
+    no rows. The names have the same order on all workers. The tensors are contiguous, and are updated in
+    place. All workers call `step` together. Muon's products are computed in `product_dtype`.
     """
 
     def __init__(

@@ -26,9 +26,9 @@ EXTRAS = {"ExactHook": "mingpt.extras.ddp_hook:ExactHook"}
 
 
 def __getattr__(name: str) -> Any:
-    """Return the object of this name in EXTRAS.
+    """Return the object `name` of this package; EXTRAS says in which module it is.
 
-    Raises AttributeError if EXTRAS has no such name, and ModuleNotFoundError if the name's module is absent.
+    Raises AttributeError if EXTRAS has no such name. Raises the errors of importing the module.
     """
     if name not in EXTRAS:
         raise AttributeError(f"module 'mingpt.parallel' has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""Strategies with all weights on each rank, `trainer.parallel=ddp`: their base class, and `reduction=fast`.
+"""Strategies with all weights on each rank, `trainer.parallel=ddp`: their base class, and DDPReduction.
 
 With `shard_optimizer` each rank updates its rows of each parameter, and all ranks gather the updated rows, a
-bucket of parameters at a time. The bits of a sum by DistributedDataParallel depend on the number of workers;
-the bits of exact.py's sum do not.
+bucket of parameters at a time. The bits of a sum by DistributedDataParallel may depend on the number of
+workers; the bits of exact.py's sum do not.
 """
 
 import contextlib
@@ -47,16 +47,17 @@ def make_buckets(weights: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def gradient_of(weight: Tensor) -> Tensor:
-    """Return `weight.grad`. If the weight took no part in the backward pass, first set it to zeros."""
+    """Return `weight.grad`. If that is None, first set `weight.grad` to zeros."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     return weight.grad
 
 
 def backward_zeros(weights: Iterable[Tensor]) -> None:
-    """Run a backward pass that gives `weights` gradients of zeros; DistributedDataParallel waits for them.
+    """Run a backward pass that adds zeros to the gradients of `weights`.
 
-    DDP's find_unused_parameters would do so, too, but with other buckets, and so other bits.
+    DistributedDataParallel waits for a gradient of each weight, and `weights` took no part in the loss. DDP's
+    find_unused_parameters would be another way, but its buckets, and so the bits, may be different.
     """
     sums = [weight.sum() for weight in weights]
     if sums:

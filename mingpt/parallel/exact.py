@@ -4,10 +4,10 @@
 `ExactReduction` computes the same bits earlier, in less memory and with fewer bytes sent:
 
 - A worker adds the two halves of a tree node in place as soon as it has both. This takes no more additions
-  than plain accumulation. The worker keeps one partial sum for each largest subtree whose micro-batches are
-  all its own.
-- A bucket is a group of parameters. As soon as the last backward pass has computed the gradients of a bucket,
-  the ranks exchange and free the bucket's partial sums. Buckets are exchanged one after the other.
+  than plain accumulation. After its last micro-batch the worker has one partial sum for each largest subtree
+  whose micro-batches are all its own.
+- A bucket is a group of parameters. If there are several ranks, a rank begins to exchange the partial sums of
+  a bucket as soon as its own gradients of this bucket and of all earlier buckets are complete.
 
 Without shared memory (mingpt/extras/shared_memory.py), each bucket is exchanged in two phases. A chunk is the
 part of a vector that one rank adds up.
@@ -17,8 +17,8 @@ part of a vector that one rank adds up.
 2. All-gather: each rank sends its chunk to all ranks, which then hold the whole gradient. If updates are
    sharded, a rank's chunk has exactly the rows that the rank updates, and there is no second phase.
 
-The two phases send as many bytes as a ring all-reduce if each rank has one partial sum. Ranks whose
-micro-batches do not form one subtree have several partial sums, and send more bytes.
+The two phases send about as many bytes as a ring all-reduce if each rank has one partial sum. A rank whose
+micro-batches do not form one subtree has several partial sums, and sends more bytes.
 """
 
 import contextlib
@@ -46,8 +46,9 @@ from mingpt.parallel.tree import PartialSums, add_lists, add_nodes, cover, push
 def naive_sum(gradients: list[Tensor], context: DistributedContext) -> Tensor:
     """Return the sum of all ranks' gradients, given a gradient for each micro-batch of this rank. Collective.
 
-    This is the definition of the sum. Training does not use this function, in which each rank holds all
-    gradients at once.
+    `gradients` are in the order of the micro-batches, and rank 0 has the first micro-batches, rank 1 the next
+    ones, and so on. This function defines the bits of a step's gradient. Training does not use it, because
+    each rank holds all gradients at once here.
     """
     gathered = [gradient for of_rank in context.all_gather_object(gradients) for gradient in of_rank]
     leaves = [(0, number) for number in range(len(gathered))]
@@ -55,7 +56,7 @@ def naive_sum(gradients: list[Tensor], context: DistributedContext) -> Tensor:
 
 
 class Overlap:
-    """Runs exchanges of gradients during the backward pass: on a CPU in a thread, on a GPU on a stream.
+    """Runs exchanges of gradients during the backward pass: on a CUDA GPU on a stream, else in a thread.
 
     An exchange begins only after the previous exchange has ended. Otherwise ranks could issue collectives in
     different orders, and deadlock.
@@ -68,10 +69,11 @@ class Overlap:
             threading.Thread(target=self.serve, daemon=True).start()
 
     def run(self, exchange: Callable[[], Tensor], pieces: list[list[Tensor]]) -> Future[Tensor]:
-        """Begin an exchange that reads `pieces`, and return a future of its result.
+        """Begin the exchange `exchange()`, which reads `pieces`, and return a future of its result.
 
-        Do not change `pieces` before you have called the future's `wait`. On a GPU, `wait` makes the current
-        stream wait, not the host. On a CPU, `wait` raises the error of the exchange, if any.
+        `pieces` has a list of tensors for each partial sum. Do not change these tensors before the future's
+        `wait` has returned. On a CUDA GPU, an error of `exchange` is raised here, and `wait` makes the
+        current stream wait, not the host. On other devices, `wait` raises the error of `exchange`, if any.
         """
         if self.stream is None:
             future = Future[Tensor]()
@@ -93,9 +95,10 @@ class Overlap:
 def make_reduction(
     micro_batches_by_rank: Sequence[range], sizes: list[int], like: Tensor, gathers: bool
 ) -> Reduction:
-    """Return a Reduction, for `Transport.reduce`, that adds the ranks' partial sums along the tree.
+    """Return a Reduction, for `Transport.reduce`, that adds the ranks' partial sums along a binary tree.
 
-    The partial sums are vectors. `sizes`, `like` and `gathers` are fields of Reduction.
+    The tree is that of tree.py. Each partial sum is a vector, with the dtype and device of `like`. `sizes`
+    has the number of elements that each rank adds up. With `gathers`, each rank gets the whole sum.
     """
     leaves = sum(map(len, micro_batches_by_rank))
     covers = [cover(numbers, leaves) for numbers in micro_batches_by_rank]
@@ -115,7 +118,10 @@ class Bucket:
 
 
 class ExactReduction(WholeWeights):
-    """A strategy that sums gradients along the tree of tree.py: any number of workers gives the same bits."""
+    """A strategy that sums gradients along the binary tree of tree.py.
+
+    From the same gradients of micro-batches, any number of workers computes a sum with the same bits.
+    """
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
@@ -133,8 +139,8 @@ class ExactReduction(WholeWeights):
     def make_bucket(self, names: list[str]) -> Bucket:
         """Return an empty bucket for the parameters `names`.
 
-        If updates are sharded, a rank's chunk of the sum has the rows that the rank updates. Otherwise
-        `split_rows` splits the sum into chunks.
+        Each rank adds up a chunk of the sum. If updates are sharded, that is the rows that the rank updates.
+        Otherwise `split_rows` splits the sum, as a vector, into chunks.
         """
         sizes = [sum(of_rank) for of_rank in zip(*map(self.rows.numel, names), strict=True)]
         if not self.updates_are_sharded:
@@ -169,9 +175,10 @@ class ExactReduction(WholeWeights):
         push(bucket.partial_sums, 0, number, gradients, self.setup.micro_batches, add_lists)
 
     def on_grad_ready(self, bucket: Bucket, weight: Tensor) -> None:
-        """In this rank's last micro-batch of a step, count the gradient of `weight`, and send full buckets.
+        """Count the gradient of `weight`, in this rank's last micro-batch of a step; else do nothing.
 
-        Buckets are sent in the same order on all ranks, so a full bucket waits for all earlier buckets.
+        A bucket without missing gradients is sent, once all earlier buckets are: all ranks send buckets in
+        the same order.
         """
         if self.is_last:
             bucket.missing -= 1
@@ -180,7 +187,7 @@ class ExactReduction(WholeWeights):
                 self.send(full)
 
     def send(self, bucket: Bucket) -> None:
-        """Add the last micro-batch's gradients, if any, to a bucket, and begin its exchange. Collective."""
+        """Add the last micro-batch's gradients, if any, to the bucket; begin to exchange it. Collective."""
         if self.my_micro_batches:
             self.add_gradients(bucket, self.my_micro_batches[-1])
         pieces = [self.split_by_rank(bucket, gradients) for _, _, gradients in bucket.partial_sums]
@@ -188,10 +195,10 @@ class ExactReduction(WholeWeights):
         self.sent.append(self.overlap.run(functools.partial(self.exchange, bucket, pieces), pieces))
 
     def split_by_rank(self, bucket: Bucket, gradients: list[Tensor]) -> list[Tensor]:
-        """Return a bucket's gradients as vectors, a vector for each gradient.
+        """Return a bucket's gradients as vectors: if updates are not sharded, a vector for each gradient.
 
-        If updates are sharded, each gradient is split into a vector per rank. All vectors for rank 0 come
-        first, then all vectors for rank 1, and so on.
+        Otherwise each gradient is split into a vector per rank. All vectors for rank 0 come first, then all
+        vectors for rank 1, and so on.
         """
         if not self.updates_are_sharded:
             return [gradient.flatten() for gradient in gradients]

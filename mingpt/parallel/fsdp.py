@@ -5,15 +5,15 @@ For each unit, tensors are sent in two phases:
 
 1. All-gather, before the unit's forward pass: each rank sends its rows of the weights to all ranks. With
    `trainer.fsdp_reshard`, the weights of a block are freed after its forward pass, and gathered again for its
-   backward pass. Other weights are kept until the end of the backward pass.
-2. Reduce-scatter, after the unit's backward pass: each rank sends to each other rank the gradients of the
-   other rank's rows. A rank then holds the summed gradients of its own rows, and needs no other gradients.
+   backward pass. Other weights are kept until the unit's backward pass has ended.
+2. Reduce-scatter, after the unit's backward pass: each rank receives the sum of all ranks' gradients for its
+   own rows, and needs no other gradients.
 
 So all ranks must make each forward and backward pass together. A step has turns: in a turn each rank computes
 one micro-batch. A rank that has no micro-batch left in the last turn computes a dummy, which is not counted.
 
-`reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all. Each rank receives its rows of all ranks'
-gradients, and adds these rows along the tree of tree.py, as ExactReduction does.
+With `trainer.reduction=exact`, the second phase is no reduce-scatter: each rank receives its rows of all
+ranks' gradients, and adds these rows along the tree of tree.py, as ExactReduction does.
 """
 
 import contextlib
@@ -35,8 +35,9 @@ from mingpt.parallel.tree import PartialSums, add_lists, push
 class FSDPReduction(Strategy):
     """FSDP2 with the backend's reduce-scatter, `trainer.reduction=fast`.
 
-    FSDP2's collectives use their own process group, so they may run beside the collectives of other threads.
-    Raises UserError for a weight without dimensions.
+    Constructing it is collective. FSDP2's collectives use their own process group, because the heartbeats of
+    `Group.on_all` may use the default group at the same time. The constructor raises UserError for a weight
+    without dimensions, or if all weights are frozen.
     """
 
     takes_turns = weights_are_sharded = updates_are_sharded = True
@@ -122,7 +123,7 @@ class FSDPReduction(Strategy):
         self.finish_update()
 
     def note_digest(self, number: int, gradients: Tensor) -> None:
-        """Inside the context `unreduced`, record the digest of this rank's `gradients` of unit `number`.
+        """Inside the context `unreduced`, record the digest of this rank's `gradients` of `units[number]`.
 
         Outside of the context, do nothing.
         """
@@ -131,9 +132,9 @@ class FSDPReduction(Strategy):
             self.found["the model" if is_model else f"block {number}"] = digest(gradients)
 
     def reduce_scatter(self, number: int, gradients: Tensor, rows: Tensor, op: Any) -> None:
-        """Reduce the gradients of unit `number` over all ranks with `op`; write this rank's rows to `rows`.
+        """Reduce the gradients of `units[number]` over all ranks with the ReduceOp `op`. Collective.
 
-        Collective.
+        This rank's rows of the result are written to `rows`.
         """
         self.transport.reduce_scatter(rows, gradients, op)
 
@@ -146,9 +147,9 @@ class FSDPReduction(Strategy):
 
 
 class ExactFSDPReduction(FSDPReduction):
-    """FSDP2 with gradients summed along the tree of tree.py, `trainer.reduction=exact`.
+    """FSDP2 with gradients summed along the binary tree of tree.py, `trainer.reduction=exact`.
 
-    FSDP2 itself adds no gradients: in the last turn of a step FSDP2 gets the finished sum.
+    FSDP2 itself adds no gradients: `grad` gets the finished sum after the last micro-batches of a step.
     """
 
     def __init__(self, setup: StrategySetup) -> None:
@@ -194,10 +195,10 @@ class ExactFSDPReduction(FSDPReduction):
             self.dummy_backward()
 
     def reduce_scatter(self, number: int, gradients: Tensor, rows: Tensor, op: Any) -> None:
-        """Exchange the gradients of unit `number`, and add this rank's rows to the partial sums. Collective.
+        """Exchange the gradients of `units[number]`; add this rank's rows to the partial sums. Collective.
 
-        In the last turn of a step, write the sum for this rank's rows to `rows`. Inside the context
-        `unreduced`, add nothing and write zeros. `op` is ignored.
+        For the last micro-batches of a step, also write the sum for this rank's rows to `rows`. Inside the
+        context `unreduced`, add nothing and write zeros. `op` is ignored.
         """
         is_counted = self.found is None
         if is_counted and self.is_last_turn:
@@ -209,9 +210,10 @@ class ExactFSDPReduction(FSDPReduction):
                 rows.zero_()
 
     def add(self, partial_sums: PartialSums[Tensor], chunks: Sequence[Tensor], rows: Tensor) -> None:
-        """Add the chunks of a turn, one per rank, to the partial sums; leave out the chunks of dummies.
+        """Add each rank's gradients of this rank's rows, `chunks`, to `partial_sums`, in place.
 
-        In the last turn of a step, write the sum over all micro-batches to `rows`.
+        A rank's chunk is left out if the rank had no micro-batch left. After the last micro-batches of a
+        step, the sum over all micro-batches is written to `rows`, and `partial_sums` becomes empty.
         """
         count = self.setup.micro_batches
         for number, chunk in enumerate(chunks, self.first):

@@ -1,9 +1,9 @@
 """The interface between a training loop and a way of training in parallel; digests and norms of gradients.
 
-The norm of a gradient has the same bits however the rows are split among ranks. Each rank computes the norms
-of the rows that it holds. Then every rank combines the norms of all rows, in the order of the tensors.
-torch.nn.utils.clip_grad_norm_ computes the norm of each shard, so the bits of its result depend on the number
-of workers.
+To compute the norm of all gradients, each rank computes the norms of the rows that it holds. Then every rank
+combines the norms of all rows, in the order of the tensors, however the rows are split among ranks.
+torch.nn.utils.clip_grad_norm_ computes the norm of each shard, so the bits of its result may depend on the
+number of workers.
 """
 
 import contextlib
@@ -40,12 +40,12 @@ def digest_factors(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """Return a digest of the tensor's bits, an int64 scalar on the same device, without waiting for a GPU.
+    """Return a digest of the tensor's bits, an int64 scalar on the same device.
 
     The elements are read as integers of up to 32 bits. Each integer is multiplied by a fixed number, and the
     digest is the sum of these products modulo 2 ** 64. The fixed numbers are odd, so a change of a single
     integer changes the digest. The fixed numbers are pseudo-random, so changes of several integers cancel out
-    only with a probability of about 2 ** -32.
+    only with a probability of about 2 ** -32. Only the first call for a GPU waits for the GPU.
     """
     bits = tensor.detach().reshape(-1).view(DIGEST_TYPES.get(tensor.element_size(), torch.int32))
     first, *pieces = bits.split(DIGEST_PIECE)
@@ -100,7 +100,7 @@ class RowGatherer:
 
 
 def clip(gradients: Mapping[str, Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place from norm `norm` to at most `max_norm`; a `max_norm` of 0 is no limit."""
+    """Scale gradients in place from the finite norm `norm` to at most `max_norm`; 0 means no limit."""
     if not max_norm:
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -157,9 +157,10 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Strategy(ABC):
-    """A way of training in parallel. The constructor allocates the model's weights; the caller sets them.
+    """A way of training in parallel, on one rank.
 
-    Then the caller calls `prepare` once. One step is
+    The constructor allocates the weights and buffers that are on the meta device. The caller sets these, then
+    calls `prepare` once. One step is
 
         strategy.start_step(loss_scale)
         for micro_batch in strategy.my_micro_batches:
@@ -171,10 +172,10 @@ class Strategy(ABC):
         ... update strategy.pieces() from strategy.gradients(), which are means over all micro-batches ...
         strategy.finish_update()
 
-    All ranks run these lines. A piece is the rows of a parameter that this rank updates: all rows, unless
-    updates are sharded. A frozen parameter, one without `requires_grad`, has no piece and no gradient. If a
-    parameter takes no part in a micro-batch, its gradient of this micro-batch is zeros. The constructor
-    raises UserError if all parameters are frozen.
+    All ranks do all of this together. A piece is the rows of a parameter that this rank updates: all rows,
+    unless updates are sharded. A frozen parameter, one without `requires_grad`, has no piece and no gradient.
+    If a parameter takes no part in a micro-batch, its gradient of this micro-batch is zeros (with FSDP2: from
+    torch 2.13 on). The constructor raises UserError if all parameters are frozen.
     """
 
     takes_turns = False  # if so, rank r has micro-batches r, r + workers, ... instead of consecutive ones
@@ -212,7 +213,7 @@ class Strategy(ABC):
         return RowMap(shapes, self.world_size, tuple(kind for kind in held if held[kind]))
 
     def prepare(self, forward: Forward) -> None:
-        """Set the module to train. Afterwards, call the module as `strategy.forward`."""
+        """Set `forward`, the module to train. Afterwards call it as `strategy.forward`. Collective."""
         self.forward = forward
 
     @abstractmethod
@@ -248,10 +249,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def finish_step(self) -> None:
-        """Complete the gradients of the step. Call this after the last micro-batch.
+        """Complete the gradients of the step. Call this after the last micro-batch. Collective.
 
-        If the exchange of gradients failed, raises the error, often that of a lost peer, unless a backward
-        pass has raised it.
+        If the exchange of gradients failed on a CPU, raises the error, often that of a lost peer, unless a
+        backward pass has raised it.
         """
 
     @abstractmethod
@@ -260,7 +261,8 @@ class Strategy(ABC):
 
         Enter the context before the first micro-batch of a step. The value of the context is a dictionary.
         After the context has ended, the dictionary has the `digest` of each gradient before its reduction.
-        The keys name the parameters, or the blocks if blocks are reduced as a whole.
+        The keys name the parameters or, if parts of the model are reduced as a whole, these parts. Collective
+        if weights are sharded.
         """
 
     def digests(self, *inputs: Tensor) -> dict[str, Tensor]:
@@ -282,14 +284,14 @@ class Strategy(ABC):
     def finish_update(self) -> None:
         """Free the gradients; if each rank holds all weights, also give all ranks the new weights.
 
-        Call this after the pieces were updated.
+        Call this after the pieces were updated. Collective.
         """
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients to a norm of at most `max_norm`; return the norm before scaling, a scalar.
+        """Divide gradients by the loss scale, then scale them, if finite, to a norm of at most `max_norm`.
 
-        A `max_norm` of 0 is no limit. First the gradients are divided by the loss scale, so the returned norm
-        is that of unscaled gradients. How ranks split the rows does not change the norm's bits. Collective.
+        Returns the norm before the second operation, a scalar. A `max_norm` of 0 is no limit. The norms of
+        all rows are combined in the order of the parameters, however ranks split the rows. Collective.
         """
         gradients = self.gradients()
         if self.loss_scale != 1.0:
@@ -302,7 +304,7 @@ class Strategy(ABC):
         return norm
 
     def any(self, flag: bool) -> bool:
-        """Return whether `flag` is true on any rank. If forward passes are not collective, return `flag`.
+        """If forward passes are collective, return whether `flag` is true on any rank; else return `flag`.
 
         With this method, ranks leave a loop of collective forward passes in the same iteration. Collective if
         forward passes are.
@@ -315,7 +317,7 @@ class Strategy(ABC):
         return tensor[rows.start : rows.stop] if tensor.ndim else tensor
 
     def dummy_backward(self) -> None:
-        """Run a forward and backward pass with zero gradients, because other ranks' passes need this rank."""
+        """Run a pass whose gradients are zeros, because other ranks' passes need this rank. Collective."""
         with self.setup.autocasts():
             outputs = self.forward(*self.setup.dummy)
         outputs.sum().mul(0.0).backward()  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ def push(
     """Append node (level, index), whose sum is `value`, to `stack`, and merge halves into larger nodes.
 
     `add(left half, right half)` returns the sum of a larger node. Nodes must be pushed from left to right.
-    `leaves` is the number of leaves of the whole tree.
+    `leaves` is the number of leaves of the whole tree; the node begins at leaf index * 2**level.
     """
     while 1 << level < leaves:
         if index % 2:

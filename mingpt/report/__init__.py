@@ -1,8 +1,8 @@
 """The reports on a run that a person reads: log.txt, metrics.jsonl, loss.png, run.json.
 
-Rank 0 reports. If nodes share no disk, one worker of each node also reports to the node's own run folder.
+One rank reports to each run folder: rank 0 and, if nodes have folders of their own, a worker of other nodes.
 
-A metric is a function of a step's statistics. A sink is a place for the metrics' values, such as a plot.
+A metric is a named number, such as a loss. A sink is a place for the values of metrics, such as a plot.
 """
 
 from mingpt.report.history import load_history, mark_ended, read_job_start

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class Generation(pydantic.BaseModel):
     """The fields of a generation's entry in run.json that are checked when the file is read.
 
-    The entry has others: see RunHistory.
+    The entry may have others. RunHistory says what the fields mean, and what a generation is.
     """
 
     end: str
@@ -58,7 +58,8 @@ class Change(pydantic.BaseModel):
 class Distrusted(pydantic.BaseModel):
     """Snapshots of steps after `after` that generations before `before_generation` wrote.
 
-    They are not used, because `workers` may have computed wrongly. Generations are numbered from 1.
+    These snapshots are not used, because `workers` may have computed wrongly. Generations (the workers
+    between two restarts) are numbered from 1.
     """
 
     after: Count
@@ -85,9 +86,9 @@ class History(pydantic.BaseModel):
 
 
 def read_job_start(history: dict[str, Any]) -> int | None:
-    """Return the step from which the newest job in `history`, the content of run.json, started.
+    """Return the step from which the newest job started whose start is recorded in `history`.
 
-    Returns None if no such start is on record.
+    `history` is the content of run.json. Returns None if no job's start is recorded there.
     """
     starts = [entry["from_step"] for entry in history["generations"] if not entry["restart"]]
     return starts[-1] if starts else None
@@ -105,8 +106,8 @@ def load_history(run_dir: Path) -> dict[str, Any] | None:
 def mark_ended(run_dir: Path, status: str) -> None:
     """If the status in run_dir/run.json is "running", replace "running" with `status`.
 
-    Call this if the job ends before this generation has a RunLogger; a RunLogger records the end itself.
-    Never raises: errors are ignored.
+    Call this if the job ends before these workers have a RunLogger; a RunLogger records the end itself. A
+    file that is missing, damaged or not writable stays as it is, and nothing is raised.
     """
     path = run_dir / "run.json"
     try:
@@ -123,12 +124,13 @@ def plural(count: int, noun: str) -> str:
 
 
 def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str, Any]:
-    """Return the fields "exact", "to_step" and "end" of generation `last`, which did not record its end.
+    """Return the fields "exact", "to_step" and "end" of a generation that did not record its end.
 
-    `last` is the generation's entry in run.json. The fields follow from `last`, `start.step` and the workers'
-    exit reasons in `start.previous`. If `start.previous` is None, "end" names the hosts of `last` that are
-    not in `start.hosts`, or says that all workers vanished. `stacks` is the folder to which stuck workers
-    write their stacks. "end" also says if the kernel has killed a process of this host for lack of memory.
+    `last` is the entry of that generation in run.json. The fields follow from `last`, `start.step` and the
+    workers' exit reasons in `start.previous`. If `start.previous` is None, "end" names the hosts of `last`
+    that are not in `start.hosts`, or says that all workers vanished. `stacks` is the folder to which stuck
+    workers write their stacks. If no host has changed, "end" also says if the kernel has since killed a
+    process of this host for lack of memory.
     """
     reported = start.previous.step() if start.previous else None
     gone = [host for host in last.get("hosts", []) if host not in start.hosts]
@@ -153,29 +155,31 @@ class RunHistory:
     before the file is written. Times are in seconds since 1970. The file has these fields, among others:
 
     - `status`: running, finished, stopped or failed
-    - `durable_step`: the step of the newest snapshot on disk; 0 if none is known
-    - `weights_sha256`: the SHA-256, in hex, of the last snapshot's file of weights, if the status is finished
-      or stopped; "" before
+    - `durable_step`: the step of the newest snapshot on disk, as far as known; 0 if none is known
+    - `weights_sha256`: the SHA-256, in hex, of the file of weights of the snapshot with which the last
+      generation finished or stopped; "" until a generation records such an end
     - `job`: the random token of the last job that passed the checks of its start
-    - `job_began`: the time at which that job started
+    - `job_began`: when the first process began that recorded this `job`
     - `inputs`: fingerprints of the last generation's data and tokenizer, and its software; the results depend
       on these inputs and the settings
-    - `generations`: a list with an entry for each generation that began to train
+    - `generations`: a list with an entry for each generation (workers between two restarts) that has trained
 
-    An entry has these fields:
+    An entry has these fields, among others:
 
     - `workers`: the number of workers; `hosts`: the names of their hosts
     - `from_step`: the step from which the generation started
     - `to_step`: the last step that is known to be complete
-    - `exact`: true if a worker reported `to_step` when the generation ended
-    - `end`: how the generation ended
+    - `exact`: true if a worker reported, when the generation ended, that it had come at least as far as was
+      recorded
+    - `end`: how the generation ended; "running" before that is known
     - `restart`: false for a job's first generation
     - `began`: when the generation's start was complete, and this entry was added
     - `seen`: when the generation last recorded a step or its end
     - `seconds`: the time between `began` and `seen`, by a monotonic clock
-    - `oom_kills`: how many processes of worker 0's host the kernel had killed for lack of memory by then
+    - `step_s`: the last recorded mean seconds per step
+    - `oom_kills`: how many processes of this host the kernel had killed for lack of memory before `began`
     - `phases`: the seconds of the start (from the beginning of the process to `began`), of evaluations, and
-      of waits for snapshots
+      of waits for snapshots, as `start_s`, `evaluation_s` and `snapshot_wait_s`
     """
 
     def __init__(
@@ -252,10 +256,10 @@ class RunHistory:
         return sentence
 
     def close_generation(self, last: dict[str, Any], start: RunStart) -> str | None:
-        """Count the steps of generation `last` that are done again, and complete the record of its end.
+        """Count the steps of the previous generation that are done again; complete the record of its end.
 
-        `last` is the generation's entry in run.json, and `start` begins the next generation. Returns one line
-        about the end of generation `last`. Returns None if a user has started a new job after an orderly end.
+        `last` is the entry of that generation in run.json, and `start` begins the next one. Returns one line
+        about the end. Returns None if the end was on record, and `start` is that of a new job.
         """
         recorded, waited, was_running = last["to_step"], 0.0, last["end"] == "running"
         if was_running:
@@ -276,8 +280,8 @@ class RunHistory:
     def repeated_failure(self) -> str | None:
         """Return one sentence if this job's MAX_REPEATS previous generations failed at the same step.
 
-        Otherwise, or if `exact` is false for one of these generations, returns None. A generation that was
-        stopped, for example so that hosts could join, has not failed.
+        Otherwise, or if `exact` (see RunHistory) is false for one of them, returns None. A generation that
+        was stopped in order, for example so that hosts could join, has not failed.
         """
         if not self.generations[-1]["restart"]:
             return None  # a user started the job again, perhaps with the cause removed
@@ -298,7 +302,7 @@ class RunHistory:
         self.record({}, {"metrics_missing": [first_step, last_step]})
 
     def note_durable(self, step: int) -> None:
-        """Record that the newest snapshot on disk is the snapshot of `step`."""
+        """Record that the newest snapshot on disk is the snapshot of `step`; 0 means that there is none."""
         self.record({"durable_step": step}, {}, waits=False)
 
     def note_skipped(self, count: int) -> None:
@@ -326,7 +330,7 @@ class RunHistory:
         self.record({}, self.progress(step, step_s, phases), waits=False)
 
     def progress(self, step: int, step_s: float | None, phases: dict[str, float] | None) -> dict[str, Any]:
-        """Return the fields of the generation's entry that `note_step` describes."""
+        """Return {name: value} of the fields that `note_step` sets in the generation's entry of run.json."""
         entry = {
             "to_step": step,
             "seen": time.time(),
@@ -347,10 +351,10 @@ class RunHistory:
         )
 
     def record(self, content: dict[str, Any], entry: dict[str, Any], waits: bool = True) -> None:
-        """Set fields of run.json and of this generation's entry, and write run.json in the background thread.
+        """Set the fields `content` of run.json and `entry` of the last entry, and write run.json in a thread.
 
-        With `waits`, return only after the write has ended. If the write of older content has not begun yet,
-        only the new content is written. Any thread may call this.
+        With `waits`, return only after the write has ended, or failed. If the last earlier call had no
+        `waits`, and its write has not begun yet, only the new content is written. Any thread may call this.
         """
         with self.lock:
             last = self.generations[-1]

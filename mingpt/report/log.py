@@ -1,7 +1,7 @@
 """The log goes to the terminal and, on ranks that write to a run folder, to log.txt in this folder.
 
-During training there is one line per record of metrics. Each evaluation adds a line, and the text of a
-sample, if any.
+On rank 0's terminal and in log.txt there is a line for each record of the training loss. Each evaluation adds
+a line, and the text of a sample, if any.
 """
 
 import logging
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 
 class FileHandler(logging.Handler):
-    """Appends each log line, with the time, to the file at `path`, if `may_write` (see MayWrite) allows it.
+    """Appends each log line, with the time, to the file at `path`, unless `may_write()` returns False.
 
-    Lines that cannot be written are kept in memory, and written later.
+    Lines that are not written are kept in memory, and written before a later line, if that is possible.
     """
 
     def __init__(self, path: Path, may_write: MayWrite) -> None:
@@ -35,7 +35,7 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True
     """Send the log to the terminal and, unless `run_dir` is None, to run_dir/log.txt.
 
     Replaces what an earlier call set up. Ranks other than 0 show only warnings and errors on the terminal.
-    `may_write` is called before each write to log.txt (see MayWrite).
+    While `may_write()` returns False, nothing is written to log.txt.
     """
     logger = logging.getLogger("mingpt")
     for handler in logger.handlers[:]:
@@ -52,10 +52,10 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True
 
 
 class ConsoleSink(Sink):
-    """Logs a line per record of metrics.
+    """Logs a line per record that has a training loss or a validation loss.
 
-    The time left is estimated from this generation's mean time per step since its first record of training;
-    the mean includes evaluations and snapshots.
+    The time left is estimated from the mean time per step since this object's first record of training; the
+    mean includes evaluations and snapshots.
     """
 
     def __init__(self, run: RunStart) -> None:

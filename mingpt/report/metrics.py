@@ -1,6 +1,6 @@
 """The metrics of a training step, and `Sink`, the interface of a place that metrics go to.
 
-A metric is a function of StepStats, registered in METRICS. A `Sink` is a file, a terminal, a plot,
+A metric of a step is a function of StepStats, registered in METRICS. A `Sink` is a file, a terminal, a plot,
 TensorBoard or a tracker.
 """
 
@@ -42,7 +42,7 @@ Values = Mapping[str, float]
 class StepStats:
     """The statistics of a training step.
 
-    `step_s` and `data_s` are the mean seconds per step since the last record.
+    `step_s` and `data_s` are the mean seconds per step since the last record, or since training began.
     """
 
     step: int

@@ -29,7 +29,7 @@ class Curves(NamedTuple):
 def read_curves(path: Path) -> Curves:
     """Return the losses in the metrics.jsonl at `path`; empty curves if the file is missing.
 
-    Losses that are not below MAX_LOSS are left out. Raises OSError if the file cannot be read.
+    Losses whose size is not below MAX_LOSS are left out. Raises OSError if the file cannot be read.
     """
     points = {"train/loss": array("d"), "val/loss": array("d")}
     for record in (record for _, record in read_lines(path) if record is not None):
@@ -41,7 +41,7 @@ def read_curves(path: Path) -> Curves:
 
 
 class LossPlot(Sink):
-    """Draws loss.png in a thread. A failure is logged and does not end the run.
+    """Draws loss.png in a thread. A failure does not end the run; the first in a row is logged.
 
     A drawing begins at each evaluation, unless the previous drawing is still under way. `close` draws once
     more, and waits for that drawing.
@@ -84,9 +84,9 @@ def the_figure() -> Any:
 
 
 def to_png(draw: Callable[..., object], *sources: object) -> bytes:
-    """Clear the figure, call `draw(figure, *sources)`, and return the figure as a PNG.
+    """Return a PNG of what `draw(figure, *sources)` draws into `figure`, an empty matplotlib figure.
 
-    Raises ImportError if matplotlib cannot be imported, and the errors of `draw`.
+    Raises ImportError if matplotlib cannot be imported, and the errors of `draw` and of matplotlib.
     """
     figure, picture = the_figure(), io.BytesIO()
     figure.clear()

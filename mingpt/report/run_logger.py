@@ -42,8 +42,8 @@ class StepTimer:
 
     Code that fetches batches adds the seconds of each fetch to `data_s`.
 
-    `phases` is {name in history.PHASES: total seconds of this kind of work}. The seconds per step do not
-    include this work.
+    `phases` is {name of a kind of work: total seconds}, with names in history.PHASES. The seconds per step do
+    not include this work.
     """
 
     def __init__(self, step: int) -> None:
@@ -75,10 +75,10 @@ class StepTimer:
 class RunLogger:
     """Reports a run from the step `start.step` on, on a rank that writes to a run folder.
 
-    Constructing a RunLogger writes config.yaml, begins a generation in run.json, and drops from metrics.jsonl
-    the records of steps that are done again. If a file cannot be written, one log line says so, and the run
-    goes on. `environment` is the software and the device that this generation uses. Raises ClaimLost if this
-    generation no longer holds the claim to the run folder.
+    Constructing a RunLogger writes config.yaml, adds the entry of a generation (the workers between two
+    restarts) to run.json, and drops from metrics.jsonl the records of steps that are done again. If a file
+    cannot be written, one log line says so, and the run goes on. `environment` is the software and the device
+    in use. The constructor raises ClaimLost if this process has lost the right to write to the run folder.
     """
 
     def __init__(self, start: RunStart, environment: Environment) -> None:
@@ -108,9 +108,9 @@ class RunLogger:
             self.history.note_missing(recorded + 1, start.logged_step)
 
     def repeated_failure(self) -> str | None:
-        """Return the sentence of `RunHistory.repeated_failure`, or None.
+        """If this job's last generations failed at the same step, call `failed`, and return why, a sentence.
 
-        If there is a sentence, calls `failed` with it.
+        Otherwise return None. For details see `RunHistory.repeated_failure`.
         """
         sentence = self.history.repeated_failure()
         if sentence:
@@ -128,8 +128,9 @@ class RunLogger:
         """Log how the previous generation ended, if `RunHistory.start_generation` returned a line.
 
         Unless this is a restart, also log what the run is going to do. `step` is the step from which the run
-        goes on. `compile_choice` says whether the model is compiled, and why. `assignment` has, for each
-        rank, the numbers of its micro-batches in a step. `snapshots` is the folder or URL of the snapshots.
+        goes on. A window is a token sequence. `compile_choice` says whether the model is compiled, and why.
+        `assignment` has, for each rank, the numbers of its micro-batches in a step. `snapshots` is the folder
+        or URL of the snapshots.
         """
         if self.previous_end:
             log.log(logging.WARNING if self.start.is_main else logging.INFO, "%s", self.previous_end)
@@ -175,7 +176,7 @@ class RunLogger:
     def log_values(self, step: int, values: Values) -> None:
         """Give the values of metrics after `step` to all sinks.
 
-        Raises ClaimLost if this generation no longer holds the claim to the run folder.
+        Raises ClaimLost if this process has lost the right to write to the run folder.
         """
         self.start.check_claim()
         for sink in self.sinks:
@@ -188,8 +189,8 @@ class RunLogger:
     def log_skipped(self, step: int, first_window: int, last_window: int, count: int) -> None:
         """Record that the update of `step` was skipped.
 
-        `first_window` and `last_window` are the numbers of the step's first and last window. The run has
-        skipped `count` updates so far.
+        `first_window` and `last_window` are the numbers of the step's first and last window (a sequence of
+        tokens). The run has skipped `count` updates so far. Raises ClaimLost as `log_values` does.
         """
         self.log_values(step, {"skipped/first_window": first_window, "skipped/last_window": last_window})
         self.history.note_skipped(count)
@@ -244,7 +245,10 @@ class RunLogger:
         log.info(f"next: {shlex.join(command)}")
 
     def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
-        """Record the end, and close the sinks. Metrics that cannot be written are recorded as lost."""
+        """Record in run.json that this generation ended after `step`, and `how`; close the sinks.
+
+        `status` is that of the run from now on. Metrics that cannot be written are recorded as lost.
+        """
         self.flush()
         if self.records.file.waiting:
             self.history.note_missing(self.records.first_waiting, step)

@@ -39,7 +39,7 @@ class ReportFile:
         self.lock = threading.RLock()
 
     def replace(self, content: str | bytes) -> None:
-        """Replace the file, after an fsync; earlier content that could not be written is dropped."""
+        """Replace the file by `content`, which is fsynced first; kept earlier writes are dropped."""
         with self.lock:
             self.waiting.clear()
             self.put(lambda: write_atomic(self.path, content, sync="file", before_rename=self.may_write))
@@ -85,7 +85,7 @@ class ReportFile:
 def append(path: Path, line: bytes, sync: bool) -> None:
     """Append a line to the file at `path`; with `sync`, make the file durable.
 
-    Raises OSError on a failure. If only a part of the line could be written, the part is removed first.
+    Raises OSError on a failure. If only a part of the line could be written, the part is removed if possible.
     """
     # The file is opened each time, because a handle on NFS may become stale.
     with open(path, "ab", buffering=0) as file:
@@ -114,8 +114,8 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yield (line with its newline, the record in the line) in order; nothing if the file is missing.
 
-    The record is None if the line is not a record. A line of more than MAX_LINE_BYTES comes in pieces. Raises
-    OSError if the file cannot be read.
+    The record is None if the line is not a record. The last line may lack a newline. A line of more than
+    MAX_LINE_BYTES comes in pieces. Raises OSError if the file cannot be read.
     """
     if not path.exists():
         return
@@ -146,9 +146,10 @@ class JsonlSink(Sink):
     def drop_records(self) -> None:
         """Truncate the file before the first record of a step after `run.step`.
 
-        If `run.step` is 0, all records are dropped, because the record of step 0 is written again. A last
-        line that a crash left incomplete is dropped, too. Each kept record is passed to `remember`, which
-        updates `last`. Raises OSError if the file cannot be read or truncated.
+        If `run.step` is 0, all records are dropped, because a record of step 0 may be written again. A line
+        that is incomplete or longer than MAX_LINE_BYTES is dropped, too, with all lines after it. Each kept
+        record is passed to `remember`, which updates `last`. Raises OSError if the file cannot be read or
+        truncated.
         """
         kept_bytes, step = 0, self.run.step
         for line, record in read_lines(self.file.path):

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...]) -> T:
     """Return the result of `work`. If `work` fails, call it again after each pause of `retries_s` (seconds).
 
-    `work` reads a file or folder, which messages call `what`. If the file or folder is missing, or if
-    there is something else in the place of a file, CorruptSnapshot is raised without another attempt. If
+    `work` reads a file or folder, which messages call `what`. If `work` raises FileNotFoundError,
+    IsADirectoryError or an error with the errno ELOOP, CorruptSnapshot is raised without another attempt. If
     `work` itself raises CorruptSnapshot or UnreadableSnapshot, that error is raised without another attempt.
     If the last attempt fails with any other error, UnreadableSnapshot is raised.
     """
@@ -53,10 +53,10 @@ def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...])
 
 
 def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnapshot:
-    """Return the error to raise instead of `error`, which was raised while `what` was read.
+    """Return the error to raise instead of `error`, which was raised while the file `what` was read.
 
-    Returns a CorruptSnapshot if `what` is missing or is not a file, else an UnreadableSnapshot. If `error` is
-    already a CorruptSnapshot or an UnreadableSnapshot, `error` itself is returned.
+    Returns a CorruptSnapshot for FileNotFoundError, IsADirectoryError and the errno ELOOP (a loop of links),
+    else an UnreadableSnapshot. A CorruptSnapshot or an UnreadableSnapshot is returned as it is.
     """
     if isinstance(error, (CorruptSnapshot, UnreadableSnapshot)):
         return error
@@ -70,17 +70,17 @@ def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnaps
 class SourceFile:
     """Reads the file at `path` in the fsspec file system `files`; messages call the file `what`.
 
-    All methods use `with_retries`, and raise the errors of `with_retries`.
+    For the pauses `retries_s` (seconds), and for the errors of all methods, see `with_retries`.
     """
 
     def __init__(self, files: Any, path: str, what: str, retries_s: tuple[float, ...]) -> None:
         self.files, self.path, self.what, self.retries_s = files, path, what, retries_s
 
     def size(self) -> int:
-        """Return the file's size in bytes. Raises CorruptSnapshot if the file is missing or is a folder.
+        """Return the file's size in bytes. Call this before `read`: opening a pipe, for example, would block.
 
-        On a local disk, also raises CorruptSnapshot for anything else that is not a regular file. Call this
-        before the file is read, because opening a pipe, for example, would block.
+        Raises CorruptSnapshot if the file is missing or is a folder, or on a local disk anything else that is
+        not a regular file. Raises UnreadableSnapshot if the size cannot be read.
         """
         return with_retries(lambda: size_of(self.files, self.path), self.what, self.retries_s)
 
@@ -102,7 +102,7 @@ def size_of(files: Any, path: str) -> int:
     """Return the size, in bytes, of the file at `path` in the fsspec file system `files`.
 
     Raises IsADirectoryError if `path` is a folder, or on a local disk anything else that is not a regular
-    file. Otherwise raises OSError or an error of fsspec's driver if the size cannot be read.
+    file. If the size cannot be read, raises OSError, TypeError or an error of fsspec's driver.
     """
     if isinstance(files, LocalFileSystem):
         status = os.stat(path)
@@ -116,10 +116,9 @@ def size_of(files: Any, path: str) -> int:
 
 
 def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
-    """Fill `buffer` with a file's bytes from offset `begin` on.
+    """Fill `buffer` with bytes, from offset `begin` on, of the file at `path` in the file system `files`.
 
-    Raises OSError if the file ends before `buffer` is full. Raises OSError or an error of fsspec's driver if
-    the file cannot be read.
+    Raises OSError or an error of fsspec's driver if the file cannot be read, or ends before `buffer` is full.
     """
     if isinstance(files, LocalFileSystem):
         with open(path, "rb") as file:
@@ -163,8 +162,8 @@ class StoredFile:
 class TensorFile(StoredFile):
     """A safetensors file. The constructor also reads and checks the header; `read` reads a tensor.
 
-    The constructor raises CorruptSnapshot if the header is wrong. The numbers in the tensors, and the file's
-    SHA-256, are not checked here.
+    The constructor raises CorruptSnapshot if the file is missing or its size or header is wrong, and
+    UnreadableSnapshot if the file cannot be read. It does not check the numbers or the file's SHA-256.
     """
 
     def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:
@@ -186,7 +185,7 @@ class TensorFile(StoredFile):
                 raise wrong(name, "its numbers are not aligned")
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor `name` in new memory. Raises KeyError if the file has no such tensor."""
+        """Return the tensor `name` in new memory. Raises KeyError, or the errors of `SourceFile.read`."""
         spec = self.specs[name]
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
         self.file.read_into(self.begins[name], memory_of(tensor.view(-1).view(torch.uint8)))
@@ -197,7 +196,7 @@ def parse_specs(text: bytes, what: str) -> dict[str, TensorSpec]:
     """Return the type and shape of each tensor in a safetensors header, in the header's order.
 
     `text` is the header's JSON. Raises CorruptSnapshot, whose message calls the header `what`, if `text` is
-    not a JSON object, or if the type or the shape of an entry is missing or wrong.
+    not a JSON object, an entry has no shape or no type of DTYPES, or a size is not an int of at least 0.
     """
     try:
         specs = {
@@ -217,7 +216,7 @@ def wrong(name: str, reason: str) -> CorruptSnapshot:
 
 
 def check_finite(name: str, numbers: Tensor) -> None:
-    """Raise CorruptSnapshot if `numbers` holds NaN or an infinite number.
+    """Raise CorruptSnapshot if `numbers`, of a type that `torch.aminmax` takes, are not all finite.
 
     `numbers` has all or some elements of the tensor `name`. The error's message has this name.
     """

@@ -2,12 +2,12 @@
 
 A save copies the tensors to a staging buffer between two steps. A background thread then writes the copy to
 each tier that is due: the weights, the optimizer's state and the tokenizer to a file each. The manifest comes
-last, once these files are complete and no rank has lost another one. Then old snapshots are removed.
+last, once these files are complete. Then old snapshots are removed.
 
-A snapshot in any tier is whole, and its files do not depend on the number of workers. If each rank holds the
-whole state, each writer of a tier writes by itself. The writer of a sharded state receives the other ranks'
-rows, tensor by tensor, in pieces of at most PIECE_BYTES. Two writers on different nodes receive the same
-rows. The ranks' background threads exchange the rows over a process group of their own.
+A snapshot in any tier is whole, and the layout of its files does not depend on the number of workers. If each
+rank holds the whole state, each writer of a tier writes by itself. If the state is sharded, each writer
+receives the rows of all other ranks, tensor by tensor, in pieces of at most PIECE_BYTES. The ranks'
+background threads exchange the rows over a process group of their own.
 """
 
 import collections
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Status(NamedTuple):
-    """What decides, besides settings and step, whether a save is due."""
+    """What `Tier.is_due` must know of a step. A generation is a job's workers between two restarts."""
 
     is_end: bool = False  # this generation makes no later step
     is_wanted: bool = False  # the step is to be on disk, for its validation loss
@@ -47,8 +47,9 @@ class Tier:
 
     `every` is a number of steps, or 0 for no periodic saves. `keep` is the number of newest snapshots that
     stay. With `keep_best`, that with the lowest validation loss stays, too. The ranks `writers` write whole
-    snapshots; the first of them is the main writer. With `may_skip`, a save is left out while an earlier one
-    is being written. With `is_durable`, the tier outlives the node, and a generation's last step is saved.
+    snapshots; the first of them is the main writer. Only a tier with `is_durable`, not one in memory, saves
+    the last step of a generation (a job's workers between two restarts). With `may_skip`, a save before the
+    last one is left out while an earlier one is being written.
     """
 
     name: str  # "disk" or "memory"
@@ -63,7 +64,7 @@ class Tier:
     begun: int = -1  # step of the newest save that was begun, or that the Store held at first; -1 for none
     written: int = 0  # step of the newest snapshot that this generation has written; 0 for none
     files: Sequence[FileRecord] = ()  # of that snapshot, weights first; () if this rank has written none
-    error: Exception | None = None  # of the last write; None if it succeeded, or is under way
+    error: Exception | None = None  # of the last write that failed; None once a later one has succeeded
 
     def is_due(self, step: int, status: Status) -> bool:
         """Return whether to save `step` to this tier, given the settings and the status."""
@@ -89,8 +90,8 @@ class Saver:
 
     `rows` says which rows each rank holds; without it, this rank holds the whole state. If the state is
     sharded, all ranks save together, and constructing the Saver and saving are collective. `tokenizer` has
-    the tokenizer's bytes (None: there is no tokenizer). After a failed write, on a full disk for example,
-    training continues: `Tier.error` keeps the error, and the next save tries again.
+    the tokenizer's bytes (None: there is no tokenizer). A failed write, on a full disk for example, raises no
+    error in `save` or `wait`: `Tier.error` keeps the error until a later save to the tier succeeds.
     """
 
     def __init__(
@@ -108,9 +109,9 @@ class Saver:
         return self.is_sharded or self.rank in tier.writers
 
     def allocate(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the staging buffer for tensors like `tensors`, unless that is done.
+        """Allocate the staging buffer, CPU memory for a copy of `tensors`, unless this Saver has one.
 
-        A rank that writes no tier has a place only for its rows of the sharded tensors.
+        `tensors` has this rank's rows, by name. A rank that writes to no tier copies only sharded tensors.
         """
         if self.staging is None:
             if not self.is_sharded:
@@ -132,7 +133,7 @@ class Saver:
         """Wait for the previous save, copy this rank's tensors, and begin to write them to `tiers`.
 
         `tiers` are some of the Saver's tiers; None means all. On return the tensors may change. The
-        background thread calls `before` before it writes to a durable tier.
+        background thread calls `before` before it writes to each durable tier. Collective if sharded.
         """
         self.wait()
         self.allocate(tensors)
@@ -148,7 +149,7 @@ class Saver:
         """Write the staged state to each of `tiers`. `save` runs this in a background thread.
 
         Never raises: `Tier.error` keeps the error of a failed write. A writer of a durable tier also logs it,
-        except a lost peer or claim, which the main thread reports. Collective if the state is sharded.
+        unless a peer or the claim (the right to write there) is lost. Collective if the state is sharded.
         """
         for tier in tiers:
             try:
@@ -163,11 +164,12 @@ class Saver:
                     log.warning(f"snapshot of step {manifest.step} could not be written: {reason_of(error)}")
 
     def write_to(self, tier: Tier, manifest: Manifest) -> None:
-        """Write the staged state to one tier, durable on return. Collective if the state is sharded.
+        """Write the staged state to one tier. Collective if the state is sharded.
 
-        A writer commits its manifest once it has written all files, even if another writer has failed. After
-        an error it calls `Store.discard`, unless the claim (the right to write there) is lost. Raises this
-        rank's error; on a rank that does not write, that of the main writer's files.
+        A writer commits its manifest once it has written all other files, even if another writer's disk has
+        failed. If its own write fails, it calls `Store.discard`, unless the claim (the right to write there)
+        is lost, and raises the error. A rank that does not write raises the error of the main writer's files,
+        if any. A rank that learns of a lost peer raises an error instead, without a commit.
         """
         records = list[FileRecord]()
         outcomes = self.group.gather_on_all(lambda: self.exchange(tier, manifest.step, records))
@@ -187,8 +189,8 @@ class Saver:
     def exchange(self, tier: Tier, step: int, records: list[FileRecord]) -> Exception | None:
         """Send this rank's rows to the writers; on a writer, write all files but the manifest.
 
-        Adds the files' records to `records`. Returns the error of a failed write, but raises that of a lost
-        peer.
+        Adds the files' records to `records`. Returns an error if a write has failed, else None. Raises the
+        error of a lost peer. Collective if the state is sharded.
         """
         assert self.staging
         sent = list[Work | None]()
@@ -201,10 +203,10 @@ class Saver:
         return picklable(error) if error and self.is_sharded else error
 
     def write_files(self, store: Store, step: int, records: list[FileRecord]) -> Exception | None:
-        """Write all files but the manifest, and add their records; return the error of a failed write.
+        """Write all files but the manifest, and add their records to `records`.
 
-        After an error, receives the rows that were not written, too, because their ranks wait for that.
-        Raises the error of a lost peer.
+        Returns the error of a failed write, or None. After an error, this rank still receives the remaining
+        rows of other ranks, which wait for that. Raises the error of a lost peer.
         """
         names = [file_name(step, kind) for kind in KINDS]
         layouts = [replace(layout, name=name) for name, layout in zip(names, self.layouts, strict=False)]
@@ -225,7 +227,7 @@ class Saver:
         return error
 
     def remove_old(self, tier: Tier, manifest: Manifest) -> None:
-        """Remove the snapshots that the new one makes needless. A failure is only logged."""
+        """Prune `tier.store`, and clear the Stores `tier.replaces`. A failure is only logged."""
         try:
             tier.store.prune(tier.keep, tier.keep_best, manifest.replayed_step)
             while tier.replaces:
@@ -234,7 +236,7 @@ class Saver:
             log.warning(f"old snapshots could not be removed: {reason_of(error)}")
 
     def chunks(self, layout: Layout) -> Iterator[memoryview]:
-        """Yield a file's bytes: the header, this rank's rows, and the rows that other ranks send."""
+        """Yield a file's bytes: the header, then each tensor's rows; other ranks must send theirs in turn."""
         assert self.staging
         yield memoryview(layout.header)
         for name in layout.begins:

@@ -1,8 +1,8 @@
-"""Find and read the newest valid snapshot that any rank sees, on disk or in a node's memory.
+"""Find and read the newest valid snapshot that a run may use, on disk, at a URL or in a node's memory.
 
 The first worker of each node lists what its Stores offer; for this it reads no weights. All ranks exchange
-these lists, and `choose`, a pure function, picks the newest snapshot without a fault. The rank that sees it
-then checks all of its bytes. If they are bad, the snapshot's offer gets a fault, and the ranks choose again.
+these lists, and `choose`, a pure function, picks one of the snapshots without a fault. The rank that offered
+it then checks all of its bytes. If this check fails, the offer gets a fault, and the ranks choose again.
 
 The chosen snapshot becomes a StoredState, which all ranks read together: one rank reads PIECE_BYTES at a time
 and broadcasts them. So no rank needs memory for a second whole state.
@@ -32,7 +32,7 @@ Content = tuple[bytes | None, list[dict[str, TensorSpec]]]  # the tokenizer's by
 
 
 class Offer(NamedTuple):
-    """A snapshot that rank `reader` sees in its Store number `store`, or why it cannot be used."""
+    """A snapshot that rank `reader` sees in its Store number `store`, and its `fault`, if any is known."""
 
     step: int  # -1: the fault is that of a whole Store
     is_on_disk: bool
@@ -45,7 +45,7 @@ class Offer(NamedTuple):
 
     @property
     def after(self) -> int:
-        """The newest step on disk when the snapshot was saved."""
+        """The newest step known to be on disk when the snapshot was saved; 0 if none, or not recorded."""
         return self.manifest.after if self.manifest else 0
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Reader:
     def offers(self) -> list[Offer]:
         """Return each Store's newest snapshot without a known fault, and the newer ones with their faults.
 
-        Raises the UserErrors of `Store.open`, for example for an unknown schema version.
+        A Store that cannot be listed offers step -1 with a fault. Raises the UserErrors of `Store.open`.
         """
         return [offer for number in range(len(self.stores)) for offer in self.offers_of(number)]
 
@@ -101,7 +101,10 @@ class Reader:
             self.stores[store].unreadable.add(step)
 
     def verify(self, offer: Offer) -> Content | None:
-        """Check all bytes of a snapshot of this rank; return what other ranks need, None if a check fails."""
+        """Check all bytes of a snapshot that this rank has offered; return None if a check fails.
+
+        Otherwise returns (tokenizer's bytes or None, a list with {tensor: type and shape} for each file).
+        """
         snapshot = self.opened[offer.store, offer.step]
         try:
             self.stores[offer.store].verify(snapshot)
@@ -111,7 +114,7 @@ class Reader:
         return snapshot.read_tokenizer(), [file.specs for file in snapshot.tensor_files]
 
     def state_of(self, offer: Offer, content: Content) -> "StoredState":
-        """Return the state that `offer` offers; `content` is what `verify` has returned on its reader."""
+        """Return the StoredState of `offer`; `content` is what `verify` returned on rank `offer.reader`."""
         assert offer.manifest
         tokenizer, files = content
         shapes = {name: spec.shape for specs in files for name, spec in specs.items()}
@@ -123,8 +126,8 @@ class Reader:
 def choose(offers: Iterable[Offer], newest_on_disk: int | None) -> Offer | None:
     """Return the offer of the newest snapshot without a fault; None if there is none.
 
-    A snapshot in memory does not count if its `after` is more than `newest_on_disk`, unless that is None. Of
-    the same step, one on disk comes first, then that of the lowest rank.
+    A snapshot in memory does not count if its `after` (see Offer) is more than `newest_on_disk`, unless
+    `newest_on_disk` is None. Of the same step, one on disk comes first, then that of the lowest rank.
     """
     usable = [
         offer
@@ -155,7 +158,7 @@ class StoredState:
         """Copy the saved rows into `parts`, this rank's tensors, by name. Collective.
 
         `rank` is this rank, and `held` says which rows of each tensor it holds. A file that has none of the
-        tensors is not read.
+        tensors is not read. If a read fails, only the reader raises CorruptSnapshot or UnreadableSnapshot.
         """
         for number, file in enumerate(self.files):
             names = parts.keys() & file.begins.keys()
@@ -167,7 +170,7 @@ class StoredState:
                     copy_part(parts[name], held.first(name, rank), (begin - file.begins[name]) // 4, piece)
 
     def read(self, number: int, begin: int, size: int) -> Tensor:
-        """Return `size` bytes of file `number` as float32, uninitialised on ranks other than the reader."""
+        """Return `size` bytes, from `begin` on, of file `number` as float32; only the reader fills it."""
         piece = torch.empty(size // 4)
         if self.snapshot:
             self.snapshot.tensor_files[number].file.read_into(begin, memory_of(piece.view(torch.uint8)))
@@ -188,9 +191,9 @@ def copy_part(part: Tensor, first: int, begin: int, elements: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """The newest valid snapshot that any rank sees, and all offers."""
+    """The offers of the ranks, and the newest usable one, `choice`, whose bytes may not be checked yet."""
 
-    choice: Offer | None  # None: there is no valid snapshot
+    choice: Offer | None  # None: no offer can be used
     url: str  # the folder or URL of the snapshots on disk
     offers: Sequence[Offer]
 
@@ -200,30 +203,30 @@ class Found:
         return self.choice.where if self.choice else self.url
 
     def on_disk(self, rank: int | None = None) -> list[Offer]:
-        """Return what rank `rank` (None: any rank) offered from its disk or URL, newest first."""
+        """Return the offers of `rank` (None: of all ranks) from a disk or URL, newest first."""
         offers = [one for one in self.offers if one.is_on_disk and rank in (None, one.reader)]
         return sorted(offers, key=lambda one: -one.step)
 
     def step_on_disk(self, rank: int | None = None) -> int:
-        """Return the newest step on the disk of `rank` (None: of any rank) without a known fault, or -1."""
+        """Return the newest step without a fault that `rank` (None: any) offers from disk or URL, or -1."""
         return next((offer.step for offer in self.on_disk(rank) if not offer.fault), -1)
 
     def is_held_by(self, rank: int) -> bool:
-        """Return whether rank `rank` sees a snapshot of the step that was found, without a known fault."""
+        """Return whether `rank` offers a snapshot of the step of `choice`, without a known fault."""
         step = self.choice.step if self.choice else -1
         return any(one.step == step and one.reader == rank and not one.fault for one in self.offers)
 
     def unreadable(self) -> list[Offer]:
-        """Return the offers of snapshots on disk, and folders, that a rank could not read.
+        """Return the offers from disk or URL with a fault that does not mean that a snapshot is corrupt.
 
-        They may be valid.
+        The snapshot or the whole Store (step -1) could not be read, or the snapshot is of a different job.
         """
         return [offer for offer in self.on_disk() if offer.fault and not offer.is_corrupt]
 
     def corrupt(self, rank: int) -> dict[int, str]:
-        """Return {step: reason} for the snapshots on disk that rank `rank` found corrupt.
+        """Return {step: reason} for the corrupt snapshots among the offers of `rank` from disk or URL.
 
-        A step is left out if any rank could not read the step's snapshot.
+        A step is left out if any rank's offer of that step is among `unreadable`.
         """
         unreadable = {offer.step for offer in self.unreadable()}
         faulty = [offer for offer in self.on_disk(rank) if offer.is_corrupt]
@@ -235,8 +238,8 @@ def find_valid(
 ) -> StoredState | None:
     """Return, on all ranks, the state of the first choice whose bytes are valid; None if no choice is left.
 
-    `next_choice` is called on all ranks, and exchanges the offers of their Readers each time, because an
-    offer that proves bad gets a fault there. Collective.
+    `next_choice` is called on all ranks, and must return the same offer on all. After the first call it must
+    exchange the Readers' offers anew, because an offer that proved bad now has a fault. Collective.
     """
     while choice := next_choice():
         content = context.on_rank(choice.reader, functools.partial(reader.verify, choice))

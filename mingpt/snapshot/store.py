@@ -58,10 +58,10 @@ log = logging.getLogger(__name__)
 
 
 def verify_file(file: StoredFile, sha256: str, is_finite: bool = True) -> None:
-    """Read a file once and check all its bytes. Raises CorruptSnapshot if a check fails.
+    """Read a file once and check all its bytes, in pieces of at most PIECE_BYTES.
 
-    The file must have this SHA-256 (hex); with `is_finite`, all numbers must be finite. Raises
-    UnreadableSnapshot if the file cannot be read. At most 32 MiB of the file are in memory at a time.
+    The SHA-256 must be `sha256` (hex); with `is_finite`, the tensors must pass `check_finite`. Raises
+    CorruptSnapshot if a check fails or the file is missing, UnreadableSnapshot if it cannot be read.
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
@@ -133,7 +133,7 @@ class Store(FileStore):
         return steps_in(self.names(), kind)
 
     def has_manifest(self, step: int) -> bool:
-        """Return whether `step` has a manifest. Asks for this file, because a listing may be out of date."""
+        """Return whether `step` has a manifest, by asking for it. Some drivers return False on an error."""
         return bool(self.files.exists(self.path(file_name(step, "json"))))
 
     def possible_steps(self) -> list[int]:
@@ -146,10 +146,10 @@ class Store(FileStore):
         return [step for step in steps_in(names) if step not in unfinished]
 
     def losses_of(self, steps: Iterable[int]) -> dict[int, float]:
-        """Return {step: validation loss} for those of `steps` whose manifests can be read.
+        """Return {step: validation loss} for those of `steps` that are not in `unreadable`.
 
-        The loss is infinite if it was not measured at that step, or if the manifest is damaged. A manifest
-        that cannot be read or used is logged once, and its step is from then on in `unreadable`.
+        The loss is infinite if it was not measured at that step, or if the manifest is missing or damaged. If
+        a manifest cannot be read or used, this is logged, and its step is left out and added to `unreadable`.
         """
         losses = dict[int, float]()
         for step in {*steps} - self.unreadable:
@@ -164,16 +164,16 @@ class Store(FileStore):
         return losses
 
     def find_best(self, steps: Iterable[int]) -> None:
-        """Set `best` to the lowest validation loss of `steps`, and its step."""
+        """Set `best` to (lowest validation loss of `steps`, its step), or to NO_LOSS if none is known."""
         pairs = [(loss, step) for step, loss in self.losses_of(steps).items()]
         self.best = min([NO_LOSS, *pairs])
 
     def prepare(self) -> None:
-        """Create the folder, remove what killed jobs left there (LEFTOVER), and write a file as a test.
+        """Create the folder, remove the files of unfinished saves there, and write a file as a test.
 
-        Raises UserError if the folder cannot be written to. A full disk is only logged, because there may be
-        room again by the time of a save. Call this only while the job holds the claim (the right to write to
-        the folder). Raises ClaimLost if the claim is lost.
+        Raises UserError if the folder cannot be listed or written to. A full disk is only logged, because
+        there may be room again by the time of a save. Call this only while the job holds the claim (the right
+        to write to the folder). Raises ClaimLost if the claim is lost.
         """
         probe = f"probe-{uuid.uuid4().hex}"
         try:
@@ -215,7 +215,7 @@ class Store(FileStore):
     def write_file(self, layout: Layout, chunks: Iterable[memoryview]) -> FileRecord:
         """Write a tensor file from `chunks`, which include the header; return the file's record.
 
-        The file is durable on return. Raises the errors of `write_stream`.
+        `layout` has the file's name and size. Raises the errors of `write_stream`.
         """
         sha256 = self.write_stream(layout.name, chunks, layout.size)
         return FileRecord(name=layout.name, sha256=sha256, bytes=layout.size)
@@ -227,10 +227,10 @@ class Store(FileStore):
         return FileRecord(name=name, sha256=sha256, bytes=len(content))
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, which makes the files of its step a snapshot. The file is durable on return.
+        """Write the manifest, which makes the files of its step a snapshot, as `write_stream` writes a file.
 
-        Also removes the mark of an unfinished save. Raises UserError if the manifest would be too large, and
-        the errors of `write_stream`.
+        Then removes the mark of an unfinished save; a failure of that is only logged. Raises UserError if the
+        manifest would be too large, and the errors of `write_stream`.
         """
         step = manifest.step
         self.write_atomic(file_name(step, "json"), encode_manifest(manifest))
@@ -252,7 +252,7 @@ class Store(FileStore):
     def remove_files(self, step: int) -> None:
         """Remove the files of `step`, but not the mark of an unfinished save.
 
-        The manifest's removal is durable before other files are removed.
+        The manifest is removed first. Raises OSError or an error of fsspec's driver.
         """
         self.remove_file(file_name(step, "json"))
         self.fsync_folder()
@@ -279,7 +279,8 @@ class Store(FileStore):
 
         The `keep` newest snapshots stay. With `keep_best`, that with the lowest validation loss stays, too.
         `replayed_step` is the last step at which the workers agreed (replay.py), or None: the newest snapshot
-        up to this step also stays. Snapshots that could not be read are neither counted nor deleted.
+        up to this step also stays. Snapshots in `unreadable` are neither counted nor deleted. Raises the
+        errors of `remove`.
         """
         names = self.names()
         complete = steps_in(names, "json")
@@ -298,9 +299,9 @@ class Store(FileStore):
                 self.remove(step)
 
     def clear(self, kept: int | None = None) -> None:
-        """Remove all files of snapshots but those of the step `kept`, then the local folder if it is empty.
+        """Remove all snapshots but that of step `kept` (None: all), then the local folder if it is empty.
 
-        What a user has put there stays. Raises OSError or an error of fsspec's driver.
+        Files set aside or not finished are removed, too. Raises OSError or an error of fsspec's driver.
         """
         for name in filter(is_snapshot_file, self.names()):
             if kept is None or step_of(name) != kept:
@@ -331,8 +332,8 @@ class Store(FileStore):
     def open(self, step: int, check: Check = accept_all) -> Snapshot:
         """Check the manifest, file sizes and headers of `step`, call `check`, and return the snapshot.
 
-        No weights are read. Raises the errors of `check` and of `read_manifest`. Raises CorruptSnapshot or
-        UnreadableSnapshot if any other file of the snapshot is wrong or cannot be read.
+        No weights are read. Raises the errors of `check` and of `read_manifest`. Raises CorruptSnapshot if
+        another file is missing or its size or header is wrong, UnreadableSnapshot if it cannot be read.
         """
         manifest, files = self.read_manifest(step), []
         for record in manifest.files:
@@ -345,8 +346,8 @@ class Store(FileStore):
     def verify(self, snapshot: Snapshot, weights_only: bool = False) -> None:
         """Read each file once and check all its bytes; with `weights_only`, leave out the optimizer's state.
 
-        Raises CorruptSnapshot or UnreadableSnapshot. The files are read at the same time, with at most 32 MiB
-        of memory each. The numbers in the snapshot of another loop than a run's may be infinite or NaN.
+        Raises CorruptSnapshot or UnreadableSnapshot. The files are read at the same time, each in pieces of
+        at most PIECE_BYTES. Only in a run's snapshot must the numbers be finite, not in that of a Checkpoint.
         """
         manifest = snapshot.manifest
         is_of_run = "config" in manifest.model_fields_set  # the numbers of another loop may be any
@@ -372,7 +373,8 @@ class Store(FileStore):
     def quarantine(self, step: int, reason: str, kind: str = "damaged") -> None:
         """Rename the files of the snapshot of `step`, so that no run uses them; log the reason.
 
-        The new names are <kind>-<number>-<old name>, with the first number from 1 that is free.
+        The new names are <kind>-<number>-<old name>, with a number for which no such file exists. Raises
+        OSError or an error of fsspec's driver.
         """
         names, number = self.names(), 1
         while any(name.startswith(f"{kind}-{number}-step_{step:08d}") for name in names):

@@ -1,8 +1,8 @@
-"""A training state as JSON and named tensors, and back into the objects of a loop, without pickle.
+"""Turn a training state into JSON and named tensors, and load it into a loop's objects, without pickle.
 
 A state is a dict of objects with `state_dict` and `load_state_dict`, torch.Generators, tensors, and plain
 values: numbers, strings, None, and lists, tuples and dicts of all these. In the JSON, a list stands for a
-list, and an object with one key, a type, for a value of this type, such as {"tensor": NAME}.
+list, and an object with one key, such as {"tensor": NAME}, for a value of the kind that the key names.
 """
 
 import sys
@@ -22,7 +22,7 @@ KNOWN = (*PLAIN, list, tuple, *DICTS.values())
 
 
 class Saved(NamedTuple):
-    """What was saved of an object: `kind` is "tensor", "generator" (both with a name) or "state"."""
+    """A saved tensor, generator or object with a state_dict: `kind` is "tensor", "generator" or "state"."""
 
     kind: str
     content: Any  # the name of a tensor, or the saved state_dict
@@ -34,7 +34,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of what is saved of `value`, or else the name of its type."""
+    """Return "tensor", "generator", "state" (it loads a state_dict), a Saved's kind, or the type's name."""
     if isinstance(value, Tensor):
         return "tensor"
     if isinstance(value, torch.Generator):
@@ -48,20 +48,20 @@ def kind_of(value: Any) -> str:
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return the (key, value) pairs of a dict, list or tuple; nothing for another value."""
+    """Return the (key or index, element) pairs of a dict, OrderedDict, Counter, list or tuple, else []."""
     if type(value) in DICTS.values():
         return list(value.items())
     return list(enumerate(value)) if type(value) in (list, tuple) else []
 
 
 def is_filled(value: Any) -> bool:
-    """Return whether loading fills something in `value`; if not, what was saved takes its place."""
+    """Return whether `value` is or contains a tensor, a generator or an object that loads a state_dict."""
     is_own = kind_of(value) in ("tensor", "generator", "state")
     return is_own or any(is_filled(one) for _, one in items_of(value) if type(one) not in PLAIN)
 
 
 def state_of(value: Any) -> Any:
-    """Return the state_dict of an object; a module's without what DDP and torch.compile add to the names."""
+    """Return `value.state_dict()`; a module's if possible without what DDP and torch.compile add to names."""
     state = value.state_dict()
     if not isinstance(value, nn.Module):
         return state
@@ -77,9 +77,9 @@ def refusal(path: str, reason: str) -> UserError:
 
 
 class Packer:
-    """Makes JSON of states, and collects their tensors in `tensors`, each once, by names made of paths.
+    """Turns states into JSON, and collects their tensors in `tensors`, by names made of paths in a state.
 
-    A rank that does not write (`is_writer` is false) only takes part in the collectives of DTensors.
+    No tensor gets the name `taken`. If `is_writer` is false, DTensors are gathered, but nothing is collected.
     """
 
     def __init__(self, taken: str, is_writer: bool) -> None:
@@ -89,9 +89,9 @@ class Packer:
         self.alive: list[Tensor] = []  # so that no other tensor gets this memory meanwhile
 
     def pack(self, value: Any, path: str = "") -> Any:
-        """Return the JSON of `value`. Collective for DTensors.
+        """Return `value` in the form that `json.dumps` takes. Collective if `value` contains DTensors.
 
-        Raises UserError, which names the path, for what no snapshot can hold.
+        Raises UserError, which names `path`, if no snapshot can hold a value, and the errors of `state_dict`.
         """
         kind = kind_of(value)
         if kind == "tensor":
@@ -113,7 +113,10 @@ class Packer:
         return value
 
     def add(self, tensor: Any, path: str) -> str:
-        """Add a tensor, unless one with the same memory is there; return its name."""
+        """Add a tensor, unless the same view of its memory was added before; return the name in `tensors`.
+
+        Raises UserError for a tensor that no snapshot can hold. Collective for a DTensor.
+        """
         own = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
         if (
             type(own) is not Tensor
@@ -137,7 +140,7 @@ class Packer:
 
 
 def parse(content: Any) -> Any:
-    """Return the value that a Packer made this JSON of, with Saved in place of objects and tensors."""
+    """Return the state whose JSON is `content`, with a Saved for each tensor, generator or other object."""
     if isinstance(content, list):
         return [parse(one) for one in content]
     if not isinstance(content, dict):
@@ -149,9 +152,11 @@ def parse(content: Any) -> Any:
 
 
 def check(target: Any, saved: Any, specs: Mapping[str, TensorSpec], path: str = "") -> None:
-    """Raise UserError, which names the path, unless `saved` is what was saved of a state like `target`.
+    """Raise UserError, which names the path, if `saved`, a result of `parse`, does not fit `target`.
 
-    `specs` describes the saved tensors. Modules, tensors, generators and what holds them are compared.
+    `specs` has the types and shapes of saved tensors. Kinds of values, tensors' types and shapes, and keys of
+    modules and containers are compared. Below the top, values for which `is_filled` is false are not
+    compared, nor is the state_dict of an object that is no module.
     """
     kind = kind_of(target)
     if path and not is_filled(target):
@@ -176,9 +181,10 @@ def check(target: Any, saved: Any, specs: Mapping[str, TensorSpec], path: str = 
 
 @torch.no_grad()
 def fill(target: Any, saved: Any, read: Callable[[str], Tensor]) -> Any:
-    """Fill the objects, tensors and generators of `target`, after `check`; return what replaces `target`.
+    """Load `saved`, which `check` has accepted, into `target`; return what replaces `target`.
 
-    `read` returns a saved tensor.
+    Tensors, generators, objects with a state_dict, and dicts and lists with these are filled in place. Other
+    values are replaced. `read(name)` returns a saved tensor. Raises the errors of `read` and of loading.
     """
     kind = kind_of(target)
     if not is_filled(target):
@@ -198,7 +204,7 @@ def fill(target: Any, saved: Any, read: Callable[[str], Tensor]) -> Any:
 
 
 def unpack(saved: Any, read: Callable[[str], Tensor]) -> Any:
-    """Return `saved` with tensors in place of Saved; the state_dict in place of an object."""
+    """Return `saved` with each Saved among its values replaced by a tensor, `read(name)`, or a state_dict."""
     if isinstance(saved, Saved):
         return unpack(saved.content, read) if kind_of(saved) == "state" else read(saved.content)
     values = [unpack(one, read) for _, one in items_of(saved)]
@@ -218,7 +224,11 @@ def like(own: Any, whole: Tensor) -> Tensor:
 
 
 def fitted(target: Any, state: Any) -> Any:
-    """Return `state` with the names of a module's state_dict, and with DTensors where `target` has them."""
+    """Return `state`, a saved state_dict, as `target.load_state_dict` takes it.
+
+    A module gets its own names, and DTensors for its DTensors. An optimizer gets DTensors for state
+    tensors with the shape of their parameter, if this is a DTensor; `state` itself is then changed.
+    """
     if isinstance(target, nn.Module):
         own = zip(target.state_dict().items(), state_of(target), strict=True)
         return {name: like(tensor, state[short]) for (name, tensor), short in own}
