@@ -56,13 +56,9 @@ class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
             listing = before
         return [{"name": name, "type": "file", "size": 0} for name in listing] if detail else listing
 
-    def size(self, path: str) -> int:
+    def info(self, path: str, **options: Any) -> Any:
         self.count_call()
-        return int(super().size(path))
-
-    def exists(self, path: str, **options: Any) -> bool:
-        self.count_call()
-        return bool(super().exists(path, **options))
+        return super().info(path, **options)
 
     def rm_file(self, path: str) -> None:
         self.count_call()

@@ -75,7 +75,8 @@ def read_stat(pid: int) -> tuple[str, str, str] | tuple[None, None, None]:
     Returns (None, None, None) if the file cannot be read, for example because the process is gone.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # A process may have any bytes as its name.
+        fields = Path(f"/proc/{pid}/stat").read_text("latin-1").rpartition(")")[2].split()
     except OSError:
         return None, None, None
     return fields[0], fields[1], fields[19]
@@ -105,8 +106,7 @@ def rank_of(pid: int) -> int | None:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    ranks = [int(entry[5:]) for entry in variables if entry.startswith(b"RANK=")]
-    return ranks[0] if ranks else None
+    return next((int(entry[5:]) for entry in variables if entry.startswith(b"RANK=")), None)
 
 
 def wait_readable(fds: Mapping[int, int], timeout_s: float) -> list[int]:

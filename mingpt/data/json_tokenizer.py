@@ -54,13 +54,13 @@ def can_be_cut(spec: dict[str, Any]) -> bool:
     """
     splitter = spec.get("pre_tokenizer") or {}
     return (
-        spec.get("normalizer") is None
+        not spec.get("normalizer")
         and splitter.get("type") == "ByteLevel"
         and not splitter.get("add_prefix_space", True)
         and splitter.get("use_regex", True)
         and not any(
-            token.get("rstrip") or CUT_IN_A_LINE.search(token["content"])
-            for token in spec.get("added_tokens") or []
+            token.get("rstrip") or token.get("single_word") or CUT_IN_A_LINE.search(token["content"])
+            for token in spec.get("added_tokens", [])
         )
     )
 
@@ -130,8 +130,8 @@ class JsonTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         """Return a text's tokens, (tokens,), in the smallest unsigned dtype that has all tokens.
 
-        Raises UserError for a lone surrogate. The package `tokenizers` raises an Exception if its model has
-        no token for a part of the text, not even an unknown token.
+        Raises UserError for a lone surrogate, or if the model has no token for a part of the text, not even
+        an unknown token.
         """
         arrays = [np.empty(0, dtype=self._dtype)]
         for batch in in_batches(self.split(text), len, BATCH_CHARACTERS):
@@ -146,9 +146,9 @@ class JsonTokenizer(Tokenizer):
         try:
             for text in texts:  # some versions of the package raise TypeError, others encode other text
                 text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"the text is not valid Unicode: {reason_of(error)}") from None
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the package has no other type for a character without a token
+            raise UserError(f"the text has no tokens: {reason_of(error)}") from None
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:

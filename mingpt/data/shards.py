@@ -93,7 +93,7 @@ def inspect(path: Path, entry: FileMeta | None) -> ShardFile:
             content = b"".join(os.pread(file.fileno(), BLOCK_BYTES, place) for place in places)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {reason_of(error)}") from None
-    magic, version, tokens = struct.unpack("<3i", content[:12].ljust(12, b"\0"))
+    magic, version, tokens = struct.unpack("<2iI", content[:12].ljust(12, b"\0"))
     dtype, offset = FORMATS.get((magic, version)), HEADER_BYTES
     if dtype is None and path.name in HEADERLESS:
         dtype, offset, tokens = UINT16, 0, size // UINT16.itemsize

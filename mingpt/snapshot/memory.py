@@ -53,7 +53,7 @@ class MemoryFolder:
             raise OSError(errno.ENOSPC, f"No space left for two states, {2 * nbytes / 1e6:.1f} MB")
         Path(store.url).mkdir(exist_ok=True)
 
-    def clear(self, kept: int | None = None) -> None:
+    def clear(self, kept: int = -1) -> None:
         """Remove the run's snapshots on this machine, except those of the step `kept`. Errors are ignored."""
         for store in self.stores():
             with contextlib.suppress(OSError):

@@ -133,8 +133,16 @@ class Store(FileStore):
         return steps_in(self.names(), kind)
 
     def has_manifest(self, step: int) -> bool:
-        """Return whether `step` has a manifest, by asking for it. Some drivers return False on an error."""
-        return bool(self.files.exists(self.path(file_name(step, "json"))))
+        """Return whether `step` has a manifest. Raises OSError or an error of fsspec's driver.
+
+        Asks for the file, because a listing may be out of date, and by `info`, because `exists` of a local
+        folder returns False after any error; a snapshot must not be removed because of an error.
+        """
+        try:
+            self.files.info(self.path(file_name(step, "json")))
+        except FileNotFoundError:
+            return False
+        return True
 
     def possible_steps(self) -> list[int]:
         """Return the steps that may have a snapshot, newest first, without those of unfinished saves.
@@ -298,13 +306,14 @@ class Store(FileStore):
             if step < max(complete, default=0) and not self.has_manifest(step):
                 self.remove(step)
 
-    def clear(self, kept: int | None = None) -> None:
-        """Remove all snapshots but that of step `kept` (None: all), then the local folder if it is empty.
+    def clear(self, kept: int = -1) -> None:
+        """Remove all snapshots but that of the step `kept`, then the local folder if it is empty.
 
-        Files set aside or not finished are removed, too. Raises OSError or an error of fsspec's driver.
+        Files set aside or not finished are removed, too, but no file of a user. Raises OSError or an error of
+        fsspec's driver.
         """
         for name in filter(is_snapshot_file, self.names()):
-            if kept is None or step_of(name) != kept:
+            if step_of(name) != kept:
                 self.remove_file(name)
         if self.is_local:
             with contextlib.suppress(OSError):

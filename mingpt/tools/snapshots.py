@@ -30,7 +30,7 @@ def list_snapshots(store: Store) -> Iterator[tuple[int, str]]:
                 known, size = validation_loss(manifest), f"{manifest.bytes / 1e6:,.1f} MB"
                 loss = "-" if known is None else f"{known:.4f}"
             except (CorruptSnapshot, UnreadableSnapshot, UserError) as error:  # or of another version
-                if not store.has_manifest(step):
+                if match[0] not in store.list_names():
                     continue  # a job that runs has removed it meanwhile
                 log.warning(f"{match[0]}: {error}")
                 state = "damaged" if isinstance(error, CorruptSnapshot) else "unreadable"

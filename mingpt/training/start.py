@@ -258,7 +258,7 @@ class Begin:
                     return [Fault("snapshots", {"reason": f"{said}: {reason_of(error)}"})]
         if self.site.is_first:
             memory.remove_leftovers()
-            memory.clear(choice.step if choice else None)
+            memory.clear(choice.step if choice else -1)
         try:
             if self.site.keeps_snapshots:
                 store.prepare()

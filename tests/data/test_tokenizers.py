@@ -69,11 +69,12 @@ def test_a_vocabulary_may_leave_numbers_out() -> None:
         gpt2,
         lambda: with_added_tokens(added("\n\n", 50257), added("xy", 50258, lstrip=True)),
         lambda: with_added_tokens(added("x", 50257, rstrip=True)),
+        lambda: with_added_tokens(added(" x", 50257, single_word=True)),
         lambda: JsonTokenizer(cl100k_like(TEXT)),
         lambda: JsonTokenizer(edited(gpt2_content(), normalizer=REPLACE)),
         lambda: JsonTokenizer(edited(gpt2_content(), pre_tokenizer=BYTE_LEVEL | {"add_prefix_space": True})),
     ],
-    ids=["GPT-2", "added words", "a stripped end", "cl100k", "replacements", "a space before the text"],
+    ids=["GPT-2", "added words", "a stripped end", "a single word", "cl100k", "replacements", "a space before the text"],
 )
 def tokenizer(request: pytest.FixtureRequest) -> JsonTokenizer:
     made: JsonTokenizer = request.param()
@@ -86,7 +87,7 @@ PARTS = [*SPACES, *SPACES[:2], *WORDS_AND_SIGNS]
 
 @examples(150)
 @given(text=st.lists(st.sampled_from(PARTS), max_size=40).map("".join))
-@example(text="a).\n\nb (c);\n d a b\na\n x \n")
+@example(text="a).\n\nb (c);\n d a b\na\n x \na x")
 def test_a_text_encoded_in_pieces_has_the_tokens_of_the_whole(tokenizer: JsonTokenizer, text: str) -> None:
     """Texts for GPT-2's kind are cut, here into tiny pieces; those for kinds that show a cut are not."""
     with pytest.MonkeyPatch.context() as patch:

@@ -13,6 +13,7 @@ from support.snapshots import file_names, make_manifest, make_store, newest, wri
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.snapshot import Store, open_snapshot
+from mingpt.snapshot.layout import unfinished_name
 
 KINDS = ["json", "safetensors", "optimizer.safetensors"]  # endings of a snapshot's three files
 
@@ -119,6 +120,25 @@ def test_the_manifest_of_a_snapshot_is_removed_first(store: Store, monkeypatch: 
     disk.broken = False
     store.remove(1)
     assert file_names(store) == []
+
+
+def test_a_manifest_that_cannot_be_seen_is_not_taken_for_a_missing_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save is refused, and nothing is removed: the snapshot is valid when the disk works again."""
+    write(store, make_manifest(1))
+    Path(store.path(unfinished_name(1))).touch()
+    names = file_names(store)
+    disk = FaultyDisk(monkeypatch, "stat", "step_00000001.json", errno.EIO)
+    with pytest.raises(UserError, match="cannot be written to: Input/output error"):
+        store.prepare()
+    with pytest.raises(OSError, match="Input/output error"):
+        store.begin(1)
+    store.discard(1)
+    assert file_names(store) == names and disk.hits == 3
+    disk.broken = False
+    store.prepare()
+    assert newest(store)[0] == 1
 
 
 @pytest.mark.parametrize("failures", [1, 2])
