@@ -23,8 +23,8 @@ def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
     The state is a model's parameters and the optimizer's state, in float32, and the tokenizer, if the run has
     one. The manifest's configuration describes the model. Other tensors raise CorruptSnapshot. `entries` has
     the types and shapes of the snapshot's tensors, and `tokenizer` the tokenizer's bytes (None: there are
-    none). No tensor is read, and no tokenizer.json is parsed, because that takes a long time. Raises
-    UserError if a training loop of the user's own, not a run, wrote the snapshot.
+    none). No tensor is read, and no tokenizer of kind "json" is parsed, because that takes a long time.
+    Raises UserError if a training loop of the user's own, not a run, wrote the snapshot.
     """
     missing = sorted({"config", "tokenizer", "data", "software"} - manifest.model_fields_set)
     if len(missing) == 4:  # not corrupt: a different program wrote the snapshot, which stays as it is
@@ -63,9 +63,9 @@ def check_model(manifest: Manifest, entries: Entries, tokenizer: bytes | None) -
 
 
 def tensor_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
-    """Return the full shape of each parameter and of each tensor of the optimizer's state, by name.
+    """Return the unsharded shape of each parameter and of each tensor of the optimizer's state, by name.
 
-    Each name begins with "model." or "optimizer.". Raises the UserErrors of `parameter_shapes`.
+    Each name begins with "model." or "optimizer.". Raises UserError if these settings are those of no model.
     """
     sizes = {"vocab_size": vocab_size, "block_size": config.data.block_size}
     parameters = parameter_shapes(config.model, **sizes)
@@ -90,9 +90,9 @@ def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | Non
 def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
     """Return the tokenizer that the manifest describes, and whose bytes are `content`.
 
-    Raises ValueError if `content` is None, is not a tokenizer, or does not have the SHA-256 in the manifest
-    (if the manifest has one). Also raises ValueError if the tokenizer has more tokens than the model's
-    embedding has rows, or needs a package that is not installed.
+    Raises ValueError if `content` is None, is no tokenizer of the manifest's kind, or does not have the
+    SHA-256 in the manifest (if it has one). Also raises ValueError if this kind is unknown or needs a package
+    that is not installed, or if the tokenizer has more tokens than the model's embedding has rows.
     """
     about = manifest.tokenizer
     if content is None or about.sha256 not in (None, hashlib.sha256(content).hexdigest()):

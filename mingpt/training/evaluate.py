@@ -1,7 +1,7 @@
 """The validation loss, over all or some of the validation split, and a sample of text.
 
-`is_due` in start.py says after which steps a run is evaluated, and `eval_batches` in data/windows.py on which
-windows.
+`is_due` in start.py says after which steps training evaluates the model, and `eval_batches` in
+data/windows.py says which windows (token sequences) an evaluation reads.
 """
 
 import itertools
@@ -29,7 +29,7 @@ def eval_batch_size(config: Config) -> int:
 
 
 class Evaluator:
-    """Evaluates the model of a run. Ranks take batches in turn; the number of ranks changes no result."""
+    """Evaluates the model of a run. The ranks take batches in turn."""
 
     def __init__(self, run: Run) -> None:
         self.config, self.context, self.corpus = run.config, run.context, run.corpus
@@ -41,8 +41,9 @@ class Evaluator:
         The loss is computed without dropout, over all windows of the split or, if trainer.eval_windows is
         set, over at most that number of windows. If the size of the split in bytes is known, the result also
         has "val/bits_per_byte", for which a token has as many bytes as a token of the split on average.
-        Returns None on all ranks if the ranks have agreed to stop during training. Raises UserError on all
-        ranks if the data cannot be used. `step` is only put into events.
+        Returns None on all ranks if they agree to stop; with trainer.eval_only, StopRequested is raised
+        instead, or the process exits. All ranks raise UserError if a token is outside of the vocabulary. A
+        rank that cannot read its token shards raises ExpectedError. `step` is only put into events.
         """
         events.emit("evaluation_start", step=step)
         by_rank = self.context.gather_on_all(self.local_sums)
@@ -57,10 +58,11 @@ class Evaluator:
         return values
 
     def local_sums(self) -> Tensor:
-        """Return the sums of `evaluate_batch` for each batch, (2, batches); zeros for batches of other ranks.
+        """Return (sum of the losses in nats, number of targets) of each batch as a column, (2, batches).
 
-        A request to stop ends the loop early, and the remaining sums stay zero. Raises UserError, only on
-        this rank, if this rank cannot use its data. Collective if weights are sharded.
+        The columns of other ranks' batches are zeros. A request to stop during training ends the loop early,
+        and the remaining columns stay zero. Raises UserError, only on this rank, if a token is outside of the
+        vocabulary, and ExpectedError if token shards cannot be read. Collective if weights are sharded.
         """
         batches = self.corpus.val.eval_batches(eval_batch_size(self.config), self.config.trainer.eval_windows)
         sums = torch.zeros(2, len(batches), dtype=torch.float64)
@@ -88,7 +90,7 @@ class Evaluator:
     def evaluate_batch(self, windows: Tensor) -> Tensor:
         """Return (sum of the losses in nats, number of targets) of `windows`, which has the shape (B, T + 1).
 
-        The result is a float64 tensor on the CPU.
+        The result is a float64 tensor on the CPU. Collective if weights are sharded.
         """
         device, inputs, targets = self.context.device, windows[:, :-1], windows[:, 1:]
         with autocast(device, self.context.dtype):

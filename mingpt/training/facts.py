@@ -1,8 +1,8 @@
-"""What a rank finds out when a generation starts, and the folders, claim and data that it opens for that.
+"""What a rank finds out when a generation (the workers between two restarts) starts, and what it opens then.
 
-A `Site` belongs to one rank. Before the plan is made, a Site writes only what a start makes: the run folder
-with an empty log.txt, probes, and the claim (a job's right to write there). `plan.py` decides from the facts,
-and `start.py` carries the plan out.
+A `Site` belongs to one rank. It gathers facts, from which `plan.py` makes a plan, and `start.py` carries the
+plan out. Before that, a Site makes the run folder, log.txt, the claim (a job's right to write there), and
+probes: files by which nodes find out which folders they share.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Arrival(NamedTuple):
 
 
 class Site:
-    """What one rank opens at the start of a generation."""
+    """What one rank opens when a generation starts: the run folder, its claim, the snapshots and the data."""
 
     def __init__(self, config: Config, context: DistributedContext) -> None:
         self.config, self.context, self.launch = config, context, context.launch
@@ -67,7 +67,11 @@ class Site:
         self.reader = Reader([], self.check, context.rank)  # reads no snapshots if a rank has a fault
 
     def arrive(self) -> Arrival:
-        """Find this rank's device, make the run folder, and mark the folders for the other nodes."""
+        """Find this rank's device, make the run folder and probes, and return the Arrival, with its faults.
+
+        Probes are files by which several nodes find out which folders they share; the first rank of a node
+        makes them, unless it has a fault. With trainer.eval_only, neither the run folder nor a probe is made.
+        """
         faults = list[Fault]()
         own = self.context.find_own(self.config.trainer.device, self.config.trainer.dtype)
         if own.fault:
@@ -80,13 +84,13 @@ class Site:
         return Arrival(own, this_process(self.launch.agent_pid), self.probes, faults)
 
     def remove_probes(self) -> None:
-        """Remove the files by which other nodes know the folders. All ranks must have looked."""
+        """Remove the probe files that this rank has made for `look`, which must have ended on all ranks."""
         for folder, name in zip((self.path, Path(self.store_url)), self.probes, strict=True):
             if name:
                 remove_quietly(folder / name)
 
     def try_disks(self) -> list[Fault]:
-        """Return a fault if the disk of a path in the settings does not answer within DISK_S seconds."""
+        """Return a fault if the disk of run_dir, snapshot.path or data.path is silent for DISK_S seconds."""
         for place in (self.config.run_dir, self.config.snapshot.path, self.config.data.path):
             if place is not None and "://" not in place:
                 try:
@@ -96,7 +100,7 @@ class Site:
         return []
 
     def check_is_ours(self) -> list[Fault]:
-        """Return a fault if the run folder has files that a run would replace, but no run.json of a run.
+        """Return a fault if the run folder has files that a run replaces, and no readable run.json of a run.
 
         Empty files do not count: a run leaves an empty metrics.jsonl if the disk is full when it starts.
         """
@@ -110,7 +114,7 @@ class Site:
         return [Fault("not ours", {"run_dir": self.path, "names": ", ".join(found)})]
 
     def make_run_dir(self) -> list[Fault]:
-        """Make the run folder with a log.txt. Return a fault if it cannot be made or written to.
+        """Make the run folder with a log.txt. Return a fault if either cannot be made or written to.
 
         If the folder exists, and its disk is full, there is no fault, and log.txt may be missing.
         """
@@ -129,9 +133,10 @@ class Site:
         return Fault("not writable", {"run_dir": self.path, "reason": reason}, may_pass)
 
     def look(self, arrivals: Sequence[Arrival]) -> StartFacts:
-        """Claim the run folder, if this rank is to write there, and return this rank's facts.
+        """Claim the run folder if this rank writes there, open the snapshots and data, and return the facts.
 
-        A rank with a fault looks no further. The other ranks do: the job may go on without that rank's node.
+        `arrivals` has the Arrivals of all ranks, in order. A rank with a fault, which is then among its
+        facts, looks for no snapshots. The other ranks do: the job may go on without that rank's node.
         """
         own, rank = arrivals[self.context.rank], self.context.rank
         agents = tuple(dict.fromkeys(arrival.agent for arrival in arrivals))
@@ -174,7 +179,7 @@ class Site:
         return replace(facts, faults=faults) if faults else self.look_for_snapshots(facts)
 
     def acquire(self) -> list[Fault]:
-        """Claim the run folder on a rank that writes its records. Waits as `Claim.acquire` does."""
+        """If this rank writes the run's records, call `Claim.acquire`; return a fault if that fails."""
         try:
             if self.is_kept:
                 self.claim.acquire()
@@ -185,7 +190,7 @@ class Site:
         return []
 
     def open_store(self) -> list[Fault]:
-        """Open the folder or URL of snapshots; `claim.check` is called before a file gets its final name."""
+        """Construct the Store, whose writes check the claim; return a fault if its URL cannot be used."""
         try:
             self.store = Store(self.store_url, check_claim=self.claim.check)
         except UserError as error:
@@ -195,9 +200,9 @@ class Site:
         return []
 
     def open_data(self, is_needed: bool = True) -> list[Fault]:
-        """Open the data, if that was not done; data at a URL only if `is_needed`.
+        """Open the data, unless they are open already; return a fault if they cannot be used.
 
-        One rank of each node downloads a text from a URL. The others then find it in the cache.
+        Data at a URL are opened only if `is_needed`, at first by one rank of each node, to fill the cache.
         """
         if self.data is None and (is_needed or "://" not in self.config.data.path):
             try:
@@ -207,7 +212,7 @@ class Site:
         return []
 
     def look_for_snapshots(self, facts: StartFacts) -> StartFacts:
-        """Return `facts` with the snapshots that this node sees, on its first rank."""
+        """Return `facts`; on a node's first rank, add offers of the node's snapshots, as `offer` does."""
         stores = []
         if self.is_first:
             in_memory = run_folders(self.config.snapshot.memory_path, self.path)
@@ -216,7 +221,10 @@ class Site:
         return self.offer(facts, {})
 
     def offer(self, facts: StartFacts, faults: Mapping[Place, Exception]) -> StartFacts:
-        """Return `facts` with what the Reader offers once the snapshots `faults` are left out."""
+        """Return `facts` with this rank's offers, now that the snapshots in `faults` must not be used.
+
+        If a snapshot raises UserError, such as for an unknown schema version, adds a Fault instead of offers.
+        """
         for (rank, store, step), error in faults.items():
             if rank == self.context.rank:
                 self.reader.reject(store, step, error)
@@ -227,9 +235,9 @@ class Site:
         return replace(facts, offers=offers)
 
     def check(self, manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-        """Raise CorruptSnapshot if no run of this program can have written the snapshot.
+        """Raise CorruptSnapshot for a snapshot that a run must not use, such as one past trainer.max_steps.
 
-        For further errors see `check_model`.
+        For the arguments and further errors see `check_model`.
         """
         check_model(manifest, entries, tokenizer)
         if manifest.step > manifest.settings.trainer.max_steps:
@@ -242,7 +250,7 @@ class Site:
             raise CorruptSnapshot("it lacks the tokenizer of the text")
 
     def read_history(self) -> dict[str, bytes]:
-        """Return the contents of this node's HISTORY_FILES; b"" for a missing file."""
+        """Return {name: content} of the HISTORY_FILES; b"" for a missing file. May raise OSError."""
         paths = [self.path / name for name in HISTORY_FILES]
         # A run that died at once has no records.
         return {path.name: path.read_bytes() if path.exists() else b"" for path in paths}
@@ -257,7 +265,7 @@ class Site:
 
 
 def holds_something(path: Path) -> bool:
-    """Return whether there is anything at `path`, such as a link or a pipe, but an empty file."""
+    """Return whether `path` can be found, also as a link or a pipe, and is not an empty file."""
     try:
         status = path.lstat()
     except OSError:
@@ -282,7 +290,7 @@ def write_probe(folder: Path) -> str:
 
 
 def lowest_rank_there(folder: Path, probes: Sequence[str]) -> int:
-    """Return the lowest rank whose probe is in `folder`; 0 if none is there, as with one node."""
+    """Return the lowest rank whose file, which `probes` names by rank, is in `folder`; 0 if none is there."""
     seen = (rank for rank, name in enumerate(probes) if name and os.path.exists(folder / name))
     return next(seen, 0)
 

@@ -5,9 +5,9 @@ ranks call it with the same facts, and get the same answer. The answer is a Star
 snapshot the run goes on and who writes what; a Refusal, if the run does not start; or Again, if some of the
 snapshots that were offered must not be used, so that the ranks have to look for older ones.
 
-REFUSALS has the reasons of a Refusal. In a job's first generation a reason ends the job. In a later
-generation, a reason for which some nodes are at fault concerns only these nodes, and the job goes on without
-them (`refuse`): it starts again, without their facts.
+REFUSALS has the reasons of a Refusal. `refuse` decides whom a reason concerns: all nodes or, in a restart or
+a later round (a common start of workers by all agents), only the nodes at fault. Then the other nodes start
+again, without the facts of these nodes.
 """
 
 import hashlib
@@ -113,7 +113,7 @@ NO_RUN, NO_OFFER = Records(), Offer(-1, False, "", 0, 0)
 
 @dataclass(frozen=True)
 class StartFacts:
-    """What one rank knows when a generation starts."""
+    """What one rank knows when a generation (the workers between two restarts) starts."""
 
     config: Config
     node: int = 0
@@ -149,14 +149,14 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Again:
-    """Offers that must not be used, and why."""
+    """Snapshots that were offered but must not be used, and why: the ranks have to look for others."""
 
     faults: dict[Place, Exception]
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a generation starts from; the same on all ranks."""
+    """What a generation (the workers between two restarts) starts from; the same on all ranks."""
 
     run_id: str
     is_restart: bool  # false in a job's first generation
@@ -225,18 +225,18 @@ def plan_start(facts: Sequence[StartFacts]) -> Start | Refusal | Again:
 
 
 def was_restarted(facts: Sequence[StartFacts]) -> bool:
-    """Return whether this is not the job's first generation, by all evidence that there is.
+    """Return whether an earlier generation (workers between two restarts) of this job is known to have begun.
 
     The launcher's store may have been lost with its host: then only run.json shows an earlier generation. And
-    run.json may have been lost with its disk: then only the store shows it. One witness is enough.
+    run.json may have been lost with its disk: then only the store shows it.
     """
     return any(one.was_restarted or one.records.of_this_job for one in facts)
 
 
 def kept_run(records: Iterable[Records]) -> Records:
-    """Return the records of the run that goes on; if two parts of a job differ, that which has come further.
+    """Return, of the nodes' records, those of the run that goes on; the defaults if no node has a run.
 
-    Records of this job come first, then those of the later step.
+    Records of this job come before others, then those with the later last step.
     """
     return max((one for one in records if one.run), default=Records(), key=lambda one: one[:3])
 
@@ -249,7 +249,7 @@ def is_of_run(offer: Offer, run: str | None) -> bool:
 def find_source(facts: Sequence[StartFacts], step: int) -> int | None:
     """Return the rank whose node has the most complete records up to `step`.
 
-    Returns None if no node has any, or if all nodes share one folder.
+    Returns None if no node has records of a run, or if one rank writes the records of all nodes.
     """
     known = [
         (len(one.records.distrusted), min(one.records.last_step, step), one.records.generations, -rank)
@@ -261,7 +261,7 @@ def find_source(facts: Sequence[StartFacts], step: int) -> int | None:
 
 
 def distrusted_entries(records: Iterable[Records]) -> list[dict[str, Any]]:
-    """Return the entries about wrong results in the run.json of all nodes."""
+    """Return the entries about workers that computed wrongly (history.Distrusted) in all nodes' run.json."""
     return [entry for one in records for entry in one.distrusted]
 
 
@@ -270,8 +270,8 @@ def refuse(
 ) -> Refusal:
     """Return the refusal with the sentence of `kind` in REFUSALS, because of the ranks `at_fault`.
 
-    The job goes on without the nodes of these ranks if it has other nodes, and if this is not its first
-    generation or round. Otherwise, or if no ranks are named, the job ends.
+    In a restart or a later round (a common start of workers by all agents), the job goes on without the nodes
+    of these ranks if it has other nodes. Otherwise, or if no ranks are named, all nodes are refused.
     """
     sentence, nodes = REFUSALS[kind].format(**values), frozenset(one.node for one in at_fault)
     hosts = list(dict.fromkeys(one.host for one in at_fault))
@@ -297,11 +297,12 @@ def check_nodes(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | None
 
 
 def check_agreement(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | None:
-    """Return in what the nodes contradict each other; None if they agree.
+    """Return a Refusal if the nodes contradict each other, or if the settings do not suit them; else None.
 
-    In a restart, the nodes that differ from the rest of the job are at fault: the job's settings are on
-    record in run.json, its data and its kind of device in its snapshots. If nothing is on record, rank 0 is
-    right. The value "" is that of a rank that does not know.
+    At fault are nodes whose device type, settings, data or run differ from what is on record: in run.json or,
+    in a restart, in the run's snapshots. If nothing is on record, or no node has it, nodes that differ from
+    rank 0 are at fault. A rank that does not know its value ("") is not. Settings do not suit if they ask for
+    fsdp on Apple's GPU, or if a job begins with more workers than a step has micro-batches.
     """
     config, kept = facts[0].config, kept_run(one.records for one in facts)
     offers = [offer for one in facts for offer in one.offers if is_restart and is_of_run(offer, kept.run)]
@@ -337,7 +338,7 @@ def check_agreement(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | 
 
 
 def shared_settings(config: Config) -> dict[str, Any]:
-    """Return {name: value} of the settings that must be the same on all workers of a job."""
+    """Return {name: value} of settings that must be the same on all workers; for snapshot.path, its kind."""
     settings, path = to_dict(config), config.snapshot.path
     place = "null" if path is None else ("a URL" if "://" in path else "a folder")
     flat = flatten(settings) | {"snapshot.path": place}
@@ -345,12 +346,12 @@ def shared_settings(config: Config) -> dict[str, Any]:
 
 
 def settings_digest(config: Config) -> str:
-    """Return a digest of all settings that must be the same on all workers of a job."""
+    """Return the SHA-256, in hex, of the settings that must be the same on all workers: `shared_settings`."""
     return hashlib.sha256(repr(sorted(shared_settings(config).items())).encode()).hexdigest()
 
 
 def notes_on(facts: Sequence[StartFacts], threads: int, generation: int) -> list[str]:
-    """Return what a user should know of the start of this generation; `threads` is the number in use."""
+    """Return lines for the log on generation number `generation`, which uses `threads` threads per worker."""
     notes, given, programs = [], facts[0].threads, {one.host: one.program for one in facts}
     if len(set(programs.values())) > 1:
         notes.append(f"the nodes run different programs, which may compute different bits: {programs}")
@@ -375,12 +376,12 @@ def changed_settings(manifest: Manifest, config: Config) -> list[str]:
 
 
 def find_unusable(facts: Sequence[StartFacts], is_restart: bool) -> dict[Place, Exception]:
-    """Return the offers that other nodes' records forbid, and why.
+    """Return {place of an offer: error} for the snapshots that must not be used, by the records of all nodes.
 
-    - A snapshot that may hold wrong results of a worker is corrupt: it is past the last step at which all
-      workers agreed, and of a generation before the difference was found (`is_distrusted`).
-    - A node that joined may have brought a snapshot that is not of this job: a later one than that from which
-      the job began, with other settings or data. It is not corrupt, and must not be renamed.
+    - CorruptSnapshot if a worker may have computed the snapshot wrongly: it is past the last step at which
+      all workers agreed, and not of a generation after the one that found the difference (`is_distrusted`).
+    - UnreadableSnapshot, in a restart, if the snapshot has other settings or data, and is past the step from
+      which the job began. A node that joined may have brought it. It is not corrupt, and must not be renamed.
     """
     records = [one.records for one in facts]
     distrusted = [(entry["after"], entry["before_generation"]) for entry in distrusted_entries(records)]
@@ -403,10 +404,11 @@ def find_unusable(facts: Sequence[StartFacts], is_restart: bool) -> dict[Place, 
 def check_lost(
     facts: Sequence[StartFacts], found: Found, is_restart: bool, run: str | None
 ) -> Refusal | None:
-    """Return why a run must not begin at step 0: it has, or may have, a snapshot past step 0.
+    """Return a Refusal if the run has, or may have, a snapshot past step 0 but no valid one; else None.
 
-    Returns None if a valid snapshot past step 0 was found. Snapshots that cannot be read always refuse the
-    start. Otherwise a run may begin anew with snapshot.resume=never, and with trainer.eval_only.
+    It may have one if a snapshot cannot be read or, in a restart, if `run`, the id in run.json, is None. If
+    its snapshots are only corrupt or missing, there is no Refusal with trainer.eval_only or, in a job's first
+    generation, with snapshot.resume=never.
     """
     config, reasons = facts[0].config, [str(offer) for offer in found.unreadable()]
     if found.choice and found.choice.step > 0:
@@ -439,8 +441,8 @@ def check_choice(
     """Return why the run must not go on from the snapshot that was found, or without one; None if it may.
 
     `run` is the id of the run on record; None if there is none. `changes` are the settings that differ from
-    the snapshot's. In a restart from a snapshot only data and hardware count: the first generation has passed
-    all other checks.
+    the snapshot's and matter, and `dtype` is that of matrix products. In a restart from a snapshot only data
+    and hardware are checked.
     """
     config, choice, is_first = facts[0].config, found.choice, not is_restart
     resume, only_evaluates = config.snapshot.resume, config.trainer.eval_only
@@ -479,9 +481,9 @@ def shorten(reasons: list[str]) -> str:
 
 
 def skipped_snapshots(found: Found, config: Config) -> list[str]:
-    """Return a line for each snapshot on disk, and each folder, that a rank could not read.
+    """Return a line for each snapshot on disk, and each folder, that cannot be read or is not of this job.
 
-    With trainer.eval_only also a line for each corrupt snapshot; a run that trains renames these.
+    With trainer.eval_only, which renames no snapshot, also a line for each corrupt one.
     """
     skipped = found.on_disk() if config.trainer.eval_only else found.unreadable()
     lines = {(offer.step, offer.where, offer.fault) for offer in skipped if offer.fault}

@@ -1,13 +1,14 @@
 """Replay: a check that all workers compute alike. The workers compare copies of the state, and gradients.
 
 With deterministic kernels, workers with processors of one kind compute the same bits. So if two results
-differ, at least one result is wrong: a core, a GPU or its memory has failed without an error. If the
-processors are of different kinds, or environment variables choose different kernels, nothing is compared.
+differ, at least one result is wrong: a core, a GPU or its memory has failed without an error. Only
+trainer.reduction=exact makes torch use deterministic kernels. If the processors are of different kinds, or
+environment variables choose different kernels, nothing is compared.
 
 A replay is made before a step. First the workers compare their copies of the weights and of the optimizer's
 state, unless these are sharded. If the copies are equal, each worker computes gradients of two micro-batches:
-its own first micro-batch of the step, and that of the next worker. The gradients are not summed over workers.
-The workers compare digests (hashes) of these gradients.
+its own first one in the step, or number 0 if it has none, and the next worker's; a single worker repeats its
+own. The workers compare digests (hashes) of these gradients, which are not summed.
 """
 
 import logging
@@ -56,7 +57,7 @@ def fetch(*found: Mapping[str, torch.Tensor]) -> list[Digests]:
 
 
 class Replay:
-    """The replays of one generation (the workers between two restarts).
+    """Compares what all workers hold and compute (a replay), before some steps up to the next restart.
 
     Construct it on all ranks, then call `check` on all ranks before each step.
     """
@@ -102,8 +103,9 @@ class Replay:
     def check(self) -> None:
         """If a replay is due before this step, compare the workers' copies and gradients. Collective.
 
-        If copies or gradients differ, the snapshots newer than the last replay in which all workers agreed
-        are set aside (`Saving.set_aside_after`). Then all ranks raise NonRetryableError.
+        If copies or gradients differ, the snapshots newer than `Saving.replayed_step`, the last step at which
+        the workers count as alike, are set aside (renamed). Then all ranks raise NonRetryableError. A rank
+        that cannot read its token shards raises ExpectedError.
         """
         if not self.is_due():
             return
@@ -132,7 +134,7 @@ class Replay:
         """Compute each rank's first micro-batch twice, on two ranks if possible, and compare. Collective.
 
         Returns (ranks that may be wrong, end of a message about these ranks). Returns None if the gradients
-        are equal. Also returns None if a rank cannot read the data.
+        are equal, or if a rank's data raise UserError. Raises ExpectedError if token shards cannot be read.
         """
         rank, workers = self.context.rank, self.context.world_size
         mine, others = self.numbers[rank], self.numbers[(rank + 1) % workers]
@@ -163,7 +165,8 @@ class Replay:
     def read(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return micro-batch `number` of the coming step: inputs and targets, (B, T) each, on the device.
 
-        Raises UserError if the data cannot be used.
+        Raises UserError if a token is outside of the vocabulary, ExpectedError if token shards cannot be
+        read.
         """
         size = self.config.trainer.micro_batch_size
         starts = self.sampler.window_starts(self.state.windows_seen + number * size, size)
@@ -171,11 +174,11 @@ class Replay:
         return inputs, targets
 
     def digests(self, number: int) -> dict[str, torch.Tensor]:
-        """Compute the gradients of micro-batch `number` on this rank; return a digest (hash) of each.
+        """Compute the gradients of micro-batch `number` on this rank; return {name: digest (hash)}.
 
-        The gradients are those before any sum over ranks. A digest is a scalar tensor. Its key is the name of
-        a parameter, or a phrase for a part of the model that is reduced as a whole. Collective if weights are
-        sharded.
+        The gradients are those before any sum over ranks. A digest is a scalar tensor. The name is a
+        parameter's; under fsdp with several workers, it is "the model" or a block such as "block 3", whose
+        gradients have one digest. Raises the errors of `read`. Collective if weights are sharded.
         """
         inputs, targets = self.read(number)
         if self.config.model.dropout:
@@ -183,10 +186,11 @@ class Replay:
         return self.strategy.digests(inputs, targets)
 
     def end_job(self, ranks: list[int], what: str) -> NoReturn:
-        """Call `Saving.set_aside_after` for the last replay in which all workers agreed. Collective.
+        """Set aside the snapshots newer than the step `Saving.replayed_step`, and end the job. Collective.
 
-        Then raises NonRetryableError on all ranks. `ranks` are the ranks that may be wrong. The message
-        names their workers, followed by `what`, which says why they may be wrong.
+        Raises NonRetryableError, unless `Saving.set_aside_after` raises an error on this rank. `ranks` are
+        the ranks that may be wrong. The message names their workers, followed by `what`, which says why they
+        may be wrong.
         """
         context, agreed_step, run_logger = self.context, self.saving.replayed_step, self.run_logger
         device, places = self.environment.device, context.places  # devices of one kind: `are_alike`

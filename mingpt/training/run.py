@@ -1,4 +1,4 @@
-"""A Run is what a generation trains with: its state, its sampler of the data, and its environment.
+"""A Run is what a generation (the workers between two restarts) trains with, such as state and sampler.
 
 The weights come from a snapshot, from snapshot.init_from, or from the seed.
 """
@@ -61,7 +61,7 @@ class Run:
 
 @contextlib.contextmanager
 def out_of_memory_explained() -> Iterator[None]:
-    """Return a context that turns torch's out-of-memory errors, on CPU or GPU, into an ExpectedError."""
+    """Return a context that turns torch's out-of-memory errors, on CPU or CUDA GPU, into an ExpectedError."""
     try:
         yield
     except RuntimeError as error:
@@ -78,8 +78,9 @@ def out_of_memory_explained() -> Iterator[None]:
 def build_run(config: Config, context: DistributedContext, start: StartPoint) -> Run:
     """Build the run. Its weights come from the snapshot in `start`, else snapshot.init_from, else the seed.
 
-    Raises UserError on all ranks if settings and weights do not go together. Raises ExpectedError on a rank
-    that has too little memory. Collective.
+    Raises UserError on all ranks if settings and weights do not go together. A rank may raise ExpectedError
+    if it has too little memory, CorruptSnapshot or UnreadableSnapshot if a snapshot cannot be read.
+    Collective.
     """
     trainer = config.trainer
     if trainer.reduction == "exact":
@@ -181,8 +182,8 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
     """Set the weights of `state` to those of snapshot.init_from, if that is set; else draw random weights.
 
     A random weight depends on the seed and on the weight's name. All ranks get the weights of rank 0, because
-    machines of different kinds may draw different numbers from one seed. Raises UserError on all ranks if the
-    weights of snapshot.init_from do not fit the model. Collective.
+    machines of different kinds may draw different numbers from one seed. Raises the errors of
+    `match_weights`: a UserError on all ranks, any other error on rank 0. Collective.
     """
     initial, tokenizer = start.initial, start.corpus.tokenizer
     shapes, parts = state.strategy.shapes, state.tensors()
@@ -206,8 +207,9 @@ def match_weights(
 ) -> dict[str, Tensor]:
     """Return the weights of `initial`, by name, for a new run with parameters of the shapes `shapes`.
 
-    `tokenizer` is the new run's tokenizer. Learned positions past those in `shapes` are left out. Raises
-    UserError if the models differ otherwise, or if both tokenizers are known and differ.
+    `initial` is the snapshot of snapshot.init_from, `tokenizer` that of the new run. Learned positions past
+    those in `shapes` are left out. Raises UserError if model.arch or a size differs otherwise, or if the
+    tokenizer of `initial` is unusable or known to differ. May raise CorruptSnapshot or UnreadableSnapshot.
     """
     origin = f"snapshot.init_from={config.snapshot.init_from}"
     there, here = vars(initial.config.model), vars(config.model)
@@ -227,10 +229,10 @@ def match_weights(
 
 
 def compile_on_all_ranks(config: Config, context: DistributedContext, model: GPT) -> bool:
-    """Compile each block of `model` in place; return whether the blocks are compiled. Collective.
+    """Let torch.compile compile each block of `model` at its first call; return whether it will. Collective.
 
     Each rank first tries to compile one block that is not sharded. If that fails on any rank, no block is
-    compiled on any rank, because all ranks compute with the same kernels.
+    compiled on any rank, so that all ranks compute with the same kernels.
     """
     trainer = config.trainer
     x = torch.zeros(
@@ -251,7 +253,7 @@ def compile_on_all_ranks(config: Config, context: DistributedContext, model: GPT
 def compare_environment(then: dict[str, Any], environment: Environment) -> None:
     """Log one line if `environment` differs from `then`, the environment in which the snapshot was written.
 
-    The run's bits may then differ from those of an undisturbed run.
+    After that, the run may give other bits than an undisturbed run. Fields that `then` lacks do not count.
     """
     now = asdict(environment)
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]

@@ -17,7 +17,7 @@ Named = tuple[str, bytes | UserError]  # what data.tokenizer names, and its byte
 
 
 def tokenizer_path(config: Config, has_snapshot: bool, is_restart: bool, beside: str) -> str | None:
-    """Return the path or name of the tokenizer that rank 0 has to read for all ranks; None if there is none.
+    """Return the path or name of the tokenizer that rank 0 has to read for all ranks; None if it reads none.
 
     `beside` is the path of the tokenizer.json beside rank 0's data, "" if there is none.
     """
@@ -28,7 +28,7 @@ def tokenizer_path(config: Config, has_snapshot: bool, is_restart: bool, beside:
 
 
 def read_tokenizer(path: str) -> Named:
-    """Read the tokenizer that data.tokenizer names."""
+    """Return (`path`, the bytes of the tokenizer at `path`, or the UserError why it cannot be read)."""
     try:
         return path, read_named_tokenizer(path)
     except UserError as error:  # it does not matter to a run whose snapshot has a tokenizer
@@ -46,8 +46,9 @@ def load_corpus(
 ) -> Corpus:
     """Tokenize `data` for a run that goes on from `state`; None means a fresh run.
 
-    `named` is what rank 0 has read at `tokenizer_path`. With `is_told`, log what is missing. Raises UserError
-    if a tokenizer is not suitable, or if the data cannot be used.
+    `origin` has the manifest and the tokenizer's bytes of the snapshot from which a fresh run takes its
+    weights, if any. `named` is what `read_tokenizer` has returned on rank 0; None if nothing had to be read.
+    With `is_told`, log what is missing. Raises UserError if a tokenizer or the data cannot be used.
     """
     rows = state.manifest.tokenizer.vocab_size if state else None
     if state:
@@ -73,8 +74,8 @@ def snapshot_tokenizer(
     """Return the tokenizer of the snapshot; None if the snapshot has no tokenizer.
 
     Raises UserError if the tokenizer cannot be used. In a job's first generation, also raises UserError if
-    data.tokenizer names a different tokenizer. If the named tokenizer cannot be read or made, that is logged,
-    and the snapshot's tokenizer is returned.
+    data.tokenizer names a different tokenizer. If the named tokenizer cannot be read or made, the snapshot's
+    tokenizer is returned, and with `is_told` a log line says why. For `named` see `load_corpus`.
     """
     carried = make_tokenizer(state.manifest, state.tokenizer)
     if config.data.tokenizer == "auto" or is_restart:
@@ -104,7 +105,7 @@ def choose_tokenizer(
     - The tokenizer of `origin`. For a text, an origin without a tokenizer raises UserError.
     - A tokenizer of characters for a text, None for token shards.
 
-    Raises UserError if the tokenizer cannot be used.
+    Raises UserError if the tokenizer cannot be used. For `origin` and `named` see `load_corpus`.
     """
     if named:
         path, content = named

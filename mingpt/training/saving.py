@@ -1,4 +1,4 @@
-"""How a run's state is saved: to which tiers, which ranks write there, and what the manifest says."""
+"""How a run's state is saved: to which tiers (disk, memory), by which ranks, and what the manifest says."""
 
 import logging
 import math
@@ -31,8 +31,8 @@ class Saving:
     The constructor is collective. The tier `disk` is the folder or URL of snapshots, the tier `memory` the
     memory of a node. If the state is not sharded, the lowest rank that sees a folder of snapshots writes
     there, and the first worker of each node writes to the node's memory. If the state is sharded, one rank
-    writes to both tiers or, if nodes share no folder, two ranks on different nodes do. A snapshot counts as
-    durable once the main rank, the first writer, has written the snapshot to disk.
+    writes to both tiers or, if not all nodes share a folder, two ranks on different nodes do. A snapshot
+    counts as durable once the main rank, the first writer, has written the snapshot to disk.
     """
 
     def __init__(self, run: Run, run_logger: RunLogger | None) -> None:
@@ -103,8 +103,8 @@ class Saving:
     def counts(self) -> tuple[int, int, int]:
         """What `note_counts` needs of each rank; the ranks' numbers are added up.
 
-        These are the step of the newest snapshot that this generation has written to disk (0 on all ranks but
-        the main rank), whether this rank is busy writing, and whether this rank cannot save to memory.
+        These are the step of the newest snapshot that this generation wrote to disk (0 except on the main
+        rank), whether this rank is writing, and whether its last save to memory failed, but for a lost peer.
         """
         written = self.disk.written if self.is_main else 0
         error = self.memory.error
@@ -113,7 +113,7 @@ class Saving:
         return written, not self.saver.wait(timeout_s=0.0), has_failed
 
     def note_counts(self, written: int, busy: int, failed: int) -> None:
-        """Take note of the sums of `counts` over all ranks, which all ranks get in the same step."""
+        """Set `is_busy` and `durable_step` from all ranks' summed `counts`; if `failed`, give up memory."""
         self.is_busy = busy > 0
         if failed:
             self.give_up_memory()
@@ -125,9 +125,9 @@ class Saving:
     def allocate(self) -> None:
         """Prepare for the first step: allocate the staging buffer, and the folders in memory. Collective.
 
-        If a node's memory has no room for two states, no rank saves to memory. Each writer of the first tier
-        then gets the snapshot from which this generation starts, unless the writer sees it. So a change of
-        writers never leaves a single copy.
+        If a node's memory has no room for two states, or no folder, no rank saves to memory. Each writer of
+        the first tier (memory or, if nothing is saved there, disk) that does not see the snapshot from which
+        this generation starts then gets a copy. A write that fails raises no error here.
         """
         rank, tensors = self.context.rank, self.state.tensors()
         if self.memory in self.saver.tiers and rank in self.memory.writers:
@@ -148,7 +148,10 @@ class Saving:
             self.saver.wait()
 
     def give_up_memory(self) -> None:
-        """Save no more to memory; the next snapshot on disk replaces those in memory. All ranks call this."""
+        """Save no more to memory. All ranks call this.
+
+        If this rank writes to disk, its next snapshot there replaces those in its node's memory.
+        """
         if self.memory not in self.saver.tiers:
             return
         self.saver.tiers.remove(self.memory)
@@ -162,7 +165,7 @@ class Saving:
         self.disk.replaces += self.start.memory.stores()
 
     def is_new_best(self, loss: float) -> bool:
-        """Return whether `loss` is the lowest validation loss known so far; if so, remember `loss`.
+        """Return whether `loss` is lower than the validation losses known so far; if so, remember `loss`.
 
         Always returns False without snapshot.keep_best.
         """
@@ -172,7 +175,7 @@ class Saving:
         return is_best
 
     def is_missing(self) -> bool:
-        """Return whether any rank that writes to disk has yet to save the present step. Collective."""
+        """Return whether any rank that saves to disk has not begun to save the present step. Collective."""
         is_missing_here = self.saver.takes_part(self.disk) and self.disk.begun < self.state.step
         return any(self.context.all_gather_object(is_missing_here))
 
@@ -180,11 +183,10 @@ class Saving:
         """Copy the present state if a save is due, and write the copy in the background. Collective.
 
         On return the state may change. `is_end` means that this generation saves no later step, `is_wanted`
-        that the step is to be on disk, for its validation loss. Before a save to disk, waits until the
-        previous save has ended, unless the snapshot of that save is known to be durable. Raises ClaimLost on
-        a rank whose previous write failed because the claim (the right to write there) is lost. No other
-        failed write raises an error here; `finish` raises an error if the main rank's last write to disk
-        failed.
+        that the step is to be on disk, for its validation loss. May first wait until the previous save has
+        ended. If a save to disk is due, a rank whose last write to disk failed because the claim (the right
+        to write there) is lost raises ClaimLost. No other failed write raises an error here; `finish` raises
+        an error if the main rank's last write to disk failed.
         """
         step = self.state.step
         # A node that writes by itself leaves out its own saves while it is busy, and nobody waits for it.
@@ -208,9 +210,10 @@ class Saving:
             events.emit("save_end", kind=tier.name, step=step)
 
     def manifest(self, metrics: dict[str, dict[str, float]] | None = None) -> Manifest:
-        """Return a manifest of the present step, with the last records of metrics.
+        """Return a manifest of the present step, without the fields that depend on the snapshot's files.
 
-        The fields that depend on the snapshot's files are added later.
+        `metrics` has the last record of each kind, as in {"val": {"step": 100, "val/loss": 1.5}}; None stands
+        for those in the manifest from which this generation started.
         """
         state, files = self.state, dict(self.corpus.files)
         return Manifest(
@@ -269,9 +272,9 @@ class Saving:
     def finish(self) -> str:
         """Wait until the last snapshot is on disk; return the SHA-256, in hex, of its file of weights.
 
-        If the main rank's disk or URL cannot be written to, all ranks raise NonRetryableError. But the errors
-        that `describe_failure` raises are raised only on the main rank. After a failure the snapshots in
-        memory are kept, because they may be newer than those on disk. Collective.
+        If the main rank's last write to disk failed, all ranks raise NonRetryableError. But the errors that
+        `describe_failure` raises are raised only on the main rank. After a failure the snapshots in memory
+        are kept, because they may be newer than those on disk. Collective.
         """
         self.wait()
         failure = self.describe_failure() if self.is_main else None
@@ -305,10 +308,10 @@ class Saving:
         )
 
     def set_aside_after(self, step: int) -> int:
-        """Set aside by name the snapshots newer than `step`, on every disk and in every memory. Collective.
+        """Rename the snapshots newer than `step`, on each disk and in each node's memory: none is used again.
 
-        In each folder only one rank renames. Returns the step of the newest snapshot that is left on the main
-        rank's disk; 0 if none is left.
+        Collective. Returns the step of the newest snapshot that is left on the main rank's disk; 0 if none is
+        left. A rank that cannot list or rename its files raises OSError or an error of fsspec's driver.
         """
         self.wait()
         stores = [self.disk.store] if self.start.keeps_snapshots else []

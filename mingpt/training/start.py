@@ -1,9 +1,8 @@
-"""The start of a generation (the workers between two restarts), in the same order on all ranks.
+"""The start of a generation (the workers between two restarts): all ranks take the same steps in one order.
 
 Each rank gathers facts (facts.py), all ranks exchange them, and `plan_start` (plan.py) decides. Then the
 snapshot's bytes are checked, and what the plan says is done: corrupt snapshots are renamed, records are
-copied to nodes that lack them, the data are tokenized. The result is a StartPoint, from which run.py builds
-the state.
+copied to other nodes, the data are tokenized. The result is a StartPoint, from which run.py builds the state.
 """
 
 import logging
@@ -51,7 +50,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StartPoint(RunStart):
-    """Everything that this generation starts from. `find_start` makes a StartPoint on each rank.
+    """Everything that a generation (the workers between two restarts) starts from. `find_start` makes it.
 
     Most fields are the same on all ranks. Fields about this process, or about files on this node, may differ,
     such as `is_main` and `is_kept`.
@@ -109,7 +108,8 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
 
     With trainer.eval_only, the run folder is not claimed. Raises UserError if the settings, folders, data or
     snapshots do not allow the start. If the job goes on without some nodes, raises NodeRefused on their
-    ranks, and NodesLeave on all other ranks. A request to stop raises StopRequested, or ends the process.
+    ranks, and NodesLeave on all other ranks. A request to stop raises StopRequested, or ends the process. A
+    rank that loses the claim raises ClaimLost. For further errors see `DistributedContext.settle`.
     """
     site = Site(config, context)
     arrivals = context.gather_on_all(site.arrive)
@@ -130,7 +130,7 @@ def is_due(trainer: TrainerConfig, step: int) -> bool:
 
 
 def end(refusal: Refusal, facts: Sequence[StartFacts], context: DistributedContext) -> NoReturn:
-    """Raise what a refusal means for this rank: UserError, NodeRefused or NodesLeave."""
+    """Raise UserError if all nodes are refused; else NodeRefused on these nodes, NodesLeave on the others."""
     if refusal.nodes is None:
         error = UserError(refusal.sentence)
         error.may_pass = refusal.may_pass
@@ -143,17 +143,17 @@ def end(refusal: Refusal, facts: Sequence[StartFacts], context: DistributedConte
 
 
 class Begin:
-    """Carries out the plan of a start, on one rank."""
+    """Chooses the plan of a start and carries it out, on one rank."""
 
     def __init__(self, site: Site, facts: list[StartFacts]) -> None:
         self.site, self.config, self.context, self.facts = site, site.config, site.context, facts
         self.initial: Snapshot | None = None  # of snapshot.init_from, on rank 0 of a fresh run
 
     def choose(self) -> tuple[Start, StoredState | None]:
-        """Return the plan, and its snapshot. Collective.
+        """Return (the plan, the state in its snapshot or None). Collective.
 
-        The snapshot's bytes are checked before the plan counts, also if it is to refuse the snapshot: if the
-        bytes are bad, another snapshot or none is there.
+        All bytes of the plan's snapshot are checked first. If they are bad, the ranks make a new plan without
+        this snapshot. If the plan is a Refusal, raises the errors of `end`.
         """
         plans = list[Start | Refusal]()
 
@@ -178,12 +178,12 @@ class Begin:
         self.facts = self.context.gather_on_all(lambda: self.site.offer(own, faults))
 
     def read_origin(self) -> Origin:
-        """Open the snapshot of snapshot.init_from; return what all ranks need of it."""
+        """Open the snapshot of snapshot.init_from; return (its manifest, its tokenizer's bytes or None)."""
         self.initial = open_snapshot(str(self.config.snapshot.init_from), check_model, weights_only=True)
         return self.initial.manifest, self.initial.read_tokenizer()
 
     def carry_out(self, plan: Start, state: StoredState | None) -> StartPoint:
-        """Do what the plan says; return what this generation starts from. Collective."""
+        """Do what the plan says; `state` is that of its snapshot. Return the StartPoint. Collective."""
         config, context, site = self.config, self.context, self.site
         memory = MemoryFolder(config.snapshot.memory_path, plan.run_id, site.path)
         is_fresh = config.snapshot.init_from is not None and state is None
@@ -244,9 +244,9 @@ class Begin:
         """Rename corrupt snapshots on disk, and remove useless snapshots from memory.
 
         A rank that writes snapshots to a folder prepares the folder for saving. The first worker of each node
-        removes from memory all snapshots but those of the step that was found, and calls
+        removes from memory all snapshots of this run but those of the step that was found, and calls
         `MemoryFolder.remove_leftovers`. Returns a fault if a snapshot cannot be renamed, or if the folder
-        cannot be written to.
+        cannot be written to. Raises ClaimLost if the claim is lost.
         """
         store, choice = self.site.store, plan.found.choice
         if self.site.keeps_snapshots:

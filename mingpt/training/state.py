@@ -92,8 +92,9 @@ def load_state(state: TrainState, stored: StoredState, context: DistributedConte
     """Copy the weights of `stored` into `state`, and the optimizer's state if it fits. Collective.
 
     The optimizer's state fits if its tensors have the same names in `stored` and `state`; otherwise it is not
-    copied. Learned positions past block_size are left out. Raises UserError if the weights are those of a
-    different model. The counters `step`, `windows_seen` and `skipped` are not set.
+    copied. Learned positions past block_size are left out. Counters and loss scale are not set. Raises
+    UserError if the weights do not fit. The rank that reads them may raise CorruptSnapshot or
+    UnreadableSnapshot.
     """
     parts, held = state.tensors(), state.rows
     names = [name for name in stored.shapes if name.startswith("model.")]

@@ -1,10 +1,10 @@
 """The training loop. With trainer.reduction=exact, a run's bits do not depend on the number of its workers.
 
-The hardware must be of one kind, with one version of torch and one number of threads per worker. A step has
-`batch_size / micro_batch_size` micro-batches, which the workers share. The seed and the number of windows
-(training sequences) read before determine a micro-batch's windows; (seed, step, micro-batch) determines the
-dropout. The gradients are then summed in one fixed order. A snapshot holds a `TrainState`, the state between
-two steps.
+For this, the hardware must be of one kind, with one version of torch and one number of threads per worker. A
+step has `batch_size / micro_batch_size` micro-batches, which the workers share. The seed and the number of
+windows (training sequences) read before determine a micro-batch's windows; (seed, step, micro-batch) the
+dropout. The gradients are then, with exact, summed in one fixed order. A snapshot holds a `TrainState`, the
+state between two steps.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """The training of one generation, on one rank. Construct it on all ranks, then call `run` once."""
+    """The training up to the next restart, on one rank. Construct it on all ranks, then call `run` once."""
 
     def __init__(self, run: Run) -> None:
         self.config, self.context, self.state, self.sampler = run.config, run.context, run.state, run.sampler
@@ -62,9 +62,10 @@ class Trainer:
     def open_run_logger(self, run: Run) -> RunLogger | None:
         """Return a new RunLogger; None on a rank that writes no records.
 
-        With `nothing_left` or trainer.eval_only, only returns None. Otherwise also registers with
-        `context.exit` how to get the last step, and with a RunLogger how to record a failure in run.json. If
+        With `nothing_left` or trainer.eval_only, only returns None. Otherwise also tells `context.exit` how
+        to get the last step and, if there is a RunLogger, how to record a failure in run.json. If
         trainer.pause_after is set and rank 0 has a RunLogger, rank 0 sets the time at which the job stops.
+        Raises the errors of RunLogger.
         """
         if self.nothing_left or run.config.trainer.eval_only:
             return None
@@ -84,10 +85,11 @@ class Trainer:
         With trainer.eval_only, only evaluates. Returns the request that stopped the run, such as "SIGTERM";
         None if the run is complete, or if trainer.eval_only is set. Collective.
 
-        All ranks raise UserError if the data cannot be used, and NonRetryableError if the same failure
-        repeats or the last snapshot cannot be written. A rank raises ExpectedError if it has too little
-        memory or its disk fails, and ClaimLost if the claim (the right to write to the run folder) is lost.
-        For further errors see `handle_nonfinite` and `Replay.check`.
+        All ranks raise UserError if a token is outside of the vocabulary, and NonRetryableError if the same
+        failure repeats or the last snapshot cannot be written. A rank raises ExpectedError if a step needs
+        more memory than its CPU or CUDA GPU has, or if its token shards cannot be read, ClaimLost if the
+        claim (the right to write to the run folder) is lost, and an error for which `is_lost_peer` is true if
+        it loses a peer. For further errors see `handle_nonfinite`, `Replay.check` and `Evaluator.evaluate`.
         """
         with self.failure_handled():
             if not self.begin_run():
@@ -167,9 +169,9 @@ class Trainer:
     def begin_run(self) -> bool:
         """Prepare for the first step and return True; return False if nothing is left to do. Collective.
 
-        In the latter case, removes the file STOP and needless snapshots in memory. With trainer.eval_only,
-        only evaluates here and returns False. All ranks raise NonRetryableError if earlier generations of the
-        job have failed repeatedly at the same step.
+        If nothing is left, removes the file STOP and, unless they may be newer than those on disk, this run's
+        snapshots in memory. With trainer.eval_only, only evaluates here and returns False. All ranks raise
+        NonRetryableError if earlier generations of the job have failed repeatedly at the same step.
         """
         config, state = self.config.trainer, self.state
         if config.eval_only:
@@ -209,7 +211,7 @@ class Trainer:
         """Save the present step if that was not done, wait for the write, and record the end. Collective.
 
         `stopped_by` is the request that stopped the run; None: the run is complete. Also removes the file
-        STOP, and the snapshots in memory. Raises the errors of `Saving.finish`.
+        STOP, and the snapshots in memory. Raises the errors of `save`, `Saving.finish` and `RunLogger.ended`.
         """
         if self.saving.is_missing():
             self.save(is_end=True)
@@ -310,7 +312,7 @@ class Trainer:
         """Return a context that cleans up after an error in its block, then raises the error again.
 
         After a UserError, the context waits for the write of the last save, and removes the run's snapshots
-        from memory. After any other error, the context waits only if the run has one worker. With several
+        from memory. After any other Exception, the context waits only if the run has one worker. With several
         workers a peer may be gone, and the write might never end.
         """
         try:
@@ -327,8 +329,8 @@ class Trainer:
 class Batches:
     """This rank's micro-batches, in order, from the start of this generation up to max_steps.
 
-    `error` says why this rank cannot use its data; None if it can. Other ranks notice an error, because the
-    losses of this rank are then NaN.
+    `error` is the message of the UserError that reading the data has raised; None if there was none. Other
+    ranks notice an error, because the losses of this rank are then NaN.
     """
 
     def __init__(self, run: Run, timer: StepTimer) -> None:
@@ -357,7 +359,8 @@ class Batches:
     def fetch(self) -> tuple[Tensor, ...]:
         """Return (inputs, targets, inputs on the device, targets on the device), (B, T) each.
 
-        The first two are on the CPU. If the data cannot be used, sets `error` and returns zeros.
+        The first two are on the CPU. If reading the data raises UserError, sets `error` and returns zeros.
+        Raises ExpectedError if token shards cannot be read.
         """
         if self.error is None:
             try:
