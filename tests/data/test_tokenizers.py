@@ -74,7 +74,15 @@ def test_a_vocabulary_may_leave_numbers_out() -> None:
         lambda: JsonTokenizer(edited(gpt2_content(), normalizer=REPLACE)),
         lambda: JsonTokenizer(edited(gpt2_content(), pre_tokenizer=BYTE_LEVEL | {"add_prefix_space": True})),
     ],
-    ids=["GPT-2", "added words", "a stripped end", "a single word", "cl100k", "replacements", "a space before the text"],
+    ids=[
+        "GPT-2",
+        "added words",
+        "a stripped end",
+        "a single word",
+        "cl100k",
+        "replacements",
+        "a space before the text",
+    ],
 )
 def tokenizer(request: pytest.FixtureRequest) -> JsonTokenizer:
     made: JsonTokenizer = request.param()
