@@ -26,6 +26,17 @@ def test_siblings_are_found_by_their_rank_and_killed_by_pidfd(start: Start) -> N
     assert read_stat(2**22 + 1) == (None, None, None)  # no process has this id
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/comm"), reason="needs Linux")
+def test_a_process_may_have_any_bytes_in_its_name() -> None:
+    name, before = Path("/proc/self/comm"), read_stat(os.getpid())
+    own_name = name.read_bytes()
+    name.write_bytes(b"a name cut \xc3) R")
+    try:
+        assert read_stat(os.getpid())[1:] == before[1:] != (None, None)
+    finally:
+        name.write_bytes(own_name)
+
+
 def test_work_gives_its_result_or_its_error_in_time_or_is_given_up() -> None:
     """If the work itself times out, that is not taken for the end of the limit."""
     hangs = threading.Event()

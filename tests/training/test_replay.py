@@ -1,5 +1,6 @@
 """Which ranks are named when workers compute differently, and which snapshots are used then."""
 
+import functools
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +109,19 @@ def test_who_differs_from_itself_or_from_most_is_named(
     found = results_of_threads(workers, lambda context: Computer(context, wrong, {}).compare_gradients())
     where = f"computed a different gradient of micro-batch {micro_batch}"
     assert found == [(named, where) if named else None] * workers
+
+
+def test_fast_kernels_of_gpus_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They add in another order each time, so that two healthy GPUs have other bits."""
+    monkeypatch.setitem(SMALL, "trainer.reduction", "fast")
+
+    def work(device: str, context: DistributedContext) -> Any:
+        context.device = torch.device(device)
+        return Computer(context, {1: "always"}, {}).compare_gradients()
+
+    for device, expected in (("cpu", [1]), ("cuda", None)):
+        for found in results_of_threads(3, functools.partial(work, device)):
+            assert (found and found[0]) == expected
 
 
 @pytest.mark.parametrize(("workers", "named"), [(3, [1]), (2, [0, 1])])
