@@ -39,7 +39,8 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
     """Send a message to the Server at (host, port); return the answer.
 
     `timeout_s` limits each wait, in seconds, except the look-up of the name `host`. Raises OSError if no
-    answer, a JSON object, comes. The answer to a request that the Server refuses is {"error": reason}.
+    answer comes, or one that `dict` refuses. The answer to a request that the Server refuses is {"error":
+    reason}.
     """
     try:
         with socket.create_connection((host, port), timeout_s) as connection:

@@ -83,8 +83,7 @@ class StopRequested(Exception):
 class NonRetryableError(ExpectedError):
     """A failure that a restart would repeat. It ends the job with exit code 1, without restarts.
 
-    In training all ranks raise this error; but only the ranks that write to the run folder raise the subclass
-    SupersededError.
+    In training all ranks raise this error, but perhaps not all ranks the subclass SupersededError.
     """
 
 
@@ -95,7 +94,8 @@ class ClaimLost(ExpectedError):
 class SupersededError(ClaimLost, NonRetryableError):
     """Another job has taken over this job's folder, or this job's claim to the folder was removed.
 
-    In training, only the ranks that write to the run folder raise this error.
+    In training, the ranks that write to the run folder raise this error. If the state is sharded, the other
+    ranks may raise it, too.
     """
 
 

@@ -93,7 +93,8 @@ class FileRecord(Part):
 class LossScaleFields(pydantic.BaseModel):
     """The loss scale of a run in float16, which is a power of two.
 
-    `good_steps` counts the steps in a row without overflow at this scale.
+    `good_steps` counts the steps in a row without overflow since the scale was changed or, at its limit,
+    would have been doubled.
     """
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")

@@ -179,10 +179,10 @@ class StoredState:
 
 @torch.no_grad()
 def copy_part(part: Tensor, first: int, begin: int, elements: Tensor) -> None:
-    """Copy those of `elements`, a vector, into `part` that belong there.
+    """Copy into `part` those elements that it has in common with the vector `elements`.
 
-    `part` holds the elements of a tensor from number `first` on, and `elements` those from `begin` on, which
-    is negative if the vector begins before the tensor.
+    Both are pieces of a longer sequence: `part` begins at its element number `first`, and `elements` at
+    number `begin`, which may be negative.
     """
     low, high = max(first, begin), min(first + part.numel(), begin + len(elements))
     if low < high:

@@ -135,8 +135,8 @@ class Store(FileStore):
     def has_manifest(self, step: int) -> bool:
         """Return whether `step` has a manifest. Raises OSError or an error of fsspec's driver.
 
-        Asks for the file, because a listing may be out of date, and by `info`, because `exists` of a local
-        folder returns False after any error; a snapshot must not be removed because of an error.
+        Asks fsspec for this file, because a listing may be out of date. Calls `info`, because fsspec's
+        `exists` returns False after any error of a local disk, and callers then remove the files of `step`.
         """
         try:
             self.files.info(self.path(file_name(step, "json")))

@@ -265,7 +265,7 @@ class Site:
 
 
 def holds_something(path: Path) -> bool:
-    """Return whether `path` can be found, also as a link or a pipe, and is not an empty file."""
+    """Return whether anything but an empty file is at `path`. A link counts, wherever it leads."""
     try:
         status = path.lstat()
     except OSError:

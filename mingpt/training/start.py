@@ -143,7 +143,7 @@ def end(refusal: Refusal, facts: Sequence[StartFacts], context: DistributedConte
 
 
 class Begin:
-    """Chooses the plan of a start and carries it out, on one rank."""
+    """One rank's part in a start: chooses the plan together with the other ranks, and carries it out."""
 
     def __init__(self, site: Site, facts: list[StartFacts]) -> None:
         self.site, self.config, self.context, self.facts = site, site.config, site.context, facts

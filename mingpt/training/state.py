@@ -29,7 +29,7 @@ class LossScale:
     """
 
     scale: float = 65_536.0
-    good_steps: int = 0  # number of steps in a row without overflow at this scale
+    good_steps: int = 0  # LossScaleFields explains it
 
     def after_step(self, is_finite: bool) -> bool:
         """Change the scale, if needed, after a step; return whether the scale has been halved.

@@ -169,9 +169,9 @@ class Trainer:
     def begin_run(self) -> bool:
         """Prepare for the first step and return True; return False if nothing is left to do. Collective.
 
-        If nothing is left, removes the file STOP and, unless they may be newer than those on disk, this run's
-        snapshots in memory. With trainer.eval_only, only evaluates here and returns False. All ranks raise
-        NonRetryableError if earlier generations of the job have failed repeatedly at the same step.
+        If nothing is left, removes the file STOP, and this run's snapshots in memory unless one of them may
+        be newer than those on disk. With trainer.eval_only, only evaluates here and returns False. All ranks
+        raise NonRetryableError if earlier generations of the job have failed repeatedly at the same step.
         """
         config, state = self.config.trainer, self.state
         if config.eval_only:
