@@ -1,8 +1,8 @@
 """Turn a command line and a YAML file into a checked Config, and report a mistake in one sentence.
 
-A command line is `[CONFIG.yaml] [section.key=value ...]`, in any order. Settings on the line replace those in
-the file. `--section.key value` is accepted, too, instead of `section.key=value`. If no file is named, the
-file is gpt2_train_cfg.yaml in the folder that `project_folder` finds, if any.
+A command line is `[CONFIG.yaml] [section.key=value ...]`, in any order; run_dir and seed have no section.
+`--section.key value` is accepted, too. Settings on the line replace those in the file. If no file is named,
+the file is gpt2_train_cfg.yaml in the folder that `project_folder` finds, if any.
 """
 
 import difflib
@@ -103,7 +103,7 @@ def read_file(path: str) -> dict[str, Any]:
     """Return the settings in a config file as {dotted key: text}, unchecked.
 
     A value may also be a list, or {} for an empty section. Raises UserError if the file cannot be read, is
-    not YAML, or is neither a mapping nor empty.
+    not YAML that `Loader` accepts, or is neither a mapping nor empty.
     """
     refuse_pipe(path, "the configuration file")
     try:
@@ -151,7 +151,7 @@ def convert(text: Any, setting: Setting) -> Any:
     """Convert null and ~ to None if the setting may be null, and a path by `typed_path`, which expands ~.
 
     Any other value is returned unchanged, and pydantic converts it later. If the setting is a path, raises
-    UserError for a text that cannot be a path.
+    UserError for a text that `typed_path` refuses.
     """
     if setting.is_optional and text in ("null", "~"):  # both are null in YAML
         return None

@@ -66,7 +66,7 @@ class TextData:
         return TOKENIZERS["char" if name == "auto" else name].train(self.text)
 
     def encode(self, tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray, int, int | None]:
-        """Return (training tokens, validation tokens, size of the vocabulary, number of validation bytes).
+        """Return (training tokens, validation tokens, vocabulary size, the validation text's size in bytes).
 
         `tokenizer` must not be None. Raises UserError if the tokenizer cannot encode the text.
         """
@@ -125,12 +125,12 @@ def make_corpus(content: bytes, config: DataConfig) -> Corpus:
 def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: int | None = None) -> Corpus:
     """Return the Corpus of `data`. A text is encoded with `tokenizer`; shards are tokens already.
 
-    The last `data.val_fraction` of a text is for validation. `rows` is the number of embedding rows of a
-    model that is trained further; None for a new model. The corpus's `vocab_size` is the first of these that
-    is not None: `rows`, data.vocab_size, the vocabulary's size.
+    The last `data.val_fraction` of a text is for validation. `rows`, if not None, is the number of embedding
+    rows of a model that is trained further. The corpus's `vocab_size` is the first of these that is not None:
+    `rows`, `config.vocab_size`, the vocabulary's size.
 
-    Raises UserError if the training or validation part is shorter than a window, or if the tokenizer cannot
-    encode the text. Also raises UserError if a new model's data.vocab_size is less than the tokenizer's size.
+    Raises UserError if the training or validation part is shorter than a window, if the tokenizer cannot
+    encode the text, or if `rows` is None and `config.vocab_size` is less than the tokenizer's size.
     """
     train, val, size, val_bytes = data.encode(tokenizer)
     vocab_size = rows or config.vocab_size or size

@@ -130,8 +130,8 @@ class JsonTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         """Return a text's tokens, (tokens,), in the smallest unsigned dtype that has all tokens.
 
-        Raises UserError for a lone surrogate, or if the model has no token for a part of the text, not even
-        an unknown token.
+        Raises UserError for a lone surrogate, or if a part of the text has no token, not even an unknown
+        token. But a BPE model without an unknown token leaves such a part out.
         """
         arrays = [np.empty(0, dtype=self._dtype)]
         for batch in in_batches(self.split(text), len, BATCH_CHARACTERS):
@@ -185,9 +185,10 @@ def byte_level_bpe(model: Any) -> Any:
 
 
 def load_with_package(content: bytes) -> "PackageTokenizer":
-    """Return a `tokenizers.Tokenizer` for a tokenizer.json, with the settings that `JsonTokenizer` describes.
+    """Return a `tokenizers.Tokenizer` for `content`, a tokenizer.json.
 
-    Raises ValueError for other content, UserError if the package `tokenizers` cannot be imported.
+    Truncation, padding and dropout are off, and special tokens in a text are plain text. Raises ValueError
+    for other content, UserError if the package `tokenizers` cannot be imported.
     """
     library = import_tokenizers("a tokenizer.json")
     try:

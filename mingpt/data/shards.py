@@ -193,9 +193,9 @@ class TokenShards:
 class ShardData:
     """Checked token shards, split into a training part, `train`, and a validation part, `val`.
 
-    `files` is {file's name: its fingerprint (a hash)}, first the training files, each part in the order of
-    names; `fingerprint` is the SHA-256, in hex, over all these fingerprints. `meta` is the content of the
-    folder's meta.json, or None if there is no such file.
+    `files` is {file's name: its fingerprint (a hash)}: the files for training, sorted by name, then those for
+    validation, sorted by name. `fingerprint` is the SHA-256, in hex, over all these fingerprints. `meta` is
+    the content of the folder's meta.json, or None if there is no such file.
     """
 
     folder: Path  # where a tokenizer.json may lie
@@ -217,7 +217,7 @@ class ShardData:
             )
 
     def check_tokenizer(self, tokenizer: Tokenizer | None, name: str) -> None:
-        """Raise UserError if meta.json says that the shards were made with a different tokenizer.
+        """Raise UserError if meta.json says that the shards were made with a different tokenizer.json.
 
         `name` is data.tokenizer, for the message. Nothing is checked if `tokenizer` is None or has no
         tokenizer.json, or if no meta.json says with which tokenizer the shards were made.
@@ -231,10 +231,10 @@ class ShardData:
             )
 
     def encode(self, tokenizer: Tokenizer | None) -> tuple[TokenShards, TokenShards, int, int | None]:
-        """Return (training part, validation part, size of the vocabulary, number of validation bytes).
+        """Return (training part, validation part, vocabulary size, the validation text's size in bytes).
 
-        If `tokenizer` is None, the size comes from meta.json; without a meta.json it is GPT-2's. The number
-        of bytes is None if it is not known.
+        If `tokenizer` is None, the vocabulary size comes from meta.json; without a meta.json it is GPT-2's.
+        The text's size is None if it is not known.
         """
         size, val_bytes = GPT2_VOCABULARY, None
         if self.meta:
@@ -245,8 +245,8 @@ class ShardData:
 def open_shards(folder: Path, val_fraction: float) -> ShardData:
     """Return the token shards in a folder, which are its .bin files: checked, sorted and split.
 
-    Files with the word val, valid or validation in their names are for validation. If no file has such a
-    name, the last `val_fraction` of all tokens is for validation.
+    Files with the lower-case word val, valid or validation in their names are for validation. If no file has
+    such a name, the last `val_fraction` of all tokens is for validation.
 
     Raises UserError if the files or their meta.json cannot be used, if there is no file for training, or if
     the folder does not have exactly the .bin files that its meta.json lists.

@@ -144,8 +144,7 @@ def failed_request(error: Exception) -> BaseException | None:
 def refuse_other_kinds(path: str) -> None:
     """Raise UserError if `path`, a data.path, has the suffix of a file that is not a plain text.
 
-    Such suffixes are those of archives, compressed files, .bin, .jsonl and .parquet. The message says what to
-    do instead.
+    Such suffixes are those in NO_TEXTS, such as .tar, .gz and .bin. The message says what to do instead.
     """
     for pattern, way_out in NO_TEXTS.items():
         if re.search(pattern, name_of(path)):
@@ -160,9 +159,9 @@ def name_of(path: str) -> str:
 def decompressed(raw: Any, path: str) -> tuple[IO[bytes], str]:
     """Return (a stream of the content of the open file `raw`, the suffix of the content, such as .txt).
 
-    `path` is the path or URL of `raw`. Its last suffix may be that of a compression: in a.txt.gz, .gz is, and
-    .txt is the suffix of the content. Reading the stream raises an error of any type if a compressed file is
-    cut or found to be damaged, or if the package for .zst is missing. Raises UserError for a zip archive.
+    `path` is the path or URL of `raw`. If its last suffix is in DECODERS, the stream is decompressed, and the
+    suffix before the last is returned: .txt for a.txt.gz. Reading the stream raises an error of any type if
+    the file is cut or found to be damaged, or if the package for .zst is missing. Raises UserError for .zip.
     """
     stem, suffix = os.path.splitext(name_of(path))
     if suffix == ".zip":
@@ -176,9 +175,9 @@ def decompressed(raw: Any, path: str) -> tuple[IO[bytes], str]:
 def decode_frames(raw: IO[bytes], make_decoder: Callable[[], Any]) -> Iterator[bytes]:
     """Yield the content of all frames (streams, members) of the compressed file `raw`.
 
-    `make_decoder` makes a decoder for one frame. There may be zeros after a frame. Raises EOFError if the
-    last frame is not complete, the decoder's error if it finds damage, and either of these errors for other
-    bytes after a frame.
+    `make_decoder` makes a decoder for one frame. Zeros after a frame are skipped. Raises EOFError if the last
+    frame is not complete, and the decoder's error if a frame is found to be damaged. Bytes after a frame that
+    begin no other frame raise one of these errors.
     """
     decoder = make_decoder()
     for rest in iter(functools.partial(raw.read, CHUNK_BYTES), b""):

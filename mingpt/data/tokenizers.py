@@ -1,7 +1,7 @@
 """The interface of a tokenizer, for training, snapshots, sampling and export; a tokenizer of characters.
 
-TOKENIZERS maps each kind of tokenizer, such as "char", to a class. json_tokenizer.py has the class that reads
-a tokenizer.json.
+TOKENIZERS maps each kind of tokenizer, such as "char", to a class. json_tokenizer.py has
+JsonTokenizer, which needs the package `tokenizers`.
 """
 
 import contextlib
@@ -57,10 +57,7 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def split(self, text: str) -> Iterable[str]:
-        """Split a text into pieces whose tokens, concatenated, are the tokens of the whole text.
-
-        By default the whole text is the only piece.
-        """
+        """Split a text into pieces whose tokens, concatenated, are the tokens of the whole text."""
         return [text]
 
     @abstractmethod
@@ -75,7 +72,8 @@ class Tokenizer(ABC):
     def default_prompt(self) -> list[int]:
         """Return the tokens that a sample without a prompt begins with.
 
-        The result is [end_of_text], else the tokens of a line break, else [0].
+        The result is [end_of_text], else the tokens of a line break, else [0]. May raise UserError if there
+        is no end_of_text, and `encode` refuses a line break.
         """
         end = self.end_of_text
         return [end] if end is not None else self.encode("\n").tolist() or [0]

@@ -123,10 +123,10 @@ def gradients(
 
 
 def check_compiled(compiled: list[Tensor], plain: list[Tensor], has_dropout: bool) -> None:
-    """Raise ArithmeticError if a tensor in `compiled` differs much from that of the block itself, in `plain`.
+    """Raise ArithmeticError if a tensor in `compiled` differs much from the one at its place in `plain`.
 
-    With dropout, a compiled block drops other elements, so only the norms of the tensors are compared, and
-    roughly.
+    The lists are results of `gradients`, for a compiled block and for the block itself. With dropout, a
+    compiled block drops other elements, so only the norms of the tensors are compared, and roughly.
     """
     for own, expected in zip(compiled, plain, strict=True):
         size, difference = expected.float().norm(), (own.float() - expected.float()).norm()

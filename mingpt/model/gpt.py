@@ -142,7 +142,7 @@ class GPT(nn.Module):
             self.init_weights(int(torch.randint(2**63 - 1, (), device="cpu")))
 
     def make_modules(self, config: ModelConfig) -> None:
-        """Make the modules, in the order of `parameters()`. The bits of a run depend on this order."""
+        """Make the modules. Their order is that of `parameters()`, and the bits of a run depend on it."""
         self.wte = Embedding(self.vocab_size, config.n_embd)
         self.positions = PositionTables(self.block_size, config.n_embd // config.n_head)
         self.h = nn.ModuleList(self.make_block(config) for _ in range(config.n_layer))
@@ -200,7 +200,7 @@ class GPT(nn.Module):
         return weight.normal_(std=std, generator=generator) if std else weight
 
     def check_parameters(self) -> None:
-        """Raise UserError for a parameter that is not float32, or that no rule of `draw_weight` is for."""
+        """Raise UserError for a parameter that is not float32, or for which `draw_weight` has no rule."""
         for name, weight in self.named_parameters():
             if weight.dtype != torch.float32:
                 raise UserError(f"{name} of model.arch={self.config.arch} is {weight.dtype}: make it float32")
@@ -246,8 +246,8 @@ class GPT(nn.Module):
 
         Without targets the loss is None. With targets, logits have no gradient, and are None if `head_loss`
         computes them in chunks. With caches, one per block, the tokens follow the cached positions. If the
-        caches are empty, there may be any number of tokens, else only one. Caches are ignored in training
-        mode with gradients. Raises ValueError if there are more than block_size positions.
+        caches are empty, there may be any number of tokens, else only one. In training mode with gradients,
+        use no caches: blocks ignore them. Raises ValueError if there are more than block_size positions.
         """
         start = caches[0].length if caches else 0
         end = start + tokens.size(1)
@@ -350,8 +350,8 @@ def generate_batch(
 
     Each sample has its own random generator, made from its seed, so other samples change only the rounding of
     its logits. When the context (prompt and new tokens) becomes longer than `block_size`, only its last
-    block_size / 2 tokens are kept. If a model does not fill the key/value caches, each token costs a forward
-    pass over the whole context.
+    max(1, block_size // 2) tokens are kept. If a model does not fill the key/value caches, each token costs a
+    forward pass over the whole context.
     """
     was_training, block_size = model.training, model.block_size
     model.eval()

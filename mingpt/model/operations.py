@@ -1,8 +1,8 @@
 """The operations of the model, by torch's own functions, and a table of operations for kinds of devices.
 
-`ops_for(x)` returns the object whose methods are the operations on x's device: an instance of Operations, or
-of a subclass, if OPERATIONS has an entry for this kind of device. To add operations for another kind, write a
-subclass of Operations in a module of its own, and enter it in OPERATIONS.
+`ops_for(x)` returns the object whose methods are the operations on x's device. OPERATIONS says which object;
+if it has no entry for this kind of device, or the entry's module is missing, the object is an Operations. To
+add operations for another kind, write a subclass in a module of its own, and enter that in OPERATIONS.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Positions:
         return self.cos.numel() > 0
 
     def rotate(self, x: Tensor, start: int) -> Tensor:
-        """Rotate each pair of features (i, i + D / 2) by the angle of its position.
+        """Rotate each pair of features (i, i + D / 2) by the tables' angle for i and the token's position.
 
         `x` has the (B, H, T, D) queries or keys of positions `start`, `start` + 1, ...
         """
@@ -53,9 +53,9 @@ class Positions:
 class PositionTables(nn.Module):
     """A module that keeps the tables of Positions as buffers; calling it returns the Positions.
 
-    Blocks get the tables as tensors: FSDP2 marks modules, and torch.compile then makes other code. `cos` and
-    `sin` are computed on the CPU, also for other devices. `rotary_size` is D, or 0 if positions are learned.
-    Raises UserError if it is odd.
+    Blocks get tensors instead of this module, because torch.compile makes other code for a module that FSDP2
+    has marked. `cos` and `sin` are computed on the CPU, also for other devices. `rotary_size` is D, or 0 if
+    positions are learned. Raises UserError if `rotary_size` is odd.
     """
 
     def __init__(self, block_size: int, rotary_size: int = 0) -> None:
