@@ -75,7 +75,7 @@ def tensor_shapes(config: Config, vocab_size: int) -> dict[str, Shape]:
 
 
 def make_tokenizer(manifest: Manifest, content: bytes | None) -> Tokenizer | None:
-    """Return a snapshot's tokenizer, whose bytes are `content`; None if the run has no tokenizer.
+    """Return a snapshot's tokenizer, whose bytes are `content`; None if the manifest names no tokenizer.
 
     Raises UserError if the tokenizer is missing, cannot be used, or needs a package that is not installed.
     """
@@ -91,8 +91,8 @@ def load_carried(manifest: Manifest, content: bytes | None) -> Tokenizer:
     """Return the tokenizer that the manifest describes, and whose bytes are `content`.
 
     Raises ValueError if `content` is None, is no tokenizer of the manifest's kind, or does not have the
-    SHA-256 in the manifest (if it has one). Also raises ValueError if this kind is unknown or needs a package
-    that is not installed, or if the tokenizer has more tokens than the model's embedding has rows.
+    SHA-256 in the manifest (if one is there). Also raises ValueError if this kind is unknown, or needs a
+    package that is not installed, or if the tokenizer has more tokens than the model's embedding has rows.
     """
     about = manifest.tokenizer
     if content is None or about.sha256 not in (None, hashlib.sha256(content).hexdigest()):
@@ -107,7 +107,7 @@ def describe_tokenizer(tokenizer: Tokenizer | None, vocab_size: int) -> Tokenize
     """Return what a manifest says about `tokenizer`, which is None if the run has no tokenizer.
 
     `vocab_size` is the number of rows of the model's embedding. Raises UserError if the tokenizer has more
-    bytes than a reader of snapshots takes.
+    bytes than `max_tokenizer_bytes` allows.
     """
     if tokenizer is None:
         return TokenizerFields(kind="none", vocab_size=vocab_size)

@@ -40,10 +40,10 @@ class Evaluator:
 
         The loss is computed without dropout, over all windows of the split or, if trainer.eval_windows is
         set, over at most that number of windows. If the size of the split in bytes is known, the result also
-        has "val/bits_per_byte", for which a token has as many bytes as a token of the split on average.
-        Returns None on all ranks if they agree to stop; with trainer.eval_only, StopRequested is raised
-        instead, or the process exits. All ranks raise UserError if a token is outside of the vocabulary. A
-        rank that cannot read its token shards raises ExpectedError. `step` is only put into events.
+        has "val/bits_per_byte", computed with the split's mean number of bytes per token. Returns None on all
+        ranks if they agree to stop; with trainer.eval_only, StopRequested is raised instead, or the process
+        exits. All ranks raise UserError if a token is outside of the vocabulary. A rank that cannot read its
+        token shards raises ExpectedError. `step` is only put into events.
         """
         events.emit("evaluation_start", step=step)
         by_rank = self.context.gather_on_all(self.local_sums)
@@ -61,8 +61,8 @@ class Evaluator:
         """Return (sum of the losses in nats, number of targets) of each batch as a column, (2, batches).
 
         The columns of other ranks' batches are zeros. A request to stop during training ends the loop early,
-        and the remaining columns stay zero. Raises UserError, only on this rank, if a token is outside of the
-        vocabulary, and ExpectedError if token shards cannot be read. Collective if weights are sharded.
+        and the remaining columns stay zero. Raises UserError if this rank reads a token outside of
+        the vocabulary, ExpectedError if it cannot read token shards. Collective if weights are sharded.
         """
         batches = self.corpus.val.eval_batches(eval_batch_size(self.config), self.config.trainer.eval_windows)
         sums = torch.zeros(2, len(batches), dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""What a rank finds out when a generation (the workers between two restarts) starts, and what it opens then.
+"""What a rank finds out when a generation (the workers between two restarts) starts, and what the rank opens.
 
 A `Site` belongs to one rank. It gathers facts, from which `plan.py` makes a plan, and `start.py` carries the
-plan out. Before that, a Site makes the run folder, log.txt, the claim (a job's right to write there), and
-probes: files by which nodes find out which folders they share.
+plan out. Without trainer.eval_only, Sites also make the run folder, log.txt, the claim (a job's right to
+write there), and probes: files by which nodes find out which folders they share.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ MAX_WINDOWS = 2**62  # a run that goes on counts up, and a manifest takes number
 
 
 class Arrival(NamedTuple):
-    """What a rank finds out first. All ranks exchange their Arrivals, then each gathers its other facts."""
+    """What a rank finds out first, such as its device. Other facts come after an exchange of all Arrivals."""
 
     own: Own  # the rank's device and place
     agent: Process
@@ -69,8 +69,8 @@ class Site:
     def arrive(self) -> Arrival:
         """Find this rank's device, make the run folder and probes, and return the Arrival, with its faults.
 
-        Probes are files by which several nodes find out which folders they share; the first rank of a node
-        makes them, unless it has a fault. With trainer.eval_only, neither the run folder nor a probe is made.
+        Probes are files by which several nodes find out which folders they share. If there are several nodes,
+        each node's first rank makes them, unless it has a fault. With trainer.eval_only, nothing is made.
         """
         faults = list[Fault]()
         own = self.context.find_own(self.config.trainer.device, self.config.trainer.dtype)
@@ -102,7 +102,7 @@ class Site:
     def check_is_ours(self) -> list[Fault]:
         """Return a fault if the run folder has files that a run replaces, and no readable run.json of a run.
 
-        Empty files do not count: a run leaves an empty metrics.jsonl if the disk is full when it starts.
+        Empty files do not count: a run that starts on a full disk leaves an empty metrics.jsonl.
         """
         found = [name for name in REPLACED_FILES if holds_something(self.path / name)]
         if not found:
@@ -114,7 +114,7 @@ class Site:
         return [Fault("not ours", {"run_dir": self.path, "names": ", ".join(found)})]
 
     def make_run_dir(self) -> list[Fault]:
-        """Make the run folder with a log.txt. Return a fault if either cannot be made or written to.
+        """Make the run folder, and open log.txt there for writing. Return a fault if either fails.
 
         If the folder exists, and its disk is full, there is no fault, and log.txt may be missing.
         """
@@ -135,8 +135,8 @@ class Site:
     def look(self, arrivals: Sequence[Arrival]) -> StartFacts:
         """Claim the run folder if this rank writes there, open the snapshots and data, and return the facts.
 
-        `arrivals` has the Arrivals of all ranks, in order. A rank with a fault, which is then among its
-        facts, looks for no snapshots. The other ranks do: the job may go on without that rank's node.
+        `arrivals` has the Arrivals of all ranks, in order. The facts have this rank's faults, if any. A rank
+        with a fault looks for no snapshots. The others go on, because the job may go on without its node.
         """
         own, rank = arrivals[self.context.rank], self.context.rank
         agents = tuple(dict.fromkeys(arrival.agent for arrival in arrivals))
@@ -202,7 +202,7 @@ class Site:
     def open_data(self, is_needed: bool = True) -> list[Fault]:
         """Open the data, unless they are open already; return a fault if they cannot be used.
 
-        Data at a URL are opened only if `is_needed`, at first by one rank of each node, to fill the cache.
+        Data at a URL are opened only if `is_needed`: first on one rank of each node, which fills the cache.
         """
         if self.data is None and (is_needed or "://" not in self.config.data.path):
             try:
@@ -212,7 +212,7 @@ class Site:
         return []
 
     def look_for_snapshots(self, facts: StartFacts) -> StartFacts:
-        """Return `facts`; on a node's first rank, add offers of the node's snapshots, as `offer` does."""
+        """Return `facts` with what `offer` adds; only a node's first rank looks for snapshots to offer."""
         stores = []
         if self.is_first:
             in_memory = run_folders(self.config.snapshot.memory_path, self.path)
@@ -235,7 +235,7 @@ class Site:
         return replace(facts, offers=offers)
 
     def check(self, manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-        """Raise CorruptSnapshot for a snapshot that a run must not use, such as one past trainer.max_steps.
+        """Raise CorruptSnapshot for a snapshot that a run must not use, such as one past its own max_steps.
 
         For the arguments and further errors see `check_model`.
         """
@@ -250,7 +250,7 @@ class Site:
             raise CorruptSnapshot("it lacks the tokenizer of the text")
 
     def read_history(self) -> dict[str, bytes]:
-        """Return {name: content} of the HISTORY_FILES; b"" for a missing file. May raise OSError."""
+        """Return {name: content} of metrics.jsonl and run.json; b"" for a missing file. May raise OSError."""
         paths = [self.path / name for name in HISTORY_FILES]
         # A run that died at once has no records.
         return {path.name: path.read_bytes() if path.exists() else b"" for path in paths}
@@ -265,7 +265,7 @@ class Site:
 
 
 def holds_something(path: Path) -> bool:
-    """Return whether anything but an empty file is at `path`. A link counts, wherever it leads."""
+    """Return whether anything but an empty file is seen at `path`. A link counts, wherever it leads."""
     try:
         status = path.lstat()
     except OSError:
@@ -274,10 +274,9 @@ def holds_something(path: Path) -> bool:
 
 
 def write_probe(folder: Path) -> str:
-    """Make a file in `folder`, and the folder; return the file's name, "" if that fails, which is logged.
+    """Make a file in `folder`, which is made if missing; return the file's name, or "" if that fails.
 
-    The name is one that no node has looked for before, because network file systems remember which files were
-    missing.
+    A failure is logged. The name is new, because network file systems remember which files were missing.
     """
     probe = folder / f"probe-{uuid.uuid4().hex}"
     try:
@@ -290,7 +289,7 @@ def write_probe(folder: Path) -> str:
 
 
 def lowest_rank_there(folder: Path, probes: Sequence[str]) -> int:
-    """Return the lowest rank whose file, which `probes` names by rank, is in `folder`; 0 if none is there."""
+    """Return the lowest rank whose file, named `probes[rank]`, is in `folder`; 0 if there is none."""
     seen = (rank for rank, name in enumerate(probes) if name and os.path.exists(folder / name))
     return next(seen, 0)
 

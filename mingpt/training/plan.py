@@ -261,14 +261,14 @@ def find_source(facts: Sequence[StartFacts], step: int) -> int | None:
 
 
 def distrusted_entries(records: Iterable[Records]) -> list[dict[str, Any]]:
-    """Return the entries about workers that computed wrongly (history.Distrusted) in all nodes' run.json."""
+    """Return all entries of `records` on workers that may have computed wrongly (history.Distrusted)."""
     return [entry for one in records for entry in one.distrusted]
 
 
 def refuse(
     facts: Sequence[StartFacts], is_restart: bool, at_fault: Sequence[StartFacts], kind: str, **values: Any
 ) -> Refusal:
-    """Return the refusal with the sentence of `kind` in REFUSALS, because of the ranks `at_fault`.
+    """Return the refusal with the sentence REFUSALS[kind], made with `values`, because of ranks `at_fault`.
 
     In a restart or a later round (a common start of workers by all agents), the job goes on without the nodes
     of these ranks if it has other nodes. Otherwise, or if no ranks are named, all nodes are refused.
@@ -300,9 +300,9 @@ def check_agreement(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | 
     """Return a Refusal if the nodes contradict each other, or if the settings do not suit them; else None.
 
     At fault are nodes whose device type, settings, data or run differ from what is on record: in run.json or,
-    in a restart, in the run's snapshots. If nothing is on record, or no node has it, nodes that differ from
-    rank 0 are at fault. A rank that does not know its value ("") is not. Settings do not suit if they ask for
-    fsdp on Apple's GPU, or if a job begins with more workers than a step has micro-batches.
+    in a restart, in the run's snapshots. If nothing is on record, or no node has the value on record,
+    nodes that differ from rank 0 are at fault. An unknown value ("") is no fault. Settings do not suit if
+    they ask for fsdp on Apple's GPU, or if a job begins with more workers than a step has micro-batches.
     """
     config, kept = facts[0].config, kept_run(one.records for one in facts)
     offers = [offer for one in facts for offer in one.offers if is_restart and is_of_run(offer, kept.run)]
@@ -338,7 +338,7 @@ def check_agreement(facts: Sequence[StartFacts], is_restart: bool) -> Refusal | 
 
 
 def shared_settings(config: Config) -> dict[str, Any]:
-    """Return {name: value} of settings that must be the same on all workers; for snapshot.path, its kind."""
+    """Return the settings that all workers must share, by name; snapshot.path only as null, folder or URL."""
     settings, path = to_dict(config), config.snapshot.path
     place = "null" if path is None else ("a URL" if "://" in path else "a folder")
     flat = flatten(settings) | {"snapshot.path": place}
@@ -376,12 +376,12 @@ def changed_settings(manifest: Manifest, config: Config) -> list[str]:
 
 
 def find_unusable(facts: Sequence[StartFacts], is_restart: bool) -> dict[Place, Exception]:
-    """Return {place of an offer: error} for the snapshots that must not be used, by the records of all nodes.
+    """Return {place of an offer: error} for offers without a fault whose snapshots must not be used.
 
-    - CorruptSnapshot if a worker may have computed the snapshot wrongly: it is past the last step at which
-      all workers agreed, and not of a generation after the one that found the difference (`is_distrusted`).
+    - CorruptSnapshot if a worker may have computed the snapshot wrongly: the snapshot is past the last step
+      at which all workers agreed, and not of a generation after the one that found this (`is_distrusted`).
     - UnreadableSnapshot, in a restart, if the snapshot has other settings or data, and is past the step from
-      which the job began. A node that joined may have brought it. It is not corrupt, and must not be renamed.
+      which, as recorded, the job began. A node that joined may have brought it. It must not be renamed.
     """
     records = [one.records for one in facts]
     distrusted = [(entry["after"], entry["before_generation"]) for entry in distrusted_entries(records)]
@@ -404,9 +404,9 @@ def find_unusable(facts: Sequence[StartFacts], is_restart: bool) -> dict[Place, 
 def check_lost(
     facts: Sequence[StartFacts], found: Found, is_restart: bool, run: str | None
 ) -> Refusal | None:
-    """Return a Refusal if the run has, or may have, a snapshot past step 0 but no valid one; else None.
+    """Return a Refusal if the run has, or may have, snapshots past step 0 but none is valid; else None.
 
-    It may have one if a snapshot cannot be read or, in a restart, if `run`, the id in run.json, is None. If
+    It may have some if a snapshot cannot be read or, in a restart, if `run`, the id in run.json, is None. If
     its snapshots are only corrupt or missing, there is no Refusal with trainer.eval_only or, in a job's first
     generation, with snapshot.resume=never.
     """
@@ -438,7 +438,7 @@ def check_choice(
     changes: list[str],
     dtype: str,
 ) -> Refusal | None:
-    """Return why the run must not go on from the snapshot that was found, or without one; None if it may.
+    """Return a Refusal if the run must not go on from the snapshot found, or begin without one; else None.
 
     `run` is the id of the run on record; None if there is none. `changes` are the settings that differ from
     the snapshot's and matter, and `dtype` is that of matrix products. In a restart from a snapshot only data
@@ -476,7 +476,7 @@ def check_choice(
 
 
 def shorten(reasons: list[str]) -> str:
-    """Return the first three of `reasons` in one line, without repetitions."""
+    """Return the first three of `reasons` in one line; equal ones among these three appear once."""
     return "; ".join(dict.fromkeys(reasons[:3]))
 
 

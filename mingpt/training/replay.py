@@ -105,9 +105,9 @@ class Replay:
         """If a replay is due before this step, compare the workers' copies and gradients. Collective.
 
         If copies or gradients differ, the snapshots newer than `Saving.replayed_step`, the last step at which
-        the workers count as alike, are set aside (renamed). Then all ranks raise NonRetryableError; but a
-        rank that cannot rename a snapshot raises OSError or an error of fsspec's driver. A rank that cannot
-        read its token shards raises ExpectedError.
+        the workers count as alike, are set aside (renamed). Then all ranks raise NonRetryableError. But if a
+        rank cannot rename a snapshot, it raises OSError or an error of fsspec's driver, and the others lose a
+        peer. A rank that cannot read its token shards raises ExpectedError.
         """
         if not self.is_due():
             return

@@ -208,7 +208,7 @@ def match_weights(
     """Return the weights of `initial`, by name, for a new run with parameters of the shapes `shapes`.
 
     `initial` is the snapshot of snapshot.init_from, `tokenizer` that of the new run. Learned positions past
-    those in `shapes` are left out. Raises UserError if model.arch or a size differs otherwise, or if the
+    those in `shapes` are left out. Raises UserError if model.arch or any other size differs, or if the
     tokenizer of `initial` is unusable or known to differ. May raise CorruptSnapshot or UnreadableSnapshot.
     """
     origin = f"snapshot.init_from={config.snapshot.init_from}"
@@ -253,7 +253,7 @@ def compile_on_all_ranks(config: Config, context: DistributedContext, model: GPT
 def compare_environment(then: dict[str, Any], environment: Environment) -> None:
     """Log one line if `environment` differs from `then`, the environment in which the snapshot was written.
 
-    After that, the run may give other bits than an undisturbed run. Fields that `then` lacks do not count.
+    The run may then give other bits than an undisturbed run. Fields that `then` lacks do not count.
     """
     now = asdict(environment)
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]

@@ -28,7 +28,7 @@ def tokenizer_path(config: Config, has_snapshot: bool, is_restart: bool, beside:
 
 
 def read_tokenizer(path: str) -> Named:
-    """Return (`path`, the bytes of the tokenizer at `path`, or the UserError why it cannot be read)."""
+    """Return (`path`, bytes of the tokenizer at `path`); if the read fails, (`path`, the UserError)."""
     try:
         return path, read_named_tokenizer(path)
     except UserError as error:  # it does not matter to a run whose snapshot has a tokenizer

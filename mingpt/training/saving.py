@@ -104,7 +104,7 @@ class Saving:
         """What `note_counts` needs of each rank; the ranks' numbers are added up.
 
         These are the step of the newest snapshot that this generation wrote to disk (0 except on the main
-        rank), whether this rank is writing, and whether its last save to memory failed, but for a lost peer.
+        rank), 1 if this rank is writing, and 1 if its last save to memory failed, unless a peer was lost.
         """
         written = self.disk.written if self.is_main else 0
         error = self.memory.error
@@ -182,11 +182,11 @@ class Saving:
     def save(self, is_end: bool = False, is_wanted: bool = False) -> None:
         """Copy the present state if a save is due, and write the copy in the background. Collective.
 
-        On return the state may change. `is_end` means that this generation saves no later step, `is_wanted`
-        that the step is to be on disk, for its validation loss. May first wait until the previous save has
-        ended. If a save to disk is due, a rank whose last write to disk failed because the claim (the right
-        to write there) is lost raises ClaimLost. No other failed write raises an error here; `finish` raises
-        an error if the main rank's last write to disk failed.
+        May first wait until the previous save has ended. On return the state may change. `is_end` means that
+        this generation saves no later step, `is_wanted` that the step is to be on disk, for its validation
+        loss. With either, or at a multiple of snapshot.every, a rank raises ClaimLost if its last write to
+        disk failed because the claim (the right to write there) is lost. No other failed write raises an
+        error here; `finish` raises an error if the main rank's last write to disk failed.
         """
         step = self.state.step
         # A node that writes by itself leaves out its own saves while it is busy, and nobody waits for it.
@@ -264,7 +264,7 @@ class Saving:
         """The SHA-256, in hex, of the file of weights in the newest snapshot that this rank wrote to disk.
 
         If this rank has written none, the file is that of the snapshot from which this generation started.
-        The result is "" in a fresh run without a snapshot.
+        If there is no such snapshot either, the result is "".
         """
         files = self.disk.files or self.start.manifest.files
         return files[0].sha256 if files else ""
@@ -272,9 +272,9 @@ class Saving:
     def finish(self) -> str:
         """Wait until the last snapshot is on disk; return the SHA-256, in hex, of its file of weights.
 
-        If the main rank's last write to disk failed, all ranks raise NonRetryableError. But the errors that
-        `describe_failure` raises are raised only on the main rank. After a failure the snapshots in memory
-        are kept, because they may be newer than those on disk. Collective.
+        If the main rank's last write to disk failed, all ranks raise NonRetryableError. But if
+        `describe_failure` raises an error, only the main rank raises it, and the others lose a peer. After a
+        failure the snapshots in memory are kept: they may be newer than those on disk. Collective.
         """
         self.wait()
         failure = self.describe_failure() if self.is_main else None

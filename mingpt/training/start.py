@@ -71,7 +71,7 @@ class StartPoint(RunStart):
 
     @property
     def generation(self) -> int:
-        """The number of this generation, from 1: larger than those in run.json and in the snapshot."""
+        """The number of this generation, from 1: above the snapshot's, and above the count in run.json."""
         return self.plan.generation
 
     @property
@@ -81,7 +81,7 @@ class StartPoint(RunStart):
 
     @property
     def evaluation_missing(self) -> bool:
-        """Whether an evaluation must be made before training goes on from this step.
+        """Whether an evaluation of this step must be made, before any further training.
 
         False if `is_due` says that no evaluation is due, or if the step is past trainer.max_steps. Otherwise
         true at step 0, because a run that starts again at step 0 drops the records of step 0. At a later
@@ -106,10 +106,10 @@ class StartPoint(RunStart):
 def find_start(config: Config, context: DistributedContext) -> StartPoint:
     """Claim and open the run folder, open the data, and find the state to start from. Collective.
 
-    With trainer.eval_only, the run folder is not claimed. Raises UserError if the settings, folders, data or
-    snapshots do not allow the start. If the job goes on without some nodes, raises NodeRefused on their
-    ranks, and NodesLeave on all other ranks. A request to stop raises StopRequested, or ends the process. A
-    rank that loses the claim raises ClaimLost. For further errors see `DistributedContext.settle`.
+    With trainer.eval_only, the run folder is not claimed. Raises UserError if the settings, devices, folders,
+    data or snapshots do not allow the start. If the job goes on without some nodes, raises NodeRefused on
+    their ranks, and NodesLeave on all other ranks. A request to stop raises StopRequested, or ends the
+    process. A rank that loses the claim raises ClaimLost. For others see `DistributedContext.settle`.
     """
     site = Site(config, context)
     arrivals = context.gather_on_all(site.arrive)
@@ -130,7 +130,7 @@ def is_due(trainer: TrainerConfig, step: int) -> bool:
 
 
 def end(refusal: Refusal, facts: Sequence[StartFacts], context: DistributedContext) -> NoReturn:
-    """Raise UserError if all nodes are refused; else NodeRefused on these nodes, NodesLeave on the others."""
+    """Raise UserError if all nodes are refused; else NodeRefused on refused nodes, NodesLeave on others."""
     if refusal.nodes is None:
         error = UserError(refusal.sentence)
         error.may_pass = refusal.may_pass
@@ -246,7 +246,7 @@ class Begin:
         A rank that writes snapshots to a folder prepares the folder for saving. The first worker of each node
         removes from memory all snapshots of this run but those of the step that was found, and calls
         `MemoryFolder.remove_leftovers`. Returns a fault if a snapshot cannot be renamed, or if the folder
-        cannot be written to. Raises ClaimLost if the claim is lost.
+        cannot be written to (a full disk is only logged). Raises ClaimLost if the claim is lost.
         """
         store, choice = self.site.store, plan.found.choice
         if self.site.keeps_snapshots:

@@ -2,9 +2,9 @@
 
 For this, the hardware must be of one kind, with one version of torch and one number of threads per worker. A
 step has `batch_size / micro_batch_size` micro-batches, which the workers share. The seed and the number of
-windows (training sequences) read before determine a micro-batch's windows; (seed, step, micro-batch) the
-dropout. The gradients are then, with exact, summed in one fixed order. A snapshot holds a `TrainState`, the
-state between two steps.
+windows (training sequences) read before determine a micro-batch's windows. The seed, the step and the
+micro-batch's number determine its dropout. With exact, gradients are then summed in one fixed order. A
+snapshot holds a `TrainState`, the state between two steps.
 """
 
 import contextlib
@@ -86,10 +86,10 @@ class Trainer:
         None if the run is complete, or if trainer.eval_only is set. Collective.
 
         All ranks raise UserError if a token is outside of the vocabulary, and NonRetryableError if the same
-        failure repeats or the last snapshot cannot be written. A rank raises ExpectedError if a step needs
-        more memory than its CPU or CUDA GPU has, or if its token shards cannot be read, ClaimLost if the
-        claim (the right to write to the run folder) is lost, and an error for which `is_lost_peer` is true if
-        it loses a peer. For further errors see `handle_nonfinite`, `Replay.check` and `Evaluator.evaluate`.
+        failure repeats. A rank raises ExpectedError if a step needs more memory than its CPU or CUDA GPU has,
+        or if its token shards cannot be read, ClaimLost if the claim (the right to write to the run folder)
+        is lost, and an error for which `is_lost_peer` is true if it loses a peer. For further errors see
+        `handle_nonfinite`, `Replay.check`, `Evaluator.evaluate` and `Saving.finish`.
         """
         with self.failure_handled():
             if not self.begin_run():
