@@ -1,7 +1,7 @@
 """Muon (Jordan 2024): Nesterov momentum, orthogonalised by a Newton-Schulz iteration.
 
 Matrices of one shape, or its transpose, are orthogonalised in batched products. The workers share the
-batches. A single worker computes a whole batch, so the bits do not depend on the number of workers. If each
+batches. Each batch is computed by one worker, so the bits do not depend on the number of workers. If each
 worker updates only its rows of each matrix, a step has two phases:
 
 1. All-to-all: each worker sends its rows of each momentum matrix to the worker that computes the batch with
@@ -30,7 +30,7 @@ NEWTON_SCHULZ = 5 * [(3.4445, -4.7750, 2.0315)]
 
 
 class Collectives(Protocol):
-    """The collectives that an optimizer needs, such as the methods of mingpt.distributed's Transport.
+    """The collectives that an optimizer needs; mingpt.distributed.transport.Transport has these methods.
 
     A vector is passed as a list of 1-D tensors, its pieces, which are concatenated. The list is not empty.
     """

@@ -172,7 +172,7 @@ def uses_muon(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> boo
 def state_shapes(
     parameters: Mapping[str, tuple[int, ...]], config: OptimizerConfig
 ) -> dict[str, tuple[int, ...]]:
-    """Return the unsharded shapes of `Optimizer.state_dict()`, given the shapes of the parameters by name."""
+    """Return {key of `Optimizer.state_dict()`: unsharded shape}; `parameters` is {name: unsharded shape}."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameters.items():
         if uses_muon(name, shape, config):

@@ -6,8 +6,8 @@
 - A worker adds the two halves of a tree node in place as soon as it has both. This takes no more additions
   than plain accumulation. After its last micro-batch the worker has one partial sum for each largest subtree
   whose micro-batches are all its own.
-- A bucket is a group of parameters. If there are several ranks, a rank begins to exchange the partial sums of
-  a bucket as soon as its own gradients of this bucket and of all earlier buckets are complete.
+- A bucket is a group of parameters. If there are several ranks, a rank queues the exchange of a bucket's
+  partial sums as soon as its own gradients of this bucket and of all earlier buckets are complete.
 
 Without shared memory (mingpt/extras/shared_memory.py), each bucket is exchanged in two phases. A chunk is the
 part of a vector that one rank adds up.

@@ -4,13 +4,13 @@ A unit is a block, or all weights outside of blocks; a model that fits one bucke
 For each unit, tensors are sent in two phases:
 
 1. All-gather, before the unit's forward pass: each rank sends its rows of the weights to all ranks. With
-   `trainer.fsdp_reshard`, the weights of a block are freed after its forward pass, and gathered again for its
-   backward pass. Other weights are kept until the unit's backward pass has ended.
-2. Reduce-scatter, after the unit's backward pass: each rank receives the sum of all ranks' gradients for its
-   own rows, and needs no other gradients.
+   `trainer.fsdp_reshard`, the weights of a unit that is a block are freed after its forward pass, and
+   gathered again for its backward pass. Other weights are kept until the unit's backward pass has ended.
+2. Reduce-scatter, after the unit's backward pass: each rank receives its rows of the gradients, reduced over
+   all ranks.
 
 So all ranks must make each forward and backward pass together. A step has turns: in a turn each rank computes
-one micro-batch. A rank that has no micro-batch left in the last turn computes a dummy, which is not counted.
+one micro-batch. A rank without a micro-batch in the last turn computes a dummy one, which is not counted.
 
 With `trainer.reduction=exact`, the second phase is no reduce-scatter: each rank receives its rows of all
 ranks' gradients, and adds these rows along the tree of tree.py, as ExactReduction does.

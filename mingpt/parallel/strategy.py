@@ -94,13 +94,13 @@ class RowGatherer:
         self.order = torch.cat([part for held in counted for part in held])
 
     def gather(self, norms: Tensor) -> Tensor:
-        """Return the norms of all rows, tensor by tensor; `norms` has only this rank's rows. Collective."""
+        """Return all rows' norms, tensor by tensor; `norms` has those of this rank's rows. Collective."""
         self.order = self.order.to(norms.device)
         return self.all_gather(norms, self.length).flatten()[self.order]
 
 
 def clip(gradients: Mapping[str, Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place from the finite norm `norm` to at most `max_norm`; 0 means no limit."""
+    """Scale `gradients`, of the finite norm `norm`, in place to a norm of at most `max_norm`; 0: no limit."""
     if not max_norm:
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -157,7 +157,7 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Strategy(ABC):
-    """A way of training in parallel, on one rank.
+    """A way of training in parallel. Each rank constructs its own Strategy.
 
     The constructor allocates the weights and buffers that are on the meta device. The caller sets these, then
     calls `prepare` once. One step is
@@ -175,7 +175,7 @@ class Strategy(ABC):
     All ranks do all of this together. A piece is the rows of a parameter that this rank updates: all rows,
     unless updates are sharded. A frozen parameter, one without `requires_grad`, has no piece and no gradient.
     If a parameter takes no part in a micro-batch, its gradient of this micro-batch is zeros (with FSDP2: from
-    torch 2.13 on). The constructor raises UserError if all parameters are frozen.
+    torch 2.13 on). The constructor raises UserError for a model that it cannot train, such as a frozen one.
     """
 
     takes_turns = False  # if so, rank r has micro-batches r, r + workers, ... instead of consecutive ones
@@ -251,16 +251,16 @@ class Strategy(ABC):
     def finish_step(self) -> None:
         """Complete the gradients of the step. Call this after the last micro-batch. Collective.
 
-        If the exchange of gradients failed on a CPU, raises the error, often that of a lost peer, unless a
-        backward pass has raised it.
+        If an exchange of gradients fails, a backward pass or this method raises the error, often that of a
+        lost peer; on a GPU, perhaps neither does.
         """
 
     @abstractmethod
     def unreduced(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Return a context for a backward pass whose gradients do not count.
 
-        Enter the context before the first micro-batch of a step. The value of the context is a dictionary.
-        After the context has ended, the dictionary has the `digest` of each gradient before its reduction.
+        Enter the context after `start_step`, before the first micro-batch. The value of the context is a
+        dictionary, which in the end has the `digest` of each gradient before its reduction.
         The keys name the parameters or, if parts of the model are reduced as a whole, these parts. Collective
         if weights are sharded.
         """
@@ -312,7 +312,7 @@ class Strategy(ABC):
         return flag
 
     def take_rows(self, name: str, tensor: Tensor, rank: int) -> Tensor:
-        """Return a view of those rows of `tensor`, shaped like the parameter `name`, that `rank` updates."""
+        """Return a view of the rows that `rank` updates; `tensor` has the shape of the parameter `name`."""
         rows = self.rows.of(name, rank)
         return tensor[rows.start : rows.stop] if tensor.ndim else tensor
 

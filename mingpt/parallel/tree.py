@@ -50,9 +50,9 @@ def add_nodes(
 
 
 def cover(leaves: Sequence[int], total: int) -> list[tuple[int, int]]:
-    """Return the fewest nodes, left to right, that cover exactly the consecutive `leaves` of a tree.
+    """Return the fewest nodes (level, index), left to right, that cover exactly the consecutive `leaves`.
 
-    `total` is the number of leaves of the whole tree.
+    `leaves` are leaf numbers, and `total` is the number of leaves of the whole tree.
     """
     stack: PartialSums[None] = []
     for leaf in leaves:

@@ -1,6 +1,6 @@
 """The reports on a run that a person reads: log.txt, metrics.jsonl, loss.png, run.json.
 
-One rank reports to each run folder: rank 0 and, if nodes have folders of their own, a worker of other nodes.
+One rank reports to each run folder: the lowest rank that sees the folder. Nodes may have separate folders.
 
 A metric is a named number, such as a loss. A sink is a place for the values of metrics, such as a plot.
 """

@@ -106,8 +106,8 @@ def load_history(run_dir: Path) -> dict[str, Any] | None:
 def mark_ended(run_dir: Path, status: str) -> None:
     """If the status in run_dir/run.json is "running", replace "running" with `status`.
 
-    Call this if the job ends before these workers have a RunLogger; a RunLogger records the end itself. A
-    file that is missing, damaged or not writable stays as it is, and nothing is raised.
+    Call this if the job ends before its workers have a RunLogger; a RunLogger records the end itself. A file
+    that is missing, damaged or not writable stays as it is, and nothing is raised.
     """
     path = run_dir / "run.json"
     try:
@@ -129,8 +129,8 @@ def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str
     `last` is the entry of that generation in run.json. The fields follow from `last`, `start.step` and the
     workers' exit reasons in `start.previous`. If `start.previous` is None, "end" names the hosts of `last`
     that are not in `start.hosts`, or says that all workers vanished. `stacks` is the folder to which stuck
-    workers write their stacks. If no host has changed, "end" also says if the kernel has since killed a
-    process of this host for lack of memory.
+    workers write their stacks. If the list of hosts is unchanged, "end" also says if the kernel has since
+    killed a process of this host for lack of memory. Raises OSError if a file in `stacks` cannot be read.
     """
     reported = start.previous.step() if start.previous else None
     gone = [host for host in last.get("hosts", []) if host not in start.hosts]
@@ -162,7 +162,7 @@ class RunHistory:
     - `job_began`: when the first process began that recorded this `job`
     - `inputs`: fingerprints of the last generation's data and tokenizer, and its software; the results depend
       on these inputs and the settings
-    - `generations`: a list with an entry for each generation (workers between two restarts) that has trained
+    - `generations`: a list of entries, one per generation (workers between two restarts) that began to train
 
     An entry has these fields, among others:
 
@@ -177,7 +177,7 @@ class RunHistory:
     - `seen`: when the generation last recorded a step or its end
     - `seconds`: the time between `began` and `seen`, by a monotonic clock
     - `step_s`: the last recorded mean seconds per step
-    - `oom_kills`: how many processes of this host the kernel had killed for lack of memory before `began`
+    - `oom_kills`: how many processes of this host the kernel killed for lack of memory, from boot to `began`
     - `phases`: the seconds of the start (from the beginning of the process to `began`), of evaluations, and
       of waits for snapshots, as `start_s`, `evaluation_s` and `snapshot_wait_s`
     """
@@ -222,7 +222,7 @@ class RunHistory:
         """Add this generation's entry to run.json. Call this method before any other.
 
         Returns one line about the end of the previous generation (see `close_generation`). Returns None if
-        there is nothing to tell, or no previous generation.
+        there is nothing to tell, or no previous generation. Raises the errors of `find_end`.
         """
         if start.changes:
             self.content["changes"].append({"step": start.step, "settings": start.changes})

@@ -1,4 +1,4 @@
-"""loss.png, the training and validation loss of a run, which a thread draws from metrics.jsonl."""
+"""Draw loss.png, the training and validation loss of a run, from metrics.jsonl, in a thread."""
 
 import functools
 import io

@@ -75,10 +75,10 @@ class StepTimer:
 class RunLogger:
     """Reports a run from the step `start.step` on, on a rank that writes to a run folder.
 
-    Constructing a RunLogger writes config.yaml, adds the entry of a generation (the workers between two
-    restarts) to run.json, and drops from metrics.jsonl the records of steps that are done again. If a file
-    cannot be written, one log line says so, and the run goes on. `environment` is the software and the device
-    in use. The constructor raises ClaimLost if this process has lost the right to write to the run folder.
+    Constructing a RunLogger writes config.yaml, adds this generation (the workers between two restarts) to
+    run.json, and drops from metrics.jsonl the records of steps that are done again. If a file cannot be
+    written, one log line says so, and the run goes on. The constructor raises ClaimLost if this process has
+    lost the right to write to the run folder, and the errors of `RunHistory.start_generation`.
     """
 
     def __init__(self, start: RunStart, environment: Environment) -> None:
@@ -108,9 +108,9 @@ class RunLogger:
             self.history.note_missing(recorded + 1, start.logged_step)
 
     def repeated_failure(self) -> str | None:
-        """If this job's last generations failed at the same step, call `failed`, and return why, a sentence.
+        """If this job's previous generations failed at the same step, call `failed` and return the reason.
 
-        Otherwise return None. For details see `RunHistory.repeated_failure`.
+        The reason is a sentence. Otherwise return None. For details see `RunHistory.repeated_failure`.
         """
         sentence = self.history.repeated_failure()
         if sentence:
@@ -223,7 +223,7 @@ class RunLogger:
         Call this last, once the snapshot of `step` is durable. `stopped_by` is None if the run finished.
         `snapshots` is the folder or URL of the snapshots, and `weights_sha256` the SHA-256, in hex, of the
         file of weights of `step`. `phases` is `StepTimer.phases`. `best` is (lowest validation loss of a
-        snapshot that is kept, step of this snapshot). Raises ClaimLost as `log_values` does.
+        snapshot that is kept, its step), (inf, -1) if unknown. Raises ClaimLost as `log_values` does.
         """
         self.start.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
