@@ -1,6 +1,7 @@
 """Paths and URLs as people type them, on a command line or in a configuration file."""
 
 import argparse
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -44,8 +45,9 @@ def refuse_pipe(path: str, what: str) -> None:
     The message begins with `what`.
     """
     real = os.path.realpath(path.removeprefix("file://"))  # a shell's <(command) has one that does not exist
-    if Path(real).is_fifo():
-        raise UserError(f"{what} {path} is a named pipe: write its content to a file")
+    with contextlib.suppress(OSError):  # reading it will raise this error again
+        if Path(real).is_fifo():
+            raise UserError(f"{what} {path} is a named pipe: write its content to a file")
 
 
 def describe_obstacle(path: str | Path, error: BaseException) -> str:

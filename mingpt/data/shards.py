@@ -36,7 +36,7 @@ UINT32: np.dtype[Any] = np.dtype("<u4")
 FORMATS = {(20240520, 1): UINT16, (20240801, 7): UINT32}  # magic and version: type of a token
 HEADERLESS = ("train.bin", "val.bin")
 BLOCK_BYTES = 4096  # a fingerprint (a hash) covers a file's first block, its last and two between them
-VALIDATION = re.compile(r"(?<![^\W\d_])val(id|idation)?(?![^\W\d_])")  # not in medieval or eval
+VALIDATION = re.compile(r"(?i)(?<![^\W\d_])val(id|idation)?(?![^\W\d_])")  # not in medieval or eval
 
 
 class TokenizerMeta(pydantic.BaseModel):

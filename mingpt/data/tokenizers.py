@@ -72,11 +72,13 @@ class Tokenizer(ABC):
     def default_prompt(self) -> list[int]:
         """Return the tokens that a sample without a prompt begins with.
 
-        The result is [end_of_text], else the tokens of a line break, else [0]. May raise UserError if there
-        is no end_of_text, and `encode` refuses a line break.
+        The result is [end_of_text], else the tokens of a line break, else [0].
         """
-        end = self.end_of_text
-        return [end] if end is not None else self.encode("\n").tolist() or [0]
+        if self.end_of_text is not None:
+            return [self.end_of_text]
+        with contextlib.suppress(UserError):  # a line break without a token
+            return self.encode("\n").tolist() or [0]
+        return [0]
 
     def to_tokenizer_json(self) -> bytes | None:
         """Return a tokenizer.json for Hugging Face's tokenizers; None if this class makes no such file."""
@@ -157,9 +159,6 @@ class CharTokenizer(Tokenizer):
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(self.characters[token] for token in tokens)
-
-    def default_prompt(self) -> list[int]:
-        return self.encode("\n" if "\n" in self.characters else self.characters[0]).tolist()
 
     def to_bytes(self) -> bytes:
         """Return a tokenizer.json whose model is a WordLevel with a word per character."""

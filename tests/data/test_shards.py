@@ -71,6 +71,8 @@ def test_a_folder_of_nanogpts_names_is_read_with_and_without_headers(
         ("shard-val-3.bin", True),
         ("val7.bin", True),
         ("validation_0.bin", True),
+        ("Val.bin", True),
+        ("x_VAL_0.bin", True),
         ("medieval_000.bin", False),
         ("valley_0.bin", False),
         ("interval.bin", False),
