@@ -4,7 +4,7 @@
     python -m anynode --serve HOST:PORT
 
 PLACE, where torchrun's agents find each other, is a shared folder or HOST:PORT[,HOST:PORT...]. A is this
-node's address. The second form makes a host that outlives the nodes such a PLACE, and needs no torch.
+node's address. The second form needs no torch. On a host that outlives the nodes, it makes HOST:PORT a PLACE.
 """
 
 import sys

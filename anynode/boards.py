@@ -39,8 +39,8 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
     """Send a message to the Server at (host, port); return the answer.
 
     `timeout_s` limits each wait, in seconds, except the look-up of the name `host`. Raises OSError if no
-    answer comes, or one that `dict` refuses. The answer to a request that the Server refuses is {"error":
-    reason}.
+    answer comes, or one that cannot be converted to a dict. The answer to a request that the Server refuses
+    is {"error": reason}.
     """
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
@@ -58,7 +58,7 @@ class Server(socketserver.ThreadingTCPServer):
     `operations` is {name: function that takes a request, as a dict, and returns the answer}; the request's
     field `op` is one of the names. Requests are answered while `serve_forever` runs. If the argument `port`
     is 0, the system chooses a free port, and the attribute `port` is its number. Constructing a Server raises
-    OSError if it cannot listen there, for example because the port is taken.
+    OSError if it cannot listen at `address` and `port`, for example because the port is taken.
     """
 
     allow_reuse_address = True
@@ -105,8 +105,8 @@ class FolderBoard:
     def exchange(self, mine: Entry) -> list[Entry]:
         """Post the entry `mine`, return the valid entries of this job's agents, and remove old entries.
 
-        Entries that cannot be read now are left out. Raises OSError if the folder cannot be used. Hangs while
-        the storage hangs.
+        Entries whose files cannot be opened now are left out. Raises OSError if the folder cannot be used.
+        Hangs while the storage hangs.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = self._folder / f"{mine.id}.json"
@@ -169,7 +169,7 @@ class BoardMemory:
         self._entries: dict[tuple[str, str], tuple[str, float]] = {}
 
     def post(self, message: Message) -> str:
-        """Keep message["entry"]; return {"entries": [...]}, all of job message["rdzv_id"], as JSON.
+        """Keep message["entry"]; return {"entries": [kept entries of job message["rdzv_id"]]} as JSON.
 
         Raises KeyError or TypeError if the job, or the entry's `id` or `state`, is missing.
         """

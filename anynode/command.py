@@ -91,7 +91,7 @@ def rdzv(text: str) -> str:
     """Return torchrun's rendezvous endpoint for `text`, which is HOST:PORT[,HOST:PORT...] or a folder.
 
     A folder is created if it does not exist, and its absolute path is returned. Raises WrongOption if `text`
-    is neither, if the folder cannot be written, or if it cannot be created for a reason not in STORAGE_AWAY.
+    is neither, or if the folder cannot be created or written, unless the errno of mkdir is in STORAGE_AWAY.
     """
     try:
         place = parse_rdzv(text)
@@ -126,8 +126,8 @@ def restarts(text: str) -> str:
 def local_address(text: str) -> tuple[str, str]:
     """Return (the IP address of `text`, the name of the network interface that has this address).
 
-    `text` is an address, or a host name, of which the first address counts. Raises WrongOption if no
-    interface of this host has the address.
+    `text` is an address, or a host name, of which the first address counts. Raises WrongOption if `text` does
+    not resolve, or if no interface of this host has the address.
     """
     interfaces = dict(ipv4_addresses())  # also of interfaces that are down
     table = Path("/proc/net/if_inet6")
@@ -210,7 +210,7 @@ def torchrun_options(words: Sequence[str]) -> tuple[dict[str, str], list[str], l
 
 
 def run_node(words: Sequence[str]) -> None:
-    """Run `python -m anynode` with the arguments `words`, which means torchrun, --help or --serve.
+    """Do what `python -m anynode` does with arguments `words`: run torchrun, print help, or serve a board.
 
     torchrun runs in this process. Its options are first printed to stderr, but not the script's arguments,
     because they may have passwords. For exits before that see `torchrun_options`.

@@ -98,7 +98,7 @@ def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
 
     While some agents do not reach each other, the agent that is linked (see `is_linked`) with the fewest
     others is left out. In a tie, the agent with the largest `key` is left out. If more than `max_nodes`
-    agents remain, the agents of `last_members` are preferred.
+    agents remain, the agents of the latest round (see `last_members`) are preferred.
     """
     group = sorted(entries, key=lambda entry: entry.key)
     reach = {entry.id: {entry.id, *entry.reach} for entry in group}
@@ -118,7 +118,7 @@ def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
 
 
 def last_members(group: Sequence[Entry]) -> set[str]:
-    """Return the ids of the members of `group`'s latest round, or of all rounds with the largest number."""
+    """Return the ids of members of the round with the largest number in `group`, or of all such rounds."""
     number = max((entry.number for entry in group), default=0)
     return {id for entry in group if entry.number == number for id in entry.members}
 

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON. Raises ValueError if `content` is not JSON, or is nested too deeply."""
+    """Parse JSON. Raises ValueError if that fails, for example at too deep nesting."""
     try:
         return json.loads(content)
     except RecursionError:

@@ -1,12 +1,12 @@
 """torchrun's rendezvous handler: agents agree on a round, and learn when the round has to end for a new one.
 
-A round begins when agents agree to start workers together, and lasts until the next restart. Among agents
-that all reach each other, the leader, the agent with the smallest address, proposes a round. It starts if all
-these agents accept in time. The ranks of the nodes are in the order of the agents' addresses.
+A round begins when agents agree to start workers together, and lasts until the next restart. In a group of
+agents that all reach each other, the leader, the agent with the smallest address, proposes a round. The round
+starts if the whole group accepts in time. The ranks of the nodes are in the order of the agents' addresses.
 
 The workers of a round share a torch TCPStore, which the leader hosts. The store is new in each round, because
 keys that dead workers left would mislead their successors. The agents themselves share no store, because a
-store would be lost with its host. Every agent computes the ranks of all workers, so agents need no store.
+store would be lost with its host. They need none, because each agent computes the ranks of all workers.
 """
 
 import atexit
@@ -90,8 +90,8 @@ class AnyNodeRendezvous(RendezvousHandler):
     """The rendezvous `anynode`: agents meet in a folder, or at a list of hosts of which one must live.
 
     The constructor raises ValueError if the endpoint is neither HOST:PORT[,HOST:PORT...] nor a path with a
-    slash. Also raises the errors of `local_workers`, and OSError if this process cannot listen at this node's
-    address.
+    slash. Also raises the errors of `local_workers`, and OSError if this node's address cannot be found,
+    or if this process cannot listen there.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:

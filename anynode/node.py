@@ -123,7 +123,7 @@ class View:
     """
 
     me: Entry
-    alive: tuple[Entry, ...]  # of agents that wait or run, including `me`
+    alive: tuple[Entry, ...]  # `me`, and agents that wait or run
     gone: frozenset[str]  # ids of agents that have ended, or are silent on boards and network
     ended: frozenset[str]  # ids of agents that have ended, but have not posted FINISHED
     finished: bool  # an agent of this job, or an agent seen running, has posted FINISHED

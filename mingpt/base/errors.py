@@ -37,11 +37,11 @@ class UserError(ValueError):
     """A mistake that only the user can correct; the message is one sentence.
 
     The process exits with code 2, and the job ends without restarts. Once the workers of a run have met, all
-    ranks raise UserError. But only the ranks of a refused node raise the subclass NodeRefused.
+    ranks raise UserError. But only ranks of refused nodes raise the subclass NodeRefused, and leave the job.
 
     `may_pass` says whether the cause may pass, as a full disk or a network drive that is away. By default it
     is true if an error of that kind was being handled when this error was constructed. In a restarted worker,
-    a UserError that may pass leads to exit code 1 and a further restart, as long as restarts are left.
+    a UserError that may pass instead leads to exit code 1 and a further restart, while restarts are left.
     """
 
     def __init__(self, *arguments: object) -> None:
@@ -69,10 +69,10 @@ class NodesLeave(PeersMissing):
 
 
 class StopRequested(Exception):
-    """All ranks agreed to stop, because of the request `reason`, such as "SIGTERM".
+    """All ranks agreed to stop, because of the request `reason`, such as "SIGUSR1".
 
-    Ranks raise this exception only before `SignalListener.defer` is called. A run calls it before the first
-    step, when there is nothing to save. A later stop raises nothing: `Trainer.run` returns the request.
+    Ranks raise this exception only before `SignalListener.defer` is called. Training calls `defer` before its
+    first step, when there is nothing to save. A later stop raises nothing: `Trainer.run` returns the request.
     """
 
     def __init__(self, reason: str) -> None:
@@ -83,19 +83,18 @@ class StopRequested(Exception):
 class NonRetryableError(ExpectedError):
     """A failure that a restart would repeat. It ends the job with exit code 1, without restarts.
 
-    In training all ranks raise this error, but perhaps not all ranks the subclass SupersededError.
+    In training all ranks raise this error, but perhaps only some ranks raise its subclass SupersededError.
     """
 
 
 class ClaimLost(ExpectedError):
-    """This process no longer holds the claim (a job's right to write) to its run or Checkpoint folder."""
+    """The claim (the right to write) to the folder of this worker's run or Checkpoint object is lost."""
 
 
 class SupersededError(ClaimLost, NonRetryableError):
     """Another job has taken over this job's folder, or this job's claim to the folder was removed.
 
-    In training, the ranks that write to the run folder raise this error. If the state is sharded, the other
-    ranks may raise it, too.
+    In training, a rank that does not write to the run folder raises this only if the state is sharded.
     """
 
 

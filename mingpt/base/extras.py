@@ -1,6 +1,6 @@
-"""Extras: modules of mingpt/extras/ that tables of other packages name, and that a run can do without.
+"""Load extras: modules of mingpt/extras/ that a run can do without.
 
-An extra is imported when it is asked for. A run goes on without an extra whose file is missing.
+Tables in other packages name the extras. A run goes on without an extra whose file is missing.
 """
 
 import functools

@@ -50,7 +50,7 @@ def atomic_file(
     """Open a file for writing, under the name `partial`, and rename it to `path` when the block ends.
 
     The file is unbuffered: use `write_all`. `partial` is by default `<name>.mingpt-partial` beside `path`. An
-    error before or during the rename removes the partial file, and an earlier file at `path` stays.
+    error before or during the rename removes the partial file, if possible; a file at `path` stays as it is.
 
     `sync="file"` calls fsync on the file before the rename. `sync="folder"` also calls `fsync_path` on the
     folder after the rename; an OSError of that call is raised although the new file is at `path`.
@@ -85,7 +85,7 @@ def write_atomic(
 ) -> None:
     """Write `content` to the file `path` with `atomic_file`, which gets the other arguments.
 
-    A str is encoded as UTF-8. Raises OSError, or an error of `before_rename`.
+    A str is encoded as UTF-8. Raises OSError, UnicodeEncodeError or an error of `before_rename`.
     """
     with atomic_file(path, partial, sync, before_rename) as file:
         write = functools.partial(os.write, file.fileno())
@@ -106,8 +106,8 @@ def write_all(write: Callable[[memoryview], int | None], content: bytes | memory
 def fsync_path(path: str | Path) -> None:
     """Call fsync on `path`: the content of a file, or the renames and removals in a folder, become durable.
 
-    Raises OSError. But if the file system refuses to fsync folders, as some FUSE and CIFS mounts do, a folder
-    only causes a log line.
+    Raises OSError. But if the file system refuses to fsync folders, as some FUSE and CIFS mounts do, and in
+    WSL, a folder that cannot be fsynced only causes a log line.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -189,7 +189,7 @@ def decode_text(content: bytes, offset: int = 0) -> str:
 class BadJson(ValueError):
     """Content that is not JSON, or not JSON of the expected form.
 
-    `place` has the keys and indices that lead to the wrong value; () means that the whole content is wrong.
+    The argument `place` has the keys and indices that lead to the wrong value; () means the whole content.
     """
 
     def __init__(self, reason: str, place: tuple[str | int, ...] = ()) -> None:

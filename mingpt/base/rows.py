@@ -22,7 +22,7 @@ def split_rows(rows: int, workers: int) -> list[range]:
 class RowMap:
     """A map from a tensor's name to the rows that each of `workers` ranks holds.
 
-    `shapes` has the shapes of the unsharded tensors, by name. Tensors whose names begin with one of the
+    `shapes` has each tensor's shape before sharding, by name. Tensors whose names begin with one of the
     prefixes `sharded` are split along dimension 0 by `split_rows`. Each rank holds all rows of the other
     tensors, and all scalars. A scalar counts as one row.
     """
@@ -42,7 +42,7 @@ class RowMap:
         return rows[rank] if rows else range(self.shapes[name][0] if self.shapes[name] else 1)
 
     def first(self, name: str, rank: int) -> int:
-        """Return the index, in the flattened tensor, of the first element that `rank` holds."""
+        """Return where the elements that `rank` holds begin, as an index in the flattened tensor."""
         return self.of(name, rank).start * math.prod(self.shapes[name][1:])
 
     def numel(self, name: str) -> list[int]:

@@ -31,7 +31,7 @@ class OutOfTime(TimeoutError):
 
 
 def check_working_directory() -> None:
-    """Raise UserError if the working directory cannot be read: MKL, which torch loads, may end a process."""
+    """Raise UserError if `os.getcwd` fails, because torch's MKL library may end this process then."""
     try:
         os.getcwd()
     except OSError as error:
@@ -85,7 +85,7 @@ def use_one_arena() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory, up to 2 GiB at its heap's end: else every step has page faults."""
+    """Make glibc keep freed memory, up to 2 GiB at its heap's end: else training steps have page faults."""
     set_malloc_option(M_MMAP_MAX, 0)
     set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1)
     set_malloc_option(M_TOP_PAD, 64 << 20)

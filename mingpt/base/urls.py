@@ -18,7 +18,7 @@ QUERY = re.compile(r"\?[^?]*=.*")  # a signed query, as in S3's URLs; a ? withou
 
 
 def redact(text: str) -> str:
-    """Return the text with *** for each password, query (?key=value) and https://TOKEN@ in a valid URL."""
+    """Return text with *** for each password, ?key=value and https://TOKEN@ in a valid URL without quotes."""
 
     def hide(match: re.Match[str]) -> str:
         url = PASSWORD.sub(rf"\1{HIDDEN}@", match[0])
