@@ -70,9 +70,9 @@ class DistributedContext(Group):
     is the only one. The constructor raises the errors of `join_generation`. The device, and collectives on
     tensors, are available after `settle`.
 
-    While the work of `on_rank`, `on_all` or `gather_on_all` runs, this process exits if a peer is lost. The
-    process also exits if all ranks agree to stop before training begins. If the work raises UserError on any
-    rank, all ranks raise UserError: see `Group.on_all`.
+    While the work of `on_rank`, `on_all` or `gather_on_all` runs on this rank, this process exits if a peer
+    is lost, or if all ranks agree to stop before training begins. If the work raises UserError on any rank,
+    all ranks raise UserError, except in the cases that `Group.on_all` names.
     """
 
     shared_errors = UserError
@@ -87,7 +87,7 @@ class DistributedContext(Group):
         self.rendezvous = self.join_generation(timeout_s) if launch.is_distributed else None
 
     def settle(self, found: "Sequence[Own]", dtype: str, threads: int) -> None:
-        """Use this rank's device, and connect the ranks for tensors. Collective.
+        """Use this rank's device, and connect the ranks for collectives on tensors. Collective.
 
         `found` has what `find_own` returned on each rank, in the order of the ranks; no rank has a fault.
         `dtype` is the name of the dtype of matrix products, and `threads` the number of CPU threads of each
@@ -139,8 +139,8 @@ class DistributedContext(Group):
     def find_own(self, wanted: str, dtype: str) -> Own:
         """Return this rank's place, device, dtype and address; set `self.connector`, which `settle` uses.
 
-        `wanted` and `dtype` are the settings trainer.device and trainer.dtype. If the device cannot be used,
-        `self.connector` is not set, the result has no device, and the result's `fault` says why.
+        `wanted` and `dtype` are the settings trainer.device and trainer.dtype. If `find_device` raises
+        UserError, `self.connector` is not set, the result has no device, and `fault` is the error's text.
         """
         from mingpt.distributed.transport import make_connector
 
@@ -155,9 +155,9 @@ class DistributedContext(Group):
     def connect_gpus(self, timeout_s: float) -> None:
         """Connect the GPUs of all ranks; from now on, SignalListener's thread watches NCCL. Collective.
 
-        If a peer is lost or the network fails, raises NCCL's DistError or exits this process. If NCCL fails
-        on any rank for another reason, all ranks raise UserError once NCCL has returned on all ranks. If
-        connecting takes more than `timeout_s` seconds, the process exits.
+        If a peer is lost or the network fails, exits this process, or raises an error for which
+        `is_lost_peer` is true. If NCCL fails on any rank for another reason, all ranks raise UserError
+        as `Group.on_all` says. If connecting takes more than `timeout_s` seconds, exits this process.
         """
         from mingpt.distributed.nccl import NcclWatch
 
@@ -169,7 +169,7 @@ class DistributedContext(Group):
 
     @property
     def previous_generation(self) -> GenerationEnd | None:
-        """How the workers before the last restart ended; None if not known, or if there was no restart."""
+        """How the last earlier workers that met at the rendezvous ended; None if that is not known."""
         return self.rendezvous.previous_generation if self.rendezvous else None
 
     def environment(self) -> Environment:
@@ -241,7 +241,7 @@ class DistributedContext(Group):
         return wait
 
     def fail_beside_work(self, error: Exception) -> None:
-        """Exit because of `error`; the main thread is busy with work, and cannot raise it."""
+        """Exit because of `error`: the main thread is busy with work, and cannot raise `error`."""
         if isinstance(error, StopRequested):
             self.stop_signal.exit_before_training(error.reason)
         self.exit.exit_process(error)
@@ -249,8 +249,8 @@ class DistributedContext(Group):
     def should_stop(self) -> bool:
         """Return whether all ranks agreed to stop, so that the caller may end its work early.
 
-        With one rank, first calls `agree_to_stop` with the request that this rank has received. With several
-        ranks, the result may become true on some ranks later than on others. Not collective.
+        With one rank, first calls `agree_to_stop`, which may raise StopRequested, with this rank's request.
+        With several ranks, the result may become true on some ranks later than on others. Not collective.
         """
         if self.world_size == 1:
             self.agree_to_stop([self.stop_signal.reason])

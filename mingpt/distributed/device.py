@@ -134,7 +134,7 @@ def common_dtype(dtypes: Iterable[str], device_type: str) -> str:
 
 
 def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":
-    """Return a context manager that autocasts to `dtype`, or does nothing for float32."""
+    """Return a context manager that autocasts to `dtype`, or that disables autocasting for float32."""
     import torch
 
     # A forward pass uses each weight once, so a cache of cast weights would save nothing.
@@ -173,10 +173,10 @@ def device_name(device: "torch.device") -> str:
 
 
 def kernel_variables(device: "torch.device") -> str:
-    """Return the environment variables that may choose this device's kernels, as "NAME=VALUE NAME=VALUE".
+    """Return environment variables that may choose this device's kernels, as "NAME=VALUE NAME=VALUE".
 
-    Returns "none" if none is set. Variables with VERBOSE in their names are left out. Only the first 200
-    characters are returned.
+    The names begin as in GPU_KERNELS for a CUDA GPU, else as in CPU_KERNELS; names with VERBOSE are left out.
+    Returns "none" if none is set. Only the first 200 characters are returned.
     """
     names = GPU_KERNELS if device.type == "cuda" else CPU_KERNELS
     given = [
@@ -216,7 +216,7 @@ def gpu_facts(device: "torch.device") -> dict[str, str]:
 def find_program() -> str:
     """Return a text that identifies this program: a digest of its code, and torch's version.
 
-    An example is "code 5b38d4aaf91b and torch 2.13.0".
+    An example is "code 5b38d4aaf91b and torch 2.13.0". Raises OSError if the code cannot be read.
     """
     import torch
 
@@ -237,7 +237,7 @@ def hash_code(root: Path) -> str:
 
 
 def enable_determinism() -> None:
-    """Make torch use only deterministic kernels; an operation that has none raises RuntimeError.
+    """Make torch use deterministic kernels; an operation that torch knows to have none raises RuntimeError.
 
     Call this before a GPU is used.
     """

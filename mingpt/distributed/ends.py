@@ -55,9 +55,9 @@ class GenerationEnd:
         return "; ".join(map(clause, [*sorted(losses, key=len)[-1:], *sorted(others)])) + where
 
     def places(self, stacks: Path, ranks: Iterable[int]) -> str:
-        """Return ": " and what `stuck_place` returns for the files of `ranks` in the folder `stacks`.
+        """Return ": " and the results of `stuck_place`, without repeats, for the stack files of `ranks`.
 
-        Returns "" if none of the ranks has a file there. Raises OSError if a file cannot be read.
+        Returns "" if the folder `stacks` has no file of these ranks. Raises OSError if one cannot be read.
         """
         paths = [stack_path(stacks, self.name, rank) for rank in ranks]
         found = dict.fromkeys(

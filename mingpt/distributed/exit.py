@@ -101,10 +101,10 @@ def how_to_exit(
 ) -> ExitPlan:
     """Return the plan by which a worker exits because of `error`.
 
-    `error` is None if the worker's work is finished, or if the agent is gone. `step` is the last completed
-    step. `timed_out` is what `ProcessExit.timed_out` returned: the exit reason of a timeout, or "". `has_met`
-    says whether the workers have met at the rendezvous, `is_orphan` whether the agent is gone, and
-    `is_restart` whether this is not the job's first generation.
+    `error` None means that the worker's work is finished, or that the agent is gone. `step` is the last
+    completed step. `timed_out` is what `ProcessExit.timed_out` returned: the exit reason of a timeout, or "".
+    `has_met` says whether the workers have met at the rendezvous, `is_orphan` whether the agent is gone, and
+    `is_restart` whether the job has been restarted.
     """
     is_last = not launch.has_restarts_left()
     if is_orphan:  # no generation follows
@@ -149,7 +149,7 @@ def how_to_exit(
 
 
 def plan_of_missing(error: PeersMissing, launch: Launch) -> ExitPlan:
-    """Return the plan to exit because workers are missing, or because their nodes leave the job."""
+    """Return the plan to exit because the workers `error.ranks` are missing, or their nodes leave the job."""
     has_left = isinstance(error, NodesLeave)
     first = next(rank for rank in range(launch.world_size) if rank not in error.ranks)
     is_printed = has_left and first == 0  # the log, which rank 0 prints, has it
@@ -293,7 +293,7 @@ class ProcessExit:
         self.nccl = nccl
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
-        """Register `release_claims`, which gives up the run folder at an exit whose ExitPlan demands this."""
+        """Register a function by which some exits give up the job's right to write to the run folder."""
         self.release_claims = release_claims
 
     def start_run(
@@ -303,7 +303,7 @@ class ProcessExit:
 
         `last_step` returns the last completed step. `note_failure` records in run.json why the job failed; it
         is None on ranks that do not write to `run_dir`. After a rendezvous, a rank with a `note_failure`
-        first removes the empty stack files of other generations. An OSError is not raised: then no stacks are
+        first removes the empty stack files of earlier workers. An OSError is not raised: then no stacks are
         written to `run_dir`.
         """
         self.last_step, self.note_failure = last_step, note_failure
@@ -409,7 +409,7 @@ class ProcessExit:
         os._exit(plan.code)
 
     def kill_silent(self, ranks: Sequence[int]) -> None:
-        """Kill those other workers of the agent in `ranks` that store no exit reason within PEER_EXIT_S.
+        """Kill the agent's other workers that are in `ranks` and store no exit reason within PEER_EXIT_S.
 
         A worker is also killed if the job's TCPStore does not answer in that time.
         """
@@ -440,8 +440,7 @@ def before_first_step(reason: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text. At most 200 characters are returned.
 
-    For an NCCL error, returns "NCCL: " and the last line, which has the reason. Credentials in URLs are
-    hidden.
+    For an NCCL error, returns "NCCL: " and the last line. Credentials in URLs are hidden.
     """
     lines = redact(str(error)).split("\n")
     return (f"NCCL: {lines[-1]}" if lines[0].startswith("NCCL error") else lines[0])[:200]
@@ -450,9 +449,9 @@ def first_line(error: BaseException) -> str:
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error means that a worker is gone or silent.
 
-    The result is true for PeerLost, for DistError, and for a plain RuntimeError that torch.distributed
-    raised, because gloo's errors have no type of their own. But for an NCCL error without the text NCCL_LOST,
-    such as one about too little room in /dev/shm, the result is false.
+    The result is true for PeerLost, for DistError, and for a plain RuntimeError from a Python function of
+    torch.distributed, because gloo's errors have no type of their own. But for an error of NCCL, it is true
+    only if the error has the text NCCL_LOST; too little room in /dev/shm, for example, is no lost peer.
     """
     if isinstance(error, PeerLost) or "torch.distributed" not in sys.modules:
         return isinstance(error, PeerLost)

@@ -1,4 +1,4 @@
-"""Collectives on Python objects, and work whose result or error reaches all ranks.
+"""Collectives on Python objects, and work that one rank or all ranks do while all wait for its end.
 
 All ranks must call a method whose docstring says "Collective", in the same order. `on_rank` runs a function
 on one rank; `on_all` and `gather_on_all` run a function on all ranks. If the function raises an error on one
@@ -37,7 +37,7 @@ def all_gather_single() -> Any:
 
 
 def wait_for(work: "Work | None") -> None:
-    """Wait for `work`, an asynchronous collective, send or receive that torch has started.
+    """Wait, as `work.wait()` does, for an asynchronous collective, send or receive that torch has started.
 
     Ranks outside the process group, to which torch returns None, must not call this. Raises DistNetworkError
     in place of a plain RuntimeError, the type of gloo's errors. Other errors stay as they are.
@@ -74,7 +74,7 @@ class Group:
     def all_gather_object(self, value: T) -> list[T]:
         """Return, on all ranks, the values of all ranks in the order of the ranks. Collective.
 
-        Values are pickled. Values of more than FIRST_BYTES bytes need further collectives.
+        With several ranks, values are pickled; a pickle of over FIRST_BYTES bytes needs one more collective.
         """
         if self.world_size == 1:
             return [value]
@@ -102,7 +102,7 @@ class Group:
         """Start to send the tensors `pieces` to `rank`; return the argument for `wait`. Not collective.
 
         Leave the tensors unchanged until `wait` has returned. Rank `rank` must call `receive` for each of the
-        tensors, in the same order, with a tensor of the same size.
+        tensors, in the same order, with a tensor of the same size and dtype.
         """
         from torch.distributed import isend
 
@@ -124,9 +124,10 @@ class Group:
 
         While the work runs, a thread exchanges heartbeats, so that ranks whose work ends early do not time
         out. If the work raises an error of the type `self.shared_errors` on any rank, all ranks raise this
-        error once the work has ended on all ranks. With several ranks, an error that cannot be pickled
-        becomes an OSError. If several ranks have raised such errors, the error of the lowest rank counts. Any
-        other error is raised only on its own rank, which must then exit; the other ranks lose a peer.
+        error once the work has ended on all ranks; of several such errors, that of the lowest rank. With
+        several ranks, an error that cannot be pickled becomes an OSError. Any other error is raised only on
+        its own rank, which must then exit; the other ranks lose a peer. If the ranks agree to stop, may
+        raise StopRequested instead: see `agree_to_stop`.
         """
         own: list[T] = []
         self.gather_on_all(lambda: own.append(work()))
@@ -135,7 +136,7 @@ class Group:
     def on_rank(self, rank: int, work: Callable[[], T]) -> T:
         """Run `work` only on rank `rank`; return its result on all ranks. Collective.
 
-        The result is pickled. Errors are raised as in `on_all`.
+        With several ranks, the result is pickled. Errors are raised as in `on_all`.
         """
         results = self.gather_on_all(lambda: work() if self.rank == rank else None)
         return results[rank]  # type: ignore[return-value]
@@ -143,7 +144,7 @@ class Group:
     def gather_on_all(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on all ranks; return, on all ranks, all results in the order of the ranks. Collective.
 
-        Results are pickled. Errors are raised as in `on_all`.
+        With several ranks, results are pickled. Errors are raised as in `on_all`.
         """
         if self.world_size == 1:
             return [work()]
@@ -184,7 +185,7 @@ class Group:
     def fail_beside_work(self, error: Exception) -> None:
         """Handle `error`, which the exchange of heartbeats has raised while the work runs.
 
-        Here, do nothing: `error` is raised once the work has ended.
+        In this class, do nothing: `error` is raised once the work has ended.
         """
 
     def agree_to_stop(self, reasons: Sequence[str | None]) -> None:
@@ -201,10 +202,10 @@ class Group:
 
 
 class BackgroundGroup(Group):
-    """A new gloo process group of all ranks, for one thread per rank. Constructing it is collective.
+    """A new gloo process group of all ranks, for one thread per rank; with `world_size` 1, only this process.
 
-    The thread may run beside training. If the work of a method such as `on_all` raises any Exception on one
-    rank, all ranks raise an error, as `Group.on_all` says. These methods exchange no requests to stop.
+    Constructing it is collective. The thread may run beside training. Requests to stop are not exchanged. If
+    the work of a method such as `on_all` raises any Exception, all ranks raise an error: see `Group.on_all`.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -216,7 +217,7 @@ class BackgroundGroup(Group):
 
     @classmethod
     def of_all(cls) -> "BackgroundGroup":
-        """Return a group of all ranks; if torch has no default process group, of this process. Collective."""
+        """Return a group of all ranks, or only this process if torch has no default group. Collective."""
         from torch import distributed
 
         if not (distributed.is_available() and distributed.is_initialized()):

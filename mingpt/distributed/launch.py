@@ -49,8 +49,8 @@ class Launch:
 
         If RANK or WORLD_SIZE is not set, only OMP_NUM_THREADS and SLURM_STEP_NUM_TASKS count. Otherwise,
         raises UserError if MASTER_ADDR or MASTER_PORT is missing. Also raises UserError if a numeric
-        variable, such as RANK, is not a whole number, or if OMP_NUM_THREADS is more than MAX_THREADS. But an
-        OMP_NUM_THREADS that is not a number is ignored.
+        variable, such as RANK, is not a whole number, or if OMP_NUM_THREADS is more than MAX_THREADS. Of a
+        list such as "4,2" in OMP_NUM_THREADS, the first number counts. Any other text there is ignored.
         """
         env = os.environ
 
@@ -106,7 +106,7 @@ class Launch:
         return self.master_addr is not None
 
     def describe_leftovers(self) -> str:
-        """Return a warning if variables such as RANK are set, but no variable in LAUNCHERS is set.
+        """Return a warning if variables such as RANK are set, but none of a known launcher's (see LAUNCHERS).
 
         Returns "" if there is nothing to warn about, and on all ranks but 0.
         """

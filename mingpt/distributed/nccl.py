@@ -1,7 +1,7 @@
 """How long NCCL's collectives have waited for a peer, according to torch's watchdog thread.
 
 The main thread waits for collectives in a CUDA synchronisation, which has no time limit and raises no NCCL
-error. The watchdog itself can only end the process by SIGABRT, much later.
+error. By default, the watchdog itself ends the process by SIGABRT, but much later.
 """
 
 import json

@@ -33,10 +33,10 @@ POLL_S = 0.01
 class Rendezvous:
     """A worker's connection to the job's TCPStore.
 
-    Constructing it waits until all workers are connected; this is collective. Raises PeersMissing if other
-    workers, such as the store's host, do not arrive within `timeout_s` seconds. If no agent hosts the store,
-    rank 0 does. Without any agent, rank 0 raises UserError if it cannot listen at MASTER_PORT. For other
-    failures of the store, raises DistError.
+    Constructing it waits until all workers are connected; this is collective. If no agent hosts the store,
+    rank 0 does. Raises PeersMissing if other workers do not arrive within `timeout_s` seconds, and DistError
+    if the store fails, for example because rank 0, its host, has already given up. But without any agent,
+    rank 0 raises UserError if it cannot listen at MASTER_PORT.
     """
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
@@ -94,9 +94,9 @@ class Rendezvous:
         return name
 
     def _answer_nonces(self) -> str:
-        """Answer the other ranks' nonces until all ranks have confirmed the generation's name.
+        """On rank 0, answer the other ranks' nonces until all ranks have confirmed the generation's name.
 
-        Then calls `_replace_generation`, and returns the name. Only rank 0 calls this.
+        Then calls `_replace_generation`, and returns the name. Raises PeersMissing at the deadline.
         """
         store, name = self._store, uuid.uuid4().hex
         store.set(member_key(name, 0), "")
@@ -161,9 +161,8 @@ class Rendezvous:
     def _replace_generation(self, name: str) -> None:
         """Tell all ranks that the new generation, `name`, is complete, and how the previous generation ended.
 
-        The previous generation is the newest one that the store has. Its end is left out if there is none, or
-        if its round (`Launch.rdzv_round`) is known and is not the round before the new generation's. Only
-        rank 0 calls this.
+        The previous generation is the newest one in the store. Its end is left out if its round
+        (`Launch.rdzv_round`) is known, and not the one before the new one's. Only rank 0 calls this.
         """
         store, launch, ended = self._store, self.launch, None
         found = read_generation_end(store)

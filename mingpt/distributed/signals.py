@@ -57,9 +57,9 @@ READ_END = -1  # the pipe's key among the ranks whose pidfds are polled
 class SignalListener:
     """Listens for requests to stop, in a thread of its own, and keeps the request in `reason`.
 
-    Before training begins (before `defer` is called), a signal other than SIGUSR1 ends this process at once.
-    SIGUSR1 or a file STOP does so only if this process is the only worker; several workers first agree to
-    stop. During training, a request is kept until all ranks have agreed on it. A second signal, more than
+    Before training begins (before `defer` is called), a first signal other than SIGUSR1 ends this process at
+    once. SIGUSR1 or a file STOP does so only if this process is the only worker; several workers first agree
+    to stop. During training, a request is kept until all ranks have agreed on it. A second signal, more than
     REPEAT_S seconds after the first signal, ends this process at once.
 
     The thread works even while the main thread waits in a collective or for a disk. The thread also ends this
@@ -103,7 +103,7 @@ class SignalListener:
     def watch_siblings(self) -> None:
         """From now on, watch the other workers of this node's agent that run now: see `look_at_siblings`.
 
-        Watches none if there is no agent, or if the system has no pidfds.
+        Watches none if there is no agent, or if the system has no pidfds or no /proc.
         """
         self.siblings = open_siblings(self.launch.agent_pid)
 
@@ -219,7 +219,7 @@ class SignalListener:
         self.received = self.received or reason
 
     def look_at_siblings(self) -> None:
-        """Exit if a watched worker that has exited failed, lost a peer, timed out or stored no exit reason.
+        """Exit if a watched worker failed, lost a peer, timed out, or exited without an exit reason.
 
         This happens at the earliest PEER_GRACE_S seconds after the worker's exit. Also exits if the TCPStore
         does not answer for UNKNOWN_GRACE_S seconds after a worker's exit. Workers that ended in other ways

@@ -17,10 +17,10 @@ class StopSignal:
     """Keeps a request to stop, which `agreed` returns. Signals are received until `close` is called.
 
     A request is SIGTERM, SIGINT or SIGUSR1, or that the time `pause_after` has passed since the construction:
-    a number of seconds, or a text such as 5h30m. A second signal, more than a second after the first one,
-    does what it does without a StopSignal. If torch.distributed is initialised, all ranks construct a
-    StopSignal together. In a `with` block, `close` is called at the end. Raises ValueError for any other
-    `pause_after` but None, or if not constructed in the main thread.
+    a finite number of seconds, at least 0, or a text such as 5h30m; None means never. A second signal, more
+    than a second after the first one, does what it does without a StopSignal. If torch.distributed is
+    initialised, all ranks construct a StopSignal together. In a `with` block, `close` is called at the end.
+    Raises ValueError for any other `pause_after`, or if not constructed in the main thread.
     """
 
     def __init__(self, pause_after: float | str | None = None) -> None:

@@ -108,8 +108,8 @@ class Transport:
     ) -> Iterator[Tensor]:
         """Yield the vectors of all ranks, in the order of the ranks; `sizes` has their numbers of elements.
 
-        `pieces` are the pieces of this rank's vector. A yielded vector is valid until the next vector is
-        yielded. All ranks must iterate to the end. With `at_once`, one collective gathers all vectors, padded
+        `pieces` are the pieces of this rank's vector. A yielded vector is valid until the iteration goes on.
+        All ranks must iterate to the end. With `at_once`, one collective gathers all vectors, padded
         to the longest: use `at_once` only for vectors of about equal sizes. Without `at_once`, each vector is
         broadcast, and yielded when it has arrived. A subclass may ignore `at_once`.
         """
@@ -163,7 +163,7 @@ class Transport:
     def scattered(self, vector: Tensor) -> Iterator[Sequence[Tensor]]:
         """Yield this rank's chunk of each rank's `vector`, in the order of the ranks.
 
-        `vector` has the elements of a tensor from `empty_scattered`. Inside the `with` block the caller may
+        `vector` is a 1-D view of a tensor from `empty_scattered`. Inside the `with` block the caller may
         read and overwrite the chunks. All chunks have the same size: that of `vector` divided by the number
         of ranks.
         """

@@ -22,14 +22,14 @@ class Worker:
     """This worker process. Used as a context manager, it exits the process at the end of the `with` block.
 
     The exit code is 0 if the block finished or was told to stop, 2 after a UserError, and 1 after any other
-    Exception. It is also 1 after a UserError that may pass, if that happens in a restart and another restart
-    follows. Under an agent (such as torchrun's), the exit code is 128 + signal if a signal other than SIGUSR1
-    told the block to stop. A second signal gives 128 + signal, too. If the agent is gone, the exit code is 1.
-    If a request to stop ends training early, the block sets `stopped_by` to the name of this request.
-    SystemExit, which is no subclass of Exception, is not handled here.
+    Exception. It is also 1 after a UserError whose `may_pass` is true, if that happens in a restart and
+    another restart follows. Under an agent (such as torchrun's), the exit code is 128 + signal if a signal
+    other than SIGUSR1 told the block to stop. A second signal gives 128 + signal, too. If the agent is gone,
+    the exit code is 1. If a request to stop ends training early, the block sets `stopped_by` to the name of
+    this request. A BaseException that is no Exception, such as SystemExit, is not handled here.
 
     The constructor begins to listen for signals, and disables garbage collection until `meet`. It exits with
-    code 2 if the launcher's environment variables are wrong or the working directory is gone.
+    code 2 if the launcher's environment variables are wrong or the working directory cannot be used.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Worker:
 
         `device`, `dtype` and `threads` are the settings trainer.device, trainer.dtype and trainer.threads.
         All ranks raise UserError if a rank lacks the device, or if the ranks have different kinds of devices.
-        For further errors see `meet` and `DistributedContext.settle`.
+        For further errors see `meet`, and `gather_on_all` and `settle` of DistributedContext.
         """
         context = self.meet(timeout_s)
         found = context.gather_on_all(lambda: context.find_own(device, dtype))

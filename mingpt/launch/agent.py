@@ -114,8 +114,8 @@ class StopRequest:
         """Remember the first signal. This is a signal handler.
 
         If `obey` has already raised SignalException, and `number` is not JOB_ENDED, raise it again, so that
-        the workers exit at once. This process then ends after STORAGE_S seconds even if a worker's disk hangs
-        and the worker cannot exit.
+        the workers exit at once. This process then ends within STORAGE_S seconds, even if a worker's disk
+        hangs and the worker cannot exit.
         """
         self.first = self.first or signal.Signals(number)
         if self.is_obeyed and number != JOB_ENDED:
@@ -173,7 +173,7 @@ def run_agent(
     If a worker fails, and the failure does not end the job, all workers are restarted, at most `max_restarts`
     times. A StopRequest takes over the handling of signals from `stop_signal`. Raises UserError if the system
     allows too few open files, and NonRetryableError if the system allows too few processes. Other errors of
-    torch's agent are also raised, unless the job was told to stop.
+    torch's agent, except ChildFailedError, are also raised, unless the job was told to stop.
     """
     allow_open_files(workers)
     from torch.distributed import TCPStore
@@ -229,8 +229,8 @@ def register_rendezvous(store: "TCPStore", stop: StopRequest) -> set[str]:
     """Register with torch, under the name BACKEND, a rendezvous for a single agent.
 
     The workers use the TCPStore `store`. The rendezvous needs no host name, and obeys `stop`. Returns a set
-    of names. Before each start of workers, the rendezvous adds the name of the newest generation in `store`
-    to this set, unless a worker has told the agent that the job has ended (JOB_ENDED).
+    of names. Before each start of workers, the rendezvous adds the name of the newest generation (the workers
+    of one start) in `store` to this set, unless a worker has told the agent that the job ends (JOB_ENDED).
     """
     earlier = set[str]()
     from torch.distributed.elastic.rendezvous import (
