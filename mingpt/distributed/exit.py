@@ -449,9 +449,10 @@ def first_line(error: BaseException) -> str:
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error means that a worker is gone or silent.
 
-    The result is true for PeerLost, for DistError, and for a plain RuntimeError from a Python function of
-    torch.distributed, because gloo's errors have no type of their own. But for an error of NCCL, it is true
-    only if the error has the text NCCL_LOST; too little room in /dev/shm, for example, is no lost peer.
+    The result is true for PeerLost and for DistError. Because gloo's errors have no type of their own, it is
+    also true for a plain RuntimeError that comes from a Python function of torch.distributed, or names a
+    source file of gloo, as those of DistributedDataParallel's backward pass do. For an error of NCCL, it is
+    true only with the text NCCL_LOST; too little room in /dev/shm, for example, is no lost peer.
     """
     if isinstance(error, PeerLost) or "torch.distributed" not in sys.modules:
         return isinstance(error, PeerLost)
@@ -462,5 +463,5 @@ def is_lost_peer(error: BaseException) -> bool:
 
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     place = frames[-1].f_globals.get("__name__", "") if frames else ""
-    is_from_backend = type(error) is RuntimeError and place.startswith("torch.distributed.")
-    return isinstance(error, DistError) or is_from_backend
+    is_of_gloo = place.startswith("torch.distributed.") or "/gloo/" in str(error)
+    return isinstance(error, DistError) or (type(error) is RuntimeError and is_of_gloo)

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         rows = next(filter(None, found), None)
     except UnreadableSnapshot as error:
         raise UserError(str(error)) from None
-    if rows is None:
+    if not rows:
         raise UserError(f"there is no snapshot in {run}: give a run folder such as out/default")
     write_lines([ROW.format("step", "val/loss", "size", "state"), *(line for _, line in rows)])
     return 0

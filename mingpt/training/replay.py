@@ -80,8 +80,7 @@ class Replay:
             for name, value in torch.cpu.get_capabilities().items()
             if isinstance(value, (bool, str))
         }
-        environment = self.environment
-        kinds = self.context.all_gather_object((environment.device, flags, environment.kernels))
+        kinds = self.context.all_gather_object((self.environment.device, flags, self.environment.kernels))
         are_alike = kinds.count(kinds[0]) == len(kinds)
         if not are_alike and self.context.rank == 0:
             log.warning(
