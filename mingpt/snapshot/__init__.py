@@ -3,8 +3,8 @@
 A snapshot consists of tensor files, the tokenizer's file if there is a tokenizer, and a manifest, a JSON file
 that lists the other files. A snapshot is valid if its manifest exists and the checks of `Store.read` succeed.
 Saver (saver.py) writes snapshots to one or several places (a Tier each), and removes old snapshots. search.py
-chooses the newest snapshot, the same for all ranks of a run. mingpt/training/contents.py says which tensors a
-run's snapshot must have.
+chooses the newest valid snapshot that a run may use, the same for all of its ranks. The file
+mingpt/training/contents.py says which tensors a run's snapshot must have.
 """
 
 from mingpt.snapshot.checkpoint import Checkpoint

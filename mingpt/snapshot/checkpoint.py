@@ -1,4 +1,4 @@
-"""Save and load the state of any training loop as snapshots, in the file format of a run's snapshots."""
+"""Save and load the state of a user's own training loop, in the file format of this package's snapshots."""
 
 import atexit
 import json
@@ -35,10 +35,10 @@ class Checkpoint:
     """Saves and loads the state of a training loop in the folder or at the fsspec URL `where`.
 
     A state is a dict of objects with `state_dict` and `load_state_dict`, tensors, torch.Generators, bools,
-    ints, floats, strings, None, and lists, tuples and dicts of these. The `keep` newest snapshots stay. If
-    torch.distributed is initialised, all ranks construct a Checkpoint and call its methods together: rank 0
-    writes, and all ranks load the same snapshot. The constructor raises UserError if no driver for the URL is
-    installed.
+    ints, floats, strings, None, and lists, tuples and dicts of these. The `keep` snapshots of the highest
+    steps stay. If torch.distributed is initialised, all ranks construct a Checkpoint and call its methods
+    together: rank 0 writes, and all ranks load the same snapshot. The constructor raises UserError if no
+    driver for the URL is installed. A driver that connects at once may raise its own errors.
     """
 
     def __init__(self, where: str | os.PathLike[str], keep: int = 3) -> None:
@@ -57,12 +57,12 @@ class Checkpoint:
 
         Objects, tensors and generators, also inside lists, tuples and dicts, are filled in place, and plain
         values are replaced. A damaged or unreadable snapshot is left out with a log line. Raises UserError,
-        and changes nothing, if the snapshot does not fit: its keys, except in dicts of plain values, and the
-        types and shapes of its tensors and its modules' tensors must be those of `state`. Also raises
+        and changes nothing, if the snapshot does not fit: its keys, except in inner dicts of plain values,
+        and the types and shapes of its tensors and its modules' tensors must be those of `state`. Also raises
         UserError if all snapshots are left out, or if one that is tried is a run's or has an unknown schema
-        version. Raises UnreadableSnapshot if the folder cannot be listed. Raises UnreadableSnapshot or
-        CorruptSnapshot if a tensor cannot be read, and the errors of `load_state_dict` and `set_state`; then
-        `state` may be partly filled. Collective.
+        version. Raises UnreadableSnapshot if the folder cannot be listed. If a tensor cannot be read, raises
+        UnreadableSnapshot or CorruptSnapshot. After such an error, or one of loading an object (as by
+        `load_state_dict`), `state` may be partly filled. Collective.
         """
         found = self.group.on_rank(0, self.find)
         if found is None:
@@ -93,7 +93,7 @@ class Checkpoint:
         return None
 
     def read(self, specs: Entries, name: str) -> Tensor:
-        """Return the tensor `name`, which `specs` describes, of the snapshot that was found. Collective."""
+        """Return tensor `name`, described by `specs`, from the snapshot that `find` opened. Collective."""
         tensor = torch.empty(specs[name].shape, dtype=specs[name].dtype)
 
         def work() -> None:
@@ -106,13 +106,13 @@ class Checkpoint:
         return tensor
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Copy `state`, and write it in the background as the snapshot of `step`, an int of at least 0.
+        """Copy `state`, and write the copy in the background as the snapshot of `step`, an int of at least 0.
 
         Waits for the previous write. If a write fails, `wait` raises its error, unless a later write has
-        succeeded. Raises UserError for a value that cannot be stored; the message names the value's place in
-        `state`. In a local folder, raises ClaimLost if another job has taken the folder over, or if this
-        job's claim-*.json there was removed. The first call also raises UserError if another job uses the
-        local folder, or if there is a snapshot newer than the loaded one (any, if none was loaded) that
+        succeeded. Raises the errors of `state_dict`, and UserError for a value that cannot be stored, with
+        its place in `state`. In a local folder, raises ClaimLost if another job has taken the folder over, or
+        if this job's claim-*.json there was removed. The first call also raises UserError if another job uses
+        the local folder, or if there is a snapshot newer than the loaded one (any, if none was loaded) that
         `load` has not found damaged or unreadable. If the folder or URL cannot be listed or written to, the
         first call raises UserError, OSError or an error of fsspec's driver. Collective.
         """

@@ -15,7 +15,7 @@ group waits while the claim is renewed.
 
 The rank that writes the records of a run folder holds the job's claim to that folder. This rank calls
 `Claim.check` before it writes a record, and before a file of a snapshot on disk gets its final name or is
-uploaded to a URL.
+uploaded to a URL. In the same way, rank 0 of a Checkpoint holds the claim to the Checkpoint's local folder.
 """
 
 import json
@@ -50,9 +50,9 @@ MAX_BYTES = 4 << 20  # of a claim's file; an agent takes a few hundred
 
 @dataclass(frozen=True)
 class Holder:
-    """The holder of a claim: one generation of a job, which is the job's workers between two restarts.
+    """The holder of a claim: one generation, which means a job's workers between two restarts.
 
-    `agents` are the processes that started the generation's workers (torchrun, or train.py). For a worker
+    `agents` are processes that started workers of the generation (torchrun, or train.py). For a worker
     without an agent, `agents` has the worker itself.
     """
 
@@ -72,7 +72,7 @@ class Holder:
         return None if None in states or not states else False
 
     def shares_agent(self, other: "Holder") -> bool:
-        """Return whether this holder and `other` have an agent in common; if so, both are of the same job."""
+        """Return whether this holder and `other` have an agent in common."""
         return bool({*self.agents} & {*other.agents})
 
     def sentence(self) -> str:
@@ -131,9 +131,9 @@ def number_of(name: str) -> int:
 
 
 class Claim:
-    """The right of the generation `holder` to write to a run folder, from `acquire` until `release`.
+    """The right of `holder` (a job's workers between two restarts) to write to a folder.
 
-    In messages, the text `what` stands before the folder's path.
+    `acquire` obtains the right, and `release` ends it. In messages, the text `what` stands before the path.
     """
 
     def __init__(self, folder: Path, holder: Holder, what: str = "run_dir ") -> None:
@@ -204,9 +204,9 @@ class Claim:
     def refuse_or_tell(self, found: Found, is_first: bool) -> None:
         """Raise UserError if another job uses the folder; else print, once per wait, that this job waits.
 
-        `found` is the claim with the highest number, and `is_first` is true in the first call of a wait. In
-        the first call, another job uses the folder if one of its agents is seen alive. A later call means
-        that the claim has changed: another job then uses the folder if the claim is that job's.
+        `found` is the claim with the highest number, and `is_first` is true in the first call of a wait.
+        Another job that holds this claim counts as using the folder if one of its agents is seen alive. After
+        the first call such a job counts as using the folder in any case, because the claim has changed.
         """
         holder = found.holder
         if holder.job != self.holder.job and (holder.is_alive() or not is_first):

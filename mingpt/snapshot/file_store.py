@@ -1,10 +1,10 @@
-"""Write files to a folder or fsspec URL. In a folder or an object store a file appears only when it is whole.
+"""Write files to a folder or an fsspec URL, where possible so that a file appears only when it is whole.
 
-In a folder a file is written under a temporary name, fsynced and renamed. For a URL other than file:// the
-content is written to a temporary file in TMPDIR, which fsspec's driver then uploads. An object appears in an
-object store when its upload is complete.
+In a folder, a file is written under a temporary name, fsynced and renamed. For a URL that names no local
+folder, the content is written to a file in TMPDIR, and fsspec's driver uploads this file. An object appears
+in an object store when its upload is complete.
 
-S3 keeps, and charges for, the parts of an unfinished upload until the upload is aborted. s3fs aborts an
+S3 keeps, and charges for, the parts of an unfinished upload until the upload is aborted. s3fs may abort an
 upload that fails, but a killed process aborts nothing: give the bucket a lifecycle rule
 (AbortIncompleteMultipartUpload) that removes such parts.
 """
@@ -69,7 +69,7 @@ class FileStore:
     `retries_s` has the pauses, in seconds, after which a failed attempt to list files, or to upload one, is
     repeated. `check_claim` is called before a written file is uploaded or gets its final name. `check_claim`
     must raise ClaimLost if this job no longer has the claim (the right to write at `url`). The constructor
-    raises UserError if no driver for the URL is installed.
+    raises UserError if no driver for the URL is installed. A driver that connects may raise its own errors.
     """
 
     def __init__(
@@ -180,6 +180,6 @@ class FileStore:
             self.files.mv(self.path(name), self.path(new))
 
     def fsync_folder(self) -> None:
-        """Fsync a local folder, to make earlier renames and removals durable; for a URL, do nothing."""
+        """Fsync the folder, if it is local, to make earlier renames and removals durable. Raises OSError."""
         if self.is_local:
             fsync_path(self.root)

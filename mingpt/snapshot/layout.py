@@ -73,7 +73,7 @@ def step_of(name: str, kind: str | None = None) -> int | None:
 
 
 def is_snapshot_file(name: str) -> bool:
-    """Return whether `name` is one that Stores give to files: it matches FILE_NAME, SET_ASIDE or LEFTOVER."""
+    """Return whether `name` matches FILE_NAME, SET_ASIDE or LEFTOVER, patterns for files of a Store."""
     return any(pattern.fullmatch(name) for pattern in (FILE_NAME, SET_ASIDE, LEFTOVER))
 
 
@@ -164,8 +164,8 @@ def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> Layout:
 class Staging:
     """CPU memory for a copy of tensors that have the names, types and shapes of `tensors`.
 
-    The constructor allocates the memory; `fill` copies tensors into it. If any of `tensors` is on a GPU, the
-    memory's pages are locked (pinned) if CUDA can lock them.
+    The constructor allocates the memory; `fill` copies tensors into it. If any of `tensors` is on a CUDA GPU,
+    the memory's pages are locked (pinned) if CUDA can lock them.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

@@ -26,12 +26,12 @@ def open_snapshot(
     the end of a folder's name means `best`. For a folder, each of `possible_places` is searched in turn.
     There, snapshots are tried from the newest on; with `best`, from the lowest validation loss on, and those
     without a validation loss are left out. The first snapshot that can be used is returned; snapshots that
-    were tried before are skipped with a log line. With `weights_only`, only the header of the optimizer's
-    file is read.
+    were tried before are skipped with a log line. With `weights_only`, the file of the optimizer's state is
+    not read beyond its header.
 
     Raises UserError if no snapshot can be used, or if `check` raises UserError. Also raises UserError if a
     snapshot that is tried has an unknown schema version, if the run's config.yaml cannot be used, or if no
-    driver for a URL is installed.
+    driver for a URL is installed. A driver that connects at once may raise its own errors.
     """
     if where.endswith("@best"):
         where, best = where.removesuffix("@best"), True
@@ -78,8 +78,8 @@ def open_snapshot(
 def possible_places(where: str) -> list[str]:
     """Return the folders or URLs where the snapshots of a run may be, in the order in which to look.
 
-    `where` is the folder or URL of the run or of its snapshots. If `where` is a local folder with a
-    config.yaml that sets `snapshot.path`, that path comes first; then `snapshots/` in `where`; then `where`
+    `where` is the folder or URL of the run or of its snapshots. The setting `snapshot.path` comes first, if
+    `where` is a local folder whose config.yaml has this setting, then `snapshots/` in `where`, then `where`
     itself. Raises UserError if the config.yaml cannot be used.
     """
     places = [f"{where.rstrip('/')}/snapshots", where]

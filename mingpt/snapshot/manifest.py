@@ -50,10 +50,10 @@ class Part(pydantic.BaseModel):
 
 
 class DataFields(Part):
-    """What a manifest says about the data that the run trains on.
+    """What a manifest says about the data that the run trains on, or about the source of an imported model.
 
-    `path` is the setting data.path with credentials hidden, `sha256` a hash of all data. `files` has a hash
-    of each token shard, by the shard's name; `files` is empty for a text, or if there are too many shards.
+    `path` is data.path or the source, with credentials hidden, and `sha256` a hash of all data (zeros: none).
+    `files` has a hash of each token shard, by the shard's name, unless there are none or too many.
     """
 
     path: str

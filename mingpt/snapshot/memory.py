@@ -1,4 +1,4 @@
-"""The folder in a node's memory for a run's snapshots, so that a killed worker costs only a few steps.
+"""Snapshots in a node's memory, so that a killed worker costs only a few steps.
 
 These are ordinary snapshots, written to a folder such as /dev/shm, whose files outlive the workers but not
 the node. This folder has one subfolder for each run, named after the random id in run.json and the path of
@@ -54,7 +54,7 @@ class MemoryFolder:
         Path(store.url).mkdir(exist_ok=True)
 
     def clear(self, kept: int = -1) -> None:
-        """Remove the run's snapshots on this machine, except those of the step `kept`. Errors are ignored."""
+        """Remove the snapshots in this folder, except those of the step `kept`. An OSError is ignored."""
         for store in self.stores():
             with contextlib.suppress(OSError):
                 store.clear(kept)
@@ -62,7 +62,7 @@ class MemoryFolder:
             self.root.rmdir()
 
     def remove_leftovers(self) -> None:
-        """Remove other runs' snapshots if unchanged for a day (`is_leftover`); log a line for each run."""
+        """Remove other runs' memory snapshots if unchanged for a day (`is_leftover`); log a line per run."""
         for root in self.root.parent.glob("mingpt-*"):
             if root != self.root and is_leftover(root):
                 log.warning(f"removing {root} from memory: another run left it more than a day ago")
@@ -74,14 +74,14 @@ class MemoryFolder:
 
 
 def run_folders(path: str, run_dir: Path) -> list[MemoryFolder]:
-    """Return the folders under `path` (such as /dev/shm) of all runs that were trained in `run_dir`."""
+    """Return the MemoryFolders that exist under `path` (such as /dev/shm) for runs in `run_dir`."""
     place = MemoryFolder(path, "", run_dir).root.name.rpartition("-")[2]
     roots = sorted(root.name for root in Path(path).glob(f"mingpt-*-{place}"))
     return [MemoryFolder(path, name.split("-")[1], run_dir) for name in roots if RUN_NAME.fullmatch(name)]
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether `folder` is this user's, and its mode lets no other user write. False for a link.
+    """Return whether `folder` is a folder (no link) of this user, and its mode lets no other user write.
 
     The name of a run's folder can be guessed, so another user may have made a folder or a link of that name.
     """

@@ -47,9 +47,9 @@ class Tier:
 
     `every` is a number of steps, or 0 for no periodic saves. `keep` is the number of newest snapshots that
     stay. With `keep_best`, that with the lowest validation loss stays, too. The ranks `writers` write whole
-    snapshots; the first of them is the main writer. Only a tier with `is_durable`, not one in memory, saves
-    the last step of a generation (a job's workers between two restarts). With `may_skip`, a save before the
-    last one is left out while an earlier one is being written.
+    snapshots; the first of them is the main writer. The save at the end of a generation (a job's workers
+    between two restarts) is made only by tiers with `is_durable`, which are not in memory. With `may_skip`,
+    all other saves are periodic, and are left out while an earlier save is being written.
     """
 
     name: str  # "disk" or "memory"

@@ -103,7 +103,7 @@ class Reader:
     def verify(self, offer: Offer) -> Content | None:
         """Check all bytes of a snapshot that this rank has offered; return None if a check fails.
 
-        Otherwise returns (tokenizer's bytes or None, a list with {tensor: type and shape} for each file).
+        Otherwise returns (tokenizer's bytes or None, [{tensor: type and shape} of each tensor file]).
         """
         snapshot = self.opened[offer.store, offer.step]
         try:
@@ -170,7 +170,7 @@ class StoredState:
                     copy_part(parts[name], held.first(name, rank), (begin - file.begins[name]) // 4, piece)
 
     def read(self, number: int, begin: int, size: int) -> Tensor:
-        """Return `size` bytes, from `begin` on, of file `number` as float32; only the reader fills it."""
+        """Return `size` bytes of file `number`, from `begin` on, as float32. Only `reader` fills them."""
         piece = torch.empty(size // 4)
         if self.snapshot:
             self.snapshot.tensor_files[number].file.read_into(begin, memory_of(piece.view(torch.uint8)))
@@ -179,10 +179,10 @@ class StoredState:
 
 @torch.no_grad()
 def copy_part(part: Tensor, first: int, begin: int, elements: Tensor) -> None:
-    """Copy into `part` those elements that it has in common with the vector `elements`.
+    """Copy the overlap of `part` and `elements`, two pieces of a longer vector, from `elements` to `part`.
 
-    Both are pieces of a longer sequence: `part` begins at its element number `first`, and `elements` at
-    number `begin`, which may be negative.
+    `part`, flattened, begins at index `first` of the longer vector, and `elements` at index `begin`, which
+    may be negative.
     """
     low, high = max(first, begin), min(first + part.numel(), begin + len(elements))
     if low < high:
@@ -199,7 +199,7 @@ class Found:
 
     @property
     def where(self) -> str:
-        """The folder or URL of the snapshot; without a snapshot, that of the snapshots on disk."""
+        """The folder or URL of the chosen snapshot; without a choice, that of the snapshots on disk."""
         return self.choice.where if self.choice else self.url
 
     def on_disk(self, rank: int | None = None) -> list[Offer]:
@@ -238,8 +238,8 @@ def find_valid(
 ) -> StoredState | None:
     """Return, on all ranks, the state of the first choice whose bytes are valid; None if no choice is left.
 
-    `next_choice` is called on all ranks, and must return the same offer on all. After the first call it must
-    exchange the Readers' offers anew, because an offer that proved bad now has a fault. Collective.
+    `next_choice` is called on all ranks, and must return the same offer on all. Each call after the first
+    must exchange the Readers' offers anew, because an offer that proved bad now has a fault. Collective.
     """
     while choice := next_choice():
         content = context.on_rank(choice.reader, functools.partial(reader.verify, choice))

@@ -126,7 +126,7 @@ class Store(FileStore):
     """Reads and writes the snapshots at `url`; the constructor's arguments are those of FileStore."""
 
     def steps(self, kind: str = "json") -> list[int]:
-        """Return the steps that have a manifest, newest first.
+        """Return the steps that have a manifest, newest first. Raises the errors of `names`.
 
         With `kind` "safetensors", return the steps that have any other file of a snapshot.
         """
@@ -156,8 +156,8 @@ class Store(FileStore):
     def losses_of(self, steps: Iterable[int]) -> dict[int, float]:
         """Return {step: validation loss} for those of `steps` that are not in `unreadable`.
 
-        The loss is infinite if it was not measured at that step, or if the manifest is missing or damaged. If
-        a manifest cannot be read or used, this is logged, and its step is left out and added to `unreadable`.
+        The loss is infinite if it was not measured at that step, or if the manifest is missing or damaged. A
+        step whose manifest is unreadable, or of another version, is logged, left out and put in `unreadable`.
         """
         losses = dict[int, float]()
         for step in {*steps} - self.unreadable:
@@ -309,8 +309,8 @@ class Store(FileStore):
     def clear(self, kept: int = -1) -> None:
         """Remove all snapshots but that of the step `kept`, then the local folder if it is empty.
 
-        Files set aside or not finished are removed, too, but no file of a user. Raises OSError or an error of
-        fsspec's driver.
+        Files set aside or not finished are removed, too. Files whose names match no pattern of
+        `is_snapshot_file` stay. Raises OSError or an error of fsspec's driver.
         """
         for name in filter(is_snapshot_file, self.names()):
             if step_of(name) != kept:

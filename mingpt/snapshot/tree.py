@@ -1,8 +1,8 @@
 """Turn a training state into JSON and named tensors, and load it into a loop's objects, without pickle.
 
-A state is a dict of objects with `state_dict` and `load_state_dict`, torch.Generators, tensors, and plain
-values: numbers, strings, None, and lists, tuples and dicts of all these. In the JSON, a list stands for a
-list, and an object with one key, such as {"tensor": NAME}, for a value of the kind that the key names.
+A state is a dict of objects with `state_dict` and `load_state_dict`, torch.Generators, tensors, plain values
+(bools, ints, floats, strings, None), and lists, tuples and dicts of all these. In the JSON, a list stands for
+a list, and {KIND: CONTENT}, such as {"tensor": NAME}, for a value of any other kind that is not plain.
 """
 
 import sys
@@ -34,7 +34,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """Return "tensor", "generator", "state" (it loads a state_dict), a Saved's kind, or the type's name."""
+    """Return "tensor", "generator", "state" (`value` has state_dict), a Saved's kind, or the type's name."""
     if isinstance(value, Tensor):
         return "tensor"
     if isinstance(value, torch.Generator):
@@ -48,7 +48,7 @@ def kind_of(value: Any) -> str:
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return the (key or index, element) pairs of a dict, OrderedDict, Counter, list or tuple, else []."""
+    """Return [(key or index, element)] if the type is dict, OrderedDict, Counter, list or tuple, else []."""
     if type(value) in DICTS.values():
         return list(value.items())
     return list(enumerate(value)) if type(value) in (list, tuple) else []
@@ -89,9 +89,9 @@ class Packer:
         self.alive: list[Tensor] = []  # so that no other tensor gets this memory meanwhile
 
     def pack(self, value: Any, path: str = "") -> Any:
-        """Return `value` in the form that `json.dumps` takes. Collective if `value` contains DTensors.
+        """Return `value`, at `path` in the state, for `json.dumps`. Collective if `value` contains DTensors.
 
-        Raises UserError, which names `path`, if no snapshot can hold a value, and the errors of `state_dict`.
+        Raises UserError, with the path, if no snapshot can hold a value, and the errors of `state_dict`.
         """
         kind = kind_of(value)
         if kind == "tensor":
@@ -140,7 +140,7 @@ class Packer:
 
 
 def parse(content: Any) -> Any:
-    """Return the state whose JSON is `content`, with a Saved for each tensor, generator or other object."""
+    """Return the state in `content`, parsed JSON, with a Saved for each tensor, generator or state_dict."""
     if isinstance(content, list):
         return [parse(one) for one in content]
     if not isinstance(content, dict):
@@ -152,11 +152,11 @@ def parse(content: Any) -> Any:
 
 
 def check(target: Any, saved: Any, specs: Mapping[str, TensorSpec], path: str = "") -> None:
-    """Raise UserError, which names the path, if `saved`, a result of `parse`, does not fit `target`.
+    """Raise UserError, which names the place, if `saved`, a result of `parse`, does not fit `target`.
 
-    `specs` has the types and shapes of saved tensors. Kinds of values, tensors' types and shapes, and keys of
-    modules and containers are compared. Below the top, values for which `is_filled` is false are not
-    compared, nor is the state_dict of an object that is no module.
+    `path` is the place of `target` in the state, and `specs` has the types and shapes of saved tensors. Kinds
+    of values, tensors' types and shapes, and keys of modules and containers are compared. Inside the state,
+    values for which `is_filled` is false are not compared, nor are state_dicts of objects except modules.
     """
     kind = kind_of(target)
     if path and not is_filled(target):
