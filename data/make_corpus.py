@@ -1,12 +1,13 @@
-"""Write data/input.txt, a play in rhymed couplets, and data/input.json, its exact entropy.
+"""Write data/input.txt, a play in rhymed couplets, and data/input.json, with its exact entropy.
 
     python data/make_corpus.py            # rewrites both files, byte for byte the same each time
     python data/make_corpus.py --check    # says whether the files on disk are what this program writes
 
 The grammar is unambiguous by construction: every choice writes its own text at once, and no option of a
 choice is the beginning of another. So a text has one derivation, and the probability of its next character is
-the weight of the options that agree with it, divided by the weight of those still open. Summed over the
-validation part this is the floor: no model that has not read the text in advance can expect a lower loss.
+the weight of the options that agree with it, divided by the weight of those still open. The mean of minus its
+logarithm over the validation part is the entropy. No model that has not read this part in advance can expect
+a lower loss.
 
 Beyond spelling there is something to learn at every distance: nouns and verbs agree in number, adjectives are
 spread unevenly, the second line of a couplet rhymes with the first, nobody speaks twice in a row.
@@ -105,13 +106,13 @@ Options = tuple[tuple[str, float], ...]
 
 
 def weighted(words: list[str], ending: str, falling: float = 1.0) -> Options:
-    """Options `word + ending`, each `falling` times as likely as the one before it."""
+    """Return the options `word + ending`, each `falling` times as likely as the one before it."""
     return tuple((word + ending, falling**place) for place, word in enumerate(words))
 
 
 @cache
 def surprisals(options: Options, chosen: str) -> tuple[float, ...]:
-    """Nats for each character of `chosen`, given the options and the characters before it."""
+    """Return, for `chosen` of `options`, the surprisal of each character, in nats, given those before it."""
     texts = [text for text, _ in options]
     assert not any(a != b and b.startswith(a) for a in texts for b in texts), (
         f"an option begins another: {texts}"
@@ -124,7 +125,7 @@ def surprisals(options: Options, chosen: str) -> tuple[float, ...]:
 
 
 class Play:
-    """Text and, beside each character, its surprisal in nats."""
+    """A text, as the list of pieces `text`, and the surprisal of each character in nats, `nats`."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(
@@ -168,7 +169,7 @@ def third_person(verb: str) -> str:
 
 
 def line(play: Play, opening: str, rhyme: list[str], closing: str) -> str:
-    """The rest of a line after its opening; returns the word it ends in."""
+    """Write the rest of a line, which ends in a word of `rhyme` and `closing`; return this word."""
     number = OPENINGS[opening]
     if opening in WITH_NOUN:
         play.choose(weighted(ADJECTIVES, " ", 0.8))
@@ -188,7 +189,7 @@ def line(play: Play, opening: str, rhyme: list[str], closing: str) -> str:
 
 
 def speech(play: Play) -> None:
-    """One or more couplets; stops where the next speaker's name is due."""
+    """Write one or more couplets and an empty line, after which another speaker or scene is due."""
     openings = weighted(list(OPENINGS), "")
     opening = play.choose(openings)
     while opening != "\n":
@@ -199,7 +200,7 @@ def speech(play: Play) -> None:
 
 
 def write_play(characters: int, seed: int) -> tuple[str, list[float]]:
-    """A play of exactly `characters` characters and the surprisal in nats of each."""
+    """Return a play of exactly `characters` characters, and the surprisal in nats of each character."""
     play = Play(seed)
     play.write("SCENE. ")
     heading, speaker = "SCENE. ", ""

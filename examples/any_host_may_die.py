@@ -2,7 +2,8 @@
 
     python -m anynode --nnodes 2:3 --nproc 1 --rdzv PLACE --local_addr ADDRESS -- any_host_may_die.py FOLDER
 
-FOLDER is on this node. Each node keeps the state; a round goes on from the newest state of its nodes.
+FOLDER is on each node's own disk, and keeps the state. When nodes die or join, all workers are started again,
+and go on from the newest state of their nodes.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A stock script for DistributedDataParallel with a DistributedSampler, changed to survive kills exactly.
+"""A stock script for DDP with a DistributedSampler, changed so that kills do not change its result.
 
     torchrun --standalone --nproc_per_node=2 --max-restarts=3 examples/ddp_loop.py
 

@@ -1,9 +1,9 @@
-"""A stock script for FSDP2 (`fully_shard`), changed to survive kills exactly.
+"""A stock script for FSDP2 (`fully_shard`), changed so that kills do not change its result.
 
     torchrun --standalone --nproc_per_node=2 --max-restarts=3 examples/fsdp_loop.py
 
-The last line of output, a hash of the weights, is the same whatever was killed or stopped, for one number of
-workers. This project must be on PYTHONPATH, or installed.
+The last line of output, a hash of the weights, is the same whatever was killed or stopped, for a fixed number
+of workers. This project must be on PYTHONPATH, or installed.
 """
 
 import hashlib

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=2 --max-restarts=3 examples/hf_trainer.py
 
 This project must be on PYTHONPATH, or installed, and `pip install transformers accelerate`. The last line of
-output, a hash of the weights, is the same whatever was killed or stopped, for one number of workers.
+output, a hash of the weights, is the same whatever was killed or stopped, for a fixed number of workers.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ STEPS, BATCH, SAVE_EVERY = 200, 8, 20  # BATCH is that of all workers
 
 
 class Stream(IterableDataset[Any]):
-    """The samples of all steps from number `seen` on, in an order that depends on the seed alone."""
+    """The samples of all steps, from sample number `seen` on, in an order that `seed` determines."""
 
     def __init__(self, data: Any, seed: int) -> None:
         self.data, self.seen = data, 0
@@ -37,7 +37,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Snapshots(TrainerCallback):
-    """Loads the newest snapshot in the folder `where` when training begins, and saves while it goes on."""
+    """Loads the newest snapshot in the folder `where` when training begins, and saves snapshots there."""
 
     def __init__(self, where: str, stream: Stream) -> None:
         self.where, self.stream = where, stream

@@ -23,7 +23,7 @@ SEED, STEPS, BATCH, MICRO_BATCH, SAVE_EVERY, CLASSES = 1, 900, 96, 8, 20, 6
 
 
 def make_images(count: int) -> TensorDataset:
-    """Return noise, (count, 1, 24, 24), and for each image which part of it is lightest, (count,)."""
+    """Return noise images, (count, 1, 24, 24), and each one's lightest vertical strip by number, (count,)."""
     images = torch.randn(count, 1, 24, 24, generator=torch.Generator().manual_seed(SEED))
     return TensorDataset(images, F.avg_pool2d(images, (24, 24 // CLASSES)).flatten(1).argmax(1))
 

@@ -5,7 +5,7 @@
 
 This project must be on PYTHONPATH, or installed. The same command goes on from the newest snapshot in the
 folder plain_loop/. The last line of output, a hash of the weights, is the same whatever was killed or
-stopped, for one number of workers. docs/any-loop.md explains the lines that are marked with (1) to (4).
+stopped, for a fixed number of workers. docs/any-loop.md explains the lines that are marked with (1) to (4).
 """
 
 import hashlib

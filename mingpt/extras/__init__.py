@@ -1,1 +1,1 @@
-"""Modules that a table of the core names and that are imported only when they are asked for."""
+"""Optional modules. A table in another package names each of them; each is imported when it is needed."""

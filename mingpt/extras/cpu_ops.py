@@ -1,6 +1,6 @@
-"""The operations of the model on a CPU, in two versions; a table of `mingpt/model/operations.py` names them.
+"""The model's operations on a CPU, in two versions: for torch.compile, and without it.
 
-`cpu_operations()` returns the object whose methods are the operations:
+`cpu_operations()`, which mingpt/model/operations.py calls, returns the object with the operations:
 
 | | torch's own | for torch.compile | without it |
 |---|---|---|---|
@@ -9,9 +9,9 @@
 | dropout | torch's | random bytes, vectorised | random bytes |
 | attention | torch's fused kernel | products, up to MAX_MATH_ATTENTION tokens | likewise, without a cache |
 
-Without torch.compile, attention in float32 without dropout and rotary positions is torch's, which is faster
-there. torch's backward passes keep and read more intermediate results than those of `CPUOps`. A dropout
-probability above 0 is rounded to n / 256, 0 < n < 256.
+Without torch.compile, attention in float32 with neither dropout nor rotary positions is torch's, which is
+faster there. torch's backward passes keep and read more intermediate results than those of `CPUOps`. A
+dropout probability above 0 is rounded to n / 256, 0 < n < 256.
 """
 
 import functools
@@ -61,7 +61,7 @@ class CPUOps(Operations):
     """The operations for a CPU without torch.compile, with few passes over memory."""
 
     def rms_norm(self, x: Tensor) -> Tensor:
-        """Return `rms_norm(x)`; under autocast the result has autocast's type."""
+        """Return x / sqrt(mean(x^2) + EPSILON) over the last dimension; under autocast in autocast's type."""
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         return _RMSNorm.apply(x, dtype)  # type: ignore[no-any-return]
 
@@ -267,7 +267,7 @@ class _Attention(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D / 2) of x's last dimension into `out`, not x; return `out`. -sin turns back."""
+    """Rotate each pair (i, i + size / 2) of x's last dimension into `out`, not in place; return `out`."""
     half = x.size(-1) // 2
     first, second = x[..., :half], x[..., half:]
     out_first, out_second = out[..., :half], out[..., half:]

@@ -1,4 +1,4 @@
-"""The exact reduction as a communication hook of DistributedDataParallel, for a training loop of your own.
+"""A communication hook of DDP that adds gradients in one order, whatever the number of workers is.
 
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(ExactHook(ddp, MICRO_BATCHES), ExactHook.reduce)
@@ -29,10 +29,10 @@ class ExactHook:
     """The state of a DDP model's communication hook; `ExactHook.reduce` is the hook.
 
     `micro_batches` is the number of micro-batches in a step, and must not depend on the number of workers.
-    Each worker makes a backward pass for each micro-batch of its share, in order; `micro_batch_shares`
-    returns the shares. `grad` becomes the sum over all micro-batches of the step, not the mean: divide each
-    loss by `micro_batches` if you want the mean. `grad` must be None before a step, as `zero_grad` leaves it.
-    If parameters may take no part in a micro-batch, call `finish_step` after the last backward pass of each
+    Each worker makes a backward pass for each micro-batch in its `share`, a range of micro-batch numbers, in
+    order. `grad` becomes the sum over all micro-batches of the step, not the mean: divide each loss by
+    `micro_batches` if you want the mean. `grad` must be None before a step, as `zero_grad` leaves it. If
+    parameters may take no part in a micro-batch, call `finish_step` after the last backward pass of each
     step. Raises ValueError if there are more workers than micro-batches, if the DDP model has
     find_unused_parameters, or if all its parameters are frozen.
     """
@@ -85,8 +85,8 @@ class ExactHook:
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Begin to sum a bucket's gradients over all micro-batches of the step; return a future of the sum.
 
-        DDP calls this in the last backward pass of a step. Raises ValueError if this worker has not made one
-        backward pass for each micro-batch of its share. Collective.
+        DDP calls this in the last backward pass of a step, or in `finish_step`. Raises ValueError if this
+        worker has not made one backward pass for each micro-batch of its share. Collective.
         """
         weights = bucket.parameters()
         for weight, gradient in zip(weights, bucket.gradients(), strict=True):

@@ -1,7 +1,7 @@
-"""A transport for workers of one node that compute on CPUs: tensors travel through memory that they share.
+"""A transport for workers that compute on the CPUs of one node: tensors travel through shared memory.
 
-SharedMemoryConnector connects the workers when a job starts, and makes a SharedMemoryTransport. Ranks have
-segments, which all peers map. A segment is a file of `memfd_create`, which is in no folder, so nothing is
+SharedMemoryConnector connects the workers when a job starts, and makes a SharedMemoryTransport. A rank may
+own segments, which all ranks map. A segment is a file of `memfd_create`, which is in no folder, so nothing is
 left of it once all workers are gone. Peers receive the files through Unix sockets. A rank signals progress by
 one byte to each peer. The kernel closes a dead worker's sockets, so that waiting peers notice the death at
 once. An exchange looks like this:
@@ -48,7 +48,7 @@ class Address(NamedTuple):
 
 
 class Peers:
-    """This rank's connections to all other ranks of a job on one node, for use by one thread.
+    """This rank's connections to all other ranks of a job on one node, for one thread at a time.
 
     `sockets` is {rank: socket}. All ranks call the same methods in the same order, but while one rank calls
     `send_file`, the others call `receive_file`. Methods that wait raise DistNetworkError if a peer is gone,
@@ -121,9 +121,9 @@ class Peers:
 
 
 class Segments:
-    """A segment for each rank in `owners`; all ranks map all segments.
+    """A segment of shared memory for each rank in `owners`; all ranks map all segments.
 
-    Methods raise the errors of `Peers`, and OSError if a segment cannot be made or mapped.
+    `begin` raises the errors of `Peers`, and OSError if a segment cannot be made or mapped.
     """
 
     def __init__(self, peers: Peers, owners: Sequence[int]) -> None:
@@ -248,10 +248,10 @@ class SharedAllGather:
 
 
 class SharedMemoryConnector(Connector):
-    """Connects the ranks by shared memory if they are on one node that allows it.
+    """Connects the ranks by shared memory; if that is impossible, `connect` returns a plain Transport.
 
-    The constructor listens on a socket; `connect` closes it. `address` is None if the system refuses to share
-    memory.
+    The constructor listens on a socket, which `connect` closes. `address` is None if the system refuses to
+    share memory.
     """
 
     def __init__(self) -> None:
@@ -275,7 +275,10 @@ class SharedMemoryConnector(Connector):
 
 
 def node() -> str:
-    """Return a name that is equal in processes that can share memory. Raises OSError without /proc."""
+    """Return a text that is equal in processes of the same host, user, and pid, net and user namespaces.
+
+    Raises OSError if /proc cannot be read.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net", "user")]
     return " ".join([boot, *namespaces, str(os.geteuid())])
@@ -295,9 +298,9 @@ def listen() -> tuple[socket.socket, Address] | tuple[None, None]:
 
 
 def check_capacity() -> None:
-    """Raise OSError if a limit, such as `ulimit -f` or `ulimit -v`, forbids large segments.
+    """Raise OSError if a limit, such as `ulimit -f` or `ulimit -v`, forbids segments of MAX_CAPACITY.
 
-    The check uses no memory.
+    Raises AttributeError if `os` has no `memfd_create`, as on macOS. The check uses no memory.
     """
     probe = os.memfd_create("mingpt")
     try:

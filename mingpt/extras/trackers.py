@@ -1,7 +1,7 @@
 """Sinks that pass metrics to other programs: TensorBoard, and trackers such as wandb and trackio.
 
-metrics.jsonl has every value. If TensorBoard or a tracker is unreachable, fails or is too slow, it may lack
-some of the values, and the run goes on.
+If such a program is unreachable, fails or is too slow, the run goes on, and the program may lack some of the
+values. metrics.jsonl does not depend on these programs.
 """
 
 import importlib
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class TensorBoard(Sink):
-    """Writes values to run_dir/tensorboard, one file per generation.
+    """Writes values to run_dir/tensorboard, one file per generation (the workers between two restarts).
 
     The files of earlier generations keep the values of steps that are done again, but because of `purge_step`
     TensorBoard does not show these values.
@@ -48,7 +48,7 @@ class Tracker(Sink):
     The tracker shows all generations as one run. wandb's files are written to the run folder, unless
     WANDB_DIR names a different folder. Credentials are settings of the package itself. The project's name is
     the value of the environment variable <PACKAGE>_PROJECT, by default the name of the folder above the run
-    folder.
+    folder, or mingpt if that folder is /.
     """
 
     def __init__(self, run: RunStart) -> None:

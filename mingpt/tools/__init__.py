@@ -1,4 +1,4 @@
-"""The commands of `python -m mingpt`; mingpt/__main__.py lists them.
+"""The commands of `python -m mingpt`, which mingpt/__main__.py lists, and their helpers.
 
-No other package of mingpt imports this one.
+No other package of mingpt imports this one, but `mingpt.load` is the `load` of sample.py.
 """

@@ -3,10 +3,11 @@
 A RUN is a run folder, or the metrics.jsonl of a run. The snapshots of a run may also lie at the
 run's snapshot.path. The command prints a row for each run, and draws the losses of all runs into one picture,
 by default compare.png in the working directory. An earlier picture of this program is replaced, but no other
-file. Runs that differ in nothing but the seed, as far as the result depends on it, are a group: A is the
-group of the first run, then come B, C and so on. A second run with the same seed begins another group. Each
-run of another group is compared with the run of A that has the same seed, or else with the first run. If all
-runs are of one group, each run is compared with the first one. For each such pair the command prints:
+file. Runs are a group if no setting, data or version on record that can change the result differs, except the
+seed. A is the group of the first run, then come B, C and so on. A second run with the same seed belongs to
+another group. Each run of another group is compared with the run of A that has the same seed, or else with
+the first run. If all runs are of one group, or the settings of a run are not on record, each run is compared
+with the first one. For each such pair the command prints:
 
 - which of the two has the lower validation loss at the last step that both have evaluated
 - the settings, data and versions that differ, with * if they can change the result (with
@@ -14,20 +15,23 @@ runs are of one group, each run is compared with the first one. For each such pa
 - for each metric that differs, the first values that differ
 - which files differ between the two runs' snapshots of the newest step at which both have a snapshot
 - what is not compared
-- the finding: "the same bits", or what is on record as different
+- the finding: "the same bits", what is on record as different, or "cannot tell" and why
 
-At the end the command says whether A or the other group is better. It takes the validation losses of the
-pairs, in nats, at the last step that all of them have evaluated; if trainer.max_steps differs between the
-groups, each loss is that of the step trainer.max_steps of its run. For each seed it takes the difference of
-the losses. If the mean of n differences is farther from zero than t * s / sqrt(n), the group with the lower
-losses is better. Here s is the standard deviation of the differences, and t the 97.5 % point of Student's t
-distribution with n - 1 degrees of freedom (a paired t-test at the level of 5 %). Otherwise, with fewer than
-three seeds, or if the losses have different meanings, the verdict is "cannot tell".
+At the end the command says for each group but A whether A or this group is better; with only two runs this
+may be left out. It takes the validation losses, in nats, of the pairs with the same seed, at the last step
+that all of them and the first run have evaluated. If trainer.max_steps differs between the groups, each loss
+is that of the step trainer.max_steps of its run. For each seed it takes the difference of the losses. If the
+mean of n differences is farther from zero than t * s / sqrt(n), the group with the lower losses is better.
+Here s is the standard deviation of the differences, and t the 97.5 % point of Student's t distribution with
+n - 1, but at most 10, degrees of freedom (a paired t-test at the level of 5 %). Otherwise, with fewer than
+three seeds, or if the losses have different meanings, the verdict is "cannot tell". If all pairs with the
+same seed have the same bits, the verdict is "the same bits".
 
 Exit code 0: all that was compared has the same bits; 1: something differs, or a snapshot is damaged; 2: a
-run is missing or cannot be read, or two runs have no step in common. If there are two groups, the code is 3
-if A is better, and 4 if B is better. --json prints one JSON object instead of the lines, and draws no
-picture. It has the groups as {name: {seed: run}}, what was found on each pair, and the verdicts.
+run is missing or cannot be read, two runs have no step in common, or an option is wrong. If there are two
+groups, the verdict decides instead of 0 and 1: 0 for "the same bits", 3 if A is better, 4 if B is better, 1
+otherwise. --json prints one JSON object instead of the lines, and draws no picture. The object has the groups
+as {name: {seed: run}}, what was found on each pair, and the verdicts.
 """
 
 import json
@@ -62,7 +66,7 @@ MEANING = {"data", "data.block_size", "data.val_fraction", "tokenizer", "trainer
 
 
 class Run(NamedTuple):
-    """What a run's folder holds. `stores` has, for each step with a snapshot, the Store to read."""
+    """A run's files: run.json as `history`, settings and the like as `facts`, {step: Store} as `stores`."""
 
     name: str
     file: Path  # metrics.jsonl
@@ -98,9 +102,10 @@ class Verdict(NamedTuple):
 def read_run(name: str) -> Run:
     """Return a run whose folder is on a disk of this machine. The run's snapshots are listed, not read.
 
-    `name` is the path of a run folder or a metrics.jsonl. Raises UserError if there is no such path, or if
-    the folder's config.yaml is damaged. Raises OSError if the records cannot be read. If the snapshots cannot
-    be listed, raises OSError or an error of fsspec's driver.
+    `name` is the path of a run folder or a metrics.jsonl. Raises UserError if there is no such path, if the
+    folder's config.yaml cannot be used, or if a driver for snapshot.path is not installed. Raises OSError if
+    the records cannot be read. If the snapshots cannot be listed, raises OSError or an error of fsspec's
+    driver.
     """
     path = Path(name)
     if not path.exists():
@@ -129,8 +134,8 @@ def read_facts(folder: Path, history: Mapping[str, Any]) -> dict[str, str]:
     """Return {name: value} of a run's settings, data, tokenizer, software and numbers of workers.
 
     The values are from config.yaml in `folder`, and from `history`, the content of run.json. The result is
-    empty if either is missing, or if run.json has no `inputs`. "changes" are those of settings during the
-    run. Settings that are not known are left out. Raises UserError if config.yaml cannot be read.
+    empty if either is missing, or if run.json has no `inputs`. The fact "changes" lists changes of settings
+    during the run. Settings that are not known are left out. Raises UserError if config.yaml cannot be read.
     """
     config, inputs = folder / "config.yaml", history.get("inputs")
     if not inputs or not config.is_file():
@@ -160,9 +165,10 @@ def find_differing(one: Run, other: Run) -> list[str]:
 
 
 def compare_facts(one: Run, other: Run) -> tuple[list[str], str]:
-    """Return (a line for each fact that differs, what is on record as different).
+    """Return (a line for each fact that differs, the finding).
 
-    Facts that cannot change the result are only on record as different if there are no others.
+    The finding names the differing facts that can change the result or, if there are none, all that differ.
+    If no fact differs, or a run has no facts, the finding begins with "cannot tell".
     """
     if not one.facts or not other.facts:
         return [], "cannot tell: settings are not on record, give run folders"
@@ -230,8 +236,8 @@ def compare(one: Run, other: Run) -> Comparison:
 def group_runs(runs: Sequence[Run]) -> dict[str, dict[str, Run]]:
     """Return {name: group}; a group is {seed: run}, and the names are A, B, C and so on.
 
-    The runs of a group differ in no fact that can change the result, apart from the seed. There are no groups
-    if the settings of a run are not on record.
+    Each run of a group differs from the group's first run in no fact that can change the result, apart from
+    the seed. There are no groups if the settings of a run are not on record.
     """
     groups = dict[str, dict[str, Run]]()
     if not all(run.facts for run in runs):

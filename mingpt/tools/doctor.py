@@ -3,9 +3,9 @@
     torchrun ... -m mingpt doctor [CONFIG.yaml] [section.key=value ...]
 
 Start the doctor with the flags and settings of the run. It prints what each node has, and one sentence per
-fault. If there is no fault, the workers connect as in training, and each node receives data from another.
-Exit code 0: no fault; 1: faults (torchrun does not restart the workers), or a worker did not arrive; 2: a
-mistake on the command line (torchrun itself exits with 1).
+fault. If there is no fault, the workers connect as in training, and each of several nodes receives data from
+another. Exit code 0: no fault; 1: faults (torchrun does not restart the workers), a missing worker, or any
+other error; 2: a mistake of the user, such as a wrong setting (torchrun itself exits with 1).
 train.py itself checks, when it starts, whether the workers' settings differ, and whether token shards and
 folders can be used.
 """
@@ -64,7 +64,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def examine(launch: Launch, config: Config) -> None:
     """Examine all workers; rank 0 prints a report. Collective.
 
-    Raises NonRetryableError if there are faults, and PeersMissing if a worker is missing or does not answer.
+    Raises NonRetryableError if there are faults, PeersMissing if a worker is missing or does not answer, and
+    the errors of `Rendezvous` and `all_gather`.
     """
     from torch.distributed import HashStore
 
@@ -94,7 +95,8 @@ def all_gather(store: Any, launch: Launch, name: str, facts: Facts) -> list[Fact
     """Return the facts of all ranks, in the order of the ranks. Collective.
 
     Facts travel as JSON through `store`, torch's TCPStore or HashStore. Each `name` may be used only once.
-    Raises PeersMissing if a rank does not answer within ANSWER_S seconds.
+    Raises PeersMissing if a rank does not answer within ANSWER_S seconds, and an error of torch.distributed
+    if the store is gone.
     """
     keys = [f"{name}/{rank}" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], json.dumps(facts))
@@ -108,7 +110,10 @@ def all_gather(store: Any, launch: Launch, name: str, facts: Facts) -> list[Fact
 
 
 def find_facts(launch: Launch, config: Config) -> Facts:
-    """Return this worker's facts: those in ADVICE but the rate, its host's name, and a problem, if any."""
+    """Return this worker's facts: its host's name as "name", and the facts in ADVICE without "MB/s".
+
+    If the device cannot be used, "problem" says why, and "device" and "kernels" are missing.
+    """
     from mingpt.distributed import device as devices
 
     facts = {
@@ -129,7 +134,7 @@ def find_facts(launch: Launch, config: Config) -> Facts:
 
 
 def find_address() -> str:
-    """Return where gloo listens on this host: at GLOO_SOCKET_IFNAME, or at the address of the host's name."""
+    """Return where gloo listens: GLOO_SOCKET_IFNAME, else the address of this host's name, else 127.0.0.1."""
     address = "127.0.0.1"
     with contextlib.suppress(OSError):  # the name does not resolve
         address = str(socket.getaddrinfo(platform.node(), None)[0][4][0])

@@ -2,9 +2,10 @@
 
 RUN is the path or URL of a run, such as out/default, or of a snapshot. A model with `model.arch: gpt2`
 becomes a GPT2LMHeadModel of transformers, and a model with `model.arch: modern` becomes a
-NanoChatForCausalLM. OUT_DIR may hold other files, but none that transformers would take for a part of the
-model. The files appear in OUT_DIR, config.json last, only when all of them are complete. If the command was
-killed, remove the folder .mingpt-export-* in OUT_DIR.
+NanoChatForCausalLM. OUT_DIR may hold other files, but none that would be overwritten, and none that
+transformers would take for a part of the model. The files appear in OUT_DIR, config.json last, only when all
+of them are complete. If the command was killed, remove the folder .mingpt-export-* in OUT_DIR, and the files
+that have already appeared.
 """
 
 import contextlib
@@ -82,12 +83,11 @@ def main(arguments: Sequence[str]) -> int:
 def export(run: str, out: str, best: bool = False) -> str:
     """Write a snapshot to the folder `out` in Hugging Face's format.
 
-    `run` is the path or URL of a snapshot, or of a run: then the newest usable snapshot is written, or with
-    `best` the one with the lowest validation loss. Returns a line that says what was written. The files
-    appear in `out`, config.json last, only when all of them are complete. Raises UserError if `out` is a URL,
-    cannot be written, or holds a file of the same name or another that transformers would read. Also raises
-    UserError if no snapshot can be used or converted, if `best` is given with a snapshot, or if transformers
-    is missing.
+    `run` is the path or URL of a snapshot's file, or of a run. Of a run, the newest usable snapshot is
+    written, or with `best` the one with the lowest validation loss. Returns a line that says what was
+    written. The files appear in `out`, config.json last, only when all of them are complete. Raises UserError
+    if `out` is a URL, cannot be written, or holds a file that would be overwritten or that transformers would
+    read. Also raises UserError if no snapshot can be used or converted, or if transformers is missing.
     """
     if "://" in out:
         raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")
@@ -167,10 +167,10 @@ def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: in
 
 
 def as_trained(content: bytes) -> bytes:
-    """Return a tokenizer.json that encodes as `JsonTokenizer` does with `content`, also in other programs.
+    """Return the tokenizer.json `content` without what training ignores, but other programs would obey.
 
-    They would obey what `JsonTokenizer` ignores: truncation, padding, dropout, and a post-processor that adds
-    special tokens. If there is nothing of this, `content` is returned.
+    This is truncation, padding, dropout, and any post-processor but ByteLevel, because it may add special
+    tokens. If nothing is changed, `content` is returned.
     """
     spec: dict[str, Any] = json.loads(content)
     spec["truncation"] = spec["padding"] = None

@@ -31,9 +31,10 @@ PHASE_OF = {"batch": "forward", "reduction_start": "reduction", "evaluation_star
 class Kill(NamedTuple):
     """A planned SIGKILL of worker `rank`, in `phase` of the first step from `step` on that has this phase.
 
-    `phase` is one of verify.PHASES. `rank` is taken modulo the number of workers; in the phase save, rank 0
-    is killed instead, because rank 0 writes. In the phase start-up, `step` is ignored. After the kill the job
-    goes on with `next_workers` workers and `next_strategy`, a key of verify.STRATEGIES.
+    But a kill never comes before the plan's earlier kills. `phase` is one of verify.PHASES. `rank` is taken
+    modulo the number of workers; in the phase save, rank 0 is killed instead, because rank 0 writes. In the
+    phase start-up, `step` is ignored. After the kill the job goes on with `next_workers` workers and
+    `next_strategy`, a key of verify.STRATEGIES.
     """
 
     phase: str
@@ -44,7 +45,7 @@ class Kill(NamedTuple):
 
 
 def marker(folder: Path, number: int) -> Path:
-    """Return the path of a file that exists with the pid once kill `number` of the plan has been done."""
+    """Return the path of the file, with a pid in it, that kill `number` of the plan creates in `folder`."""
     return folder / f"killed-{number}"
 
 
@@ -55,9 +56,9 @@ def digest(inputs: "Tensor", targets: "Tensor") -> str:
 
 
 class FaultInjector:
-    """Kills this worker at the moments that `folder`/kills.json plans, and records the tokens that it uses.
+    """Kills this worker as `folder`/kills.json plans, and records digests of the worker's micro-batches.
 
-    Construct it before the Worker.
+    Construct the FaultInjector before the Worker, because a kill may be planned for the Worker's start.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -79,7 +79,7 @@ def modern_layout(name: str, tensor: Tensor, n_head: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of an architecture in transformers."""
+    """How transformers configures an architecture, and names and lays out the parameters."""
 
     model_type: str  # in config.json
     dropouts: tuple[str, ...]  # fields of config.json for dropout; all get the probability model.dropout
@@ -152,8 +152,8 @@ def hf_fields(
 def config_from_hf(theirs: Any) -> ModelConfig:
     """Return the ModelConfig that `theirs`, a configuration of transformers, describes.
 
-    Dropout has its default value. Raises UserError, which names the field, for a model that no architecture
-    of this program can compute.
+    Dropout has its default value. Raises UserError for a model that no architecture of this program can
+    compute, and pydantic's ValidationError if a size is not a positive whole number.
     """
     kinds = {form.model_type: arch for arch, form in FORMS.items()}
     check_field("model_type", theirs.model_type, tuple(kinds))
@@ -194,8 +194,9 @@ def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
 def from_hf(theirs: dict[str, Tensor], config: ModelConfig, names: Iterable[str]) -> dict[str, Tensor]:
     """Return the parameters `names` of GPT, made from `theirs`, tensors of transformers.
 
-    This is the inverse of `to_hf`. The tensors that are used are removed from `theirs`, so that no weight is
-    in memory twice. The results may not be contiguous. Raises KeyError if a tensor is missing.
+    This is the inverse of `to_hf`. The tensors that are used are removed from `theirs`, so that only one
+    weight at a time is in memory twice. The results may not be contiguous. Raises KeyError if a tensor is
+    missing, and an error of torch if tensors do not fit together.
     """
     form, ours = form_of(config.arch), {}
     for name in names:

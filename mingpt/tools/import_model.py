@@ -2,12 +2,12 @@
 
 SOURCE is a folder with config.json, of GPT-2 or NanoChat; or gpt2, gpt2-medium, gpt2-large or gpt2-xl, which
 is downloaded from Hugging Face's hub. Without a network, an earlier download is used. OUT must be new or
-empty, and becomes a run folder with one snapshot, of step 0, with the weights in float32 and the tokenizer.
-So `snapshot.init_from=OUT`, sample.py, export and snapshots read OUT like any run. If the command was killed,
-remove OUT.
+empty, and becomes a run folder with one snapshot, of step 0, with the weights in float32 and the tokenizer,
+if there is one. So `snapshot.init_from=OUT`, sample.py, export and snapshots read OUT like any run. If the
+command was killed, remove OUT.
 
 transformers reads only the configuration. The weights are read from model.safetensors, and never from a
-pickle; no tensor may be missing, unknown or of a different shape.
+pickle; no tensor may be missing, unknown or of a different shape. Causal masks in old files are ignored.
 """
 
 import os
@@ -55,7 +55,8 @@ def main(arguments: Sequence[str]) -> int:
 def import_model(source: str, out: str) -> str:
     """Write a run folder `out` with the weights and the tokenizer of `source`; return a line for the user.
 
-    Raises UserError if `source` cannot be used, or if `out` is not empty or cannot be written.
+    Raises UserError if `source` cannot be used, or if `out` is not empty or cannot be written. If `out` is a
+    URL, errors of fsspec's driver may also be raised.
     """
     store = Store(f"{out}/snapshots")
     try:
@@ -129,8 +130,9 @@ def download(name: str) -> str:
 def read_weights(folder: Path, config: ModelConfig, sizes: dict[str, int]) -> dict[str, Tensor]:
     """Return the weights in a folder, in float32, by their names in mingpt/model/.
 
-    `config` and `sizes` (vocab_size and block_size) describe the model in the folder. Raises UserError if a
-    tensor is missing, has a wrong shape or number, or is one that such a model lacks.
+    `config` and `sizes` (vocab_size and block_size) describe the model in the folder. Raises UserError, or an
+    error of torch, if a tensor is missing, has a wrong shape, or is one that such a model lacks. Raises
+    CorruptSnapshot if a number is not finite. Also raises the errors of `read_tensors`.
     """
     found = read_tensors(folder)  # `from_hf` takes out what it uses
     if config.n_layer > len(found):  # parameter_shapes takes time in proportion
@@ -159,7 +161,8 @@ def read_weights(folder: Path, config: ModelConfig, sizes: dict[str, int]) -> di
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors in WEIGHTS, except BUFFERS, by their names in transformers.
 
-    Raises UserError if the folder lacks this file, or if a tensor's type is not one of FLOATS.
+    Raises UserError if the folder lacks this file, or if a tensor's type is not one of FLOATS. Raises
+    SafetensorError or OSError if the file is damaged or cannot be read.
     """
     if not (folder / WEIGHTS).exists():
         raise UserError(

@@ -1,4 +1,4 @@
-"""The torchrun commands and environments with which verify, tests and benchmarks start jobs."""
+"""The torchrun commands and environments with which plan, verify, tests and benchmarks start jobs."""
 
 import os
 import re
@@ -22,8 +22,8 @@ def clean_environment(**more: str) -> dict[str, str]:
 def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ()) -> list[str]:
     """Return a torchrun command that starts `workers` ranks per node; the caller appends the program.
 
-    torchrun restarts the ranks at most `restarts` times. `options` are further options of torchrun. By
-    default they do what `--standalone` does, but do not resolve this host's name.
+    torchrun restarts the ranks after at most `restarts` failures. `options` are torchrun's options for nodes
+    and rendezvous. By default they do what `--standalone` does, but do not resolve this host's name.
     """
     one_node = (
         "--nnodes=1",

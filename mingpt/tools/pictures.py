@@ -1,4 +1,4 @@
-"""Pictures that commands write to a path of a user's choice."""
+"""Pictures that commands write, without replacing files of other programs."""
 
 import errno
 import os
@@ -9,10 +9,10 @@ from mingpt.report.plot import MADE_BY, to_png
 
 
 def write_picture(path: str, draw: Callable[..., object], *sources: object) -> None:
-    """Write the PNG of `draw(figure, *sources)` to `path`. An earlier picture of this program is replaced.
+    """Let `draw(figure, *sources)` draw into a matplotlib figure, and write the figure to `path` as a PNG.
 
-    Raises FileExistsError if another file is at `path`, OSError if the picture cannot be written, ImportError
-    if matplotlib cannot be imported, and the errors of `draw`.
+    An earlier picture of this program is replaced. Raises FileExistsError if another file is at `path`,
+    OSError if the picture cannot be written, and the errors of `to_png`, such as ImportError.
     """
     if os.path.lexists(path):
         with open(path, "rb") as file:

@@ -3,7 +3,7 @@
     python -m mingpt plan [CONFIG.yaml] [section.key=value ...] [--workers N] [--gpu_memory 80GB]
     python -m mingpt plan [CONFIG.yaml] [section.key=value ...] --time 5m [--workers N]
 
-Without --time, nothing is trained or allocated. Weights, optimizer and snapshots are counted; gradients,
+Without --time, no model is trained or allocated. Weights, optimizer and snapshots are counted; gradients,
 exchanges and activations are estimated. Activations are those of Korthikanti et al. 2022, "Reducing
 Activation Recomputation in Large Transformer Models". The total is right to within a third. With
 --gpu_memory, which trainer.device=cuda requires, each worker has a GPU; without it, all workers share this
@@ -12,9 +12,9 @@ machine's memory. With data.vocab_size=N the data are not read.
 With --time, the command says instead how many steps fit into this time on this machine. Its last line is a
 setting, such as trainer.max_steps=1200. The command trains 20 steps in a temporary folder, with as many
 workers as plain `python train.py` starts, or with N. It counts the time of the start and the end of a job and
-the steps, but no evaluation, sample or snapshot in between. trainer.compile=auto does not compile so few
-steps; give true to measure compiled steps. Other work on the machine makes steps slower, so the number varies
-from call to call.
+the steps, but no evaluation, sample or snapshot in between. trainer.compile=auto compiles so few steps only
+for a large model; give true to measure compiled steps. Other work on the machine makes steps slower, so the
+number varies from call to call.
 
 The exit code is 0, even if no strategy or no step fits; it is 2 if the settings, options or data cannot be
 used, or if the 20 steps cannot be trained.
@@ -76,8 +76,8 @@ MEASURING = {
 def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, element: int) -> dict[str, float]:
     """Return the bytes of memory that worker 0 needs at its peak, {purpose: bytes}, with their "total".
 
-    Worker 0 needs the most, because it writes snapshots. With `on_cpu` the total includes the copies of the
-    state for snapshots. Otherwise each worker has a GPU, and these copies are in the host's memory and not in
+    Worker 0 is chosen because it writes snapshots. With `on_cpu` the total includes the copies of the state
+    for snapshots. Otherwise each worker has a GPU, and these copies are in the host's memory and not in
     the total. `element` is the number of bytes of a number in matrix products.
     """
     trainer, shapes = config.trainer, tensor_shapes(config, vocab_size)
@@ -118,11 +118,11 @@ def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, elemen
 
 
 def activations(config: Config, element: int) -> float:
-    """Return the bytes that the blocks keep of a micro-batch's forward pass.
+    """Estimate the bytes of a micro-batch's forward pass that the blocks keep for the backward pass.
 
-    A block keeps 34 bytes for each number of its input in bfloat16, and twice that in float32. Attention
-    keeps no more than that, as FlashAttention does. With recomputation the blocks keep only their inputs, and
-    one of them is computed again. `element` is as in `estimate`.
+    A block keeps 34 bytes for each number of its input in bfloat16, and twice that in float32. This assumes
+    that attention, like FlashAttention, does not keep its scores. With recomputation each block keeps only
+    its input, and the other activations are those of one block. `element` is as in `estimate`.
     """
     model, trainer = config.model, config.trainer
     stream = trainer.micro_batch_size * config.data.block_size * model.n_embd

@@ -1,17 +1,17 @@
-"""Encode text once, into shards of tokens. The same files and options give the same bytes on any machine.
+"""Encode text once, into shards of tokens. The same files, options and packages give the same bytes.
 
     python -m mingpt prepare TEXT_OR_URL... --out DIR [--tokenizer char|bpe|gpt2|PATH] [...]
 
 A file is text (UTF-8, one document), .jsonl (a document per line, under "text") or .parquet (a document per
-row of the column "text"; needs pyarrow). A file is given by its path or URL; * in it matches any characters.
-A compressed file, such as a.jsonl.gz, is decompressed. Memory grows with the longest document, and a text
-file is one document.
+row of the column "text"; needs pyarrow). A file is given by its path or URL; * in it matches any characters
+but /. A compressed file, such as a.jsonl.gz, is decompressed. Memory grows with the longest document, and a
+text file is one document.
 
 DIR must be new or empty. The command writes train_00000.bin, ..., val_00000.bin, ... in llm.c's format there,
-tokenizer.json and, last, meta.json. The validation part is a share of the text: the last documents, counted
-in bytes, or the last characters of a single document. If the tokenizer has an end-of-text token, this token
-follows each document; if a text contains the token's name, the name is encoded as plain text. If the
-command was killed, remove DIR and start the command again.
+tokenizer.json and meta.json, which is complete last. The validation part is a share of the text: the last
+documents, counted in bytes, or the last characters of a single document. If the tokenizer has an end-of-text
+token, this token follows each document; if a text contains the token's name, the name is encoded as plain
+text. If the command was killed, remove DIR and start the command again.
 
 `--tokenizer bpe` trains a byte-level BPE, like GPT-2's, on the training part, up to the place where 4 MB of
 distinct words have been read.
@@ -70,7 +70,7 @@ UNFINISHED = '{"format": 1, "complete": false}\n'  # in meta.json until all othe
 def read(names: Sequence[str]) -> Iterator[str]:
     """Yield the documents of the files that `names` (paths, URLs and patterns) stand for.
 
-    The files are in the order of `names`; files that match the same pattern are sorted by their names. Raises
+    The files are in the order of `names`; files that match the same pattern are sorted by their paths. Raises
     the errors of `read_file`, and UserError if a pattern matches no file, or if a name cannot be used.
     """
     for name in names:
@@ -132,7 +132,7 @@ def split(
 
 
 def measure(names: Sequence[str]) -> tuple[np.ndarray, set[str]]:
-    """Return (bytes of each document as an int64 array, the set of all characters in the documents).
+    """Return (an int64 array with each document's number of bytes, the set of all characters).
 
     The log says how many documents contain the text END_OF_TEXT. Raises UserError if there is no text.
     """
@@ -171,7 +171,7 @@ def train_bpe(vocab_size: int, texts: Iterable[str]) -> bytes:
 def sample(texts: Iterable[str]) -> Iterator[str]:
     """Yield the texts in pieces, from the first text on, until the pieces have SAMPLE_WORD_BYTES of words.
 
-    Only distinct words count. A piece has at most MAX_PIECE characters; most have at least PIECE_CHARACTERS.
+    Only distinct words count. A piece has at most MAX_PIECE characters.
     """
     words, word_bytes = set[str](), 0
     for long in chain.from_iterable(split_text(text, PIECE_CHARACTERS) for text in texts):

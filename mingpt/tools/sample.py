@@ -1,7 +1,7 @@
 """Generate text with a trained model: python -m mingpt sample out/default --prompt "..." --tokens 300.
 
-Prints the prompt, then the text, and nothing else; several samples are separated by a line of dashes. A
-sample ends early at an end-of-text token.
+Prints, for each sample, the prompt, then the generated text, and nothing else, but a line of dashes between
+two samples. A sample ends early at an end-of-text token.
 """
 
 import argparse
@@ -98,7 +98,8 @@ def load(where: str) -> tuple[GPT, Tokenizer | None]:
     """Return the model of a run, in float32 and in eval mode, and its tokenizer (None: the run has none).
 
     `where` is the path or URL of a run folder, of a folder of snapshots or of a snapshot; "@best" after a
-    folder means the snapshot with the lowest validation loss. Raises UserError if none can be used.
+    folder means the snapshot with the lowest validation loss. Raises UserError if no snapshot can be used, or
+    if its tokenizer cannot be used.
     """
     snapshot = open_snapshot(where, check_model, weights_only=True)
     tokenizer = make_tokenizer(snapshot.manifest, snapshot.read_tokenizer())

@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 def list_snapshots(store: Store) -> Iterator[tuple[int, str]]:
     """Yield (step, row of the printed table) for each snapshot in `store`.
 
-    Logs the errors that reading a snapshot raises. A snapshot that a run has renamed is not read. Raises
-    UnreadableSnapshot if the folder cannot be read.
+    Logs the errors that reading a snapshot raises. A snapshot that a run has renamed as damaged or suspect is
+    not read. Raises UnreadableSnapshot if the folder cannot be read.
     """
     for match in filter(None, map(MANIFEST.fullmatch, store.list_names())):
         loss, size, state, step = "-", "-", match[1], int(match[2])

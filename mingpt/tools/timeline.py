@@ -1,4 +1,4 @@
-"""The command `timeline`: a bar for each generation of a run shows what its time went to."""
+"""The command `timeline`: what the time of a run's last generations (workers between restarts) went to."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -28,8 +28,8 @@ def phase_seconds(one: Generation, after: Generation | None) -> list[float]:
     """Return the seconds that generation `one` spent in each phase of COLORS, in the order of COLORS.
 
     `after` is the next generation, or None if `one` is the last. The time of the steps that `after` repeated
-    counts as lost. If `after` is a restart, the time between the last recorded step of `one` and the start of
-    the workers of `after` is lost, too.
+    counts as lost. If `after` is a restart, the time between the last record of `one` (a step or its end) and
+    the start of the workers of `after` is lost, too.
     """
     start_s, evaluation_s, wait_s = (one.phases.get(phase, 0.0) for phase in PHASES)
     steps_s, twice_s, pause_s = max(0.0, one.seconds - evaluation_s - wait_s), 0.0, 0.0

@@ -157,7 +157,7 @@ def find_wrong_tokens(folder: Path, config: Config) -> list[str]:
 def last_manifest(folder: Path) -> Manifest:
     """Return the manifest of the last snapshot of `folder`/run, at step STEPS.
 
-    Raises CorruptSnapshot or UnreadableSnapshot if the snapshot is damaged or cannot be read.
+    Raises CorruptSnapshot if the manifest is missing or damaged, UnreadableSnapshot if it cannot be read.
     """
     return Store(str(folder / "run" / "snapshots")).read_manifest(STEPS)
 
@@ -165,8 +165,9 @@ def last_manifest(folder: Path) -> Manifest:
 def train_undisturbed(work: Path, words: Sequence[str] = ()) -> dict[str, Any]:
     """Train the undisturbed run, of one worker, on 5000 bytes of data/input.txt; return its settings.
 
-    `words` are settings, section.key=value, which are added to SETTINGS. Raises UserError for a wrong
-    setting, for a setting that verify sets itself, and if the run cannot be trained with the settings.
+    The run is in `work`/undisturbed/run. `words` are settings, section.key=value, which replace or extend
+    SETTINGS. Raises UserError for a wrong setting, for a setting that verify sets itself, and if the text
+    cannot be read or the run cannot be trained.
     """
     text = work / "text.txt"
     source = DataConfig(str((project_folder() or ROOT) / "data/input.txt"))
