@@ -37,11 +37,14 @@ class Checkpoint:
     A state is a dict of objects with `state_dict` and `load_state_dict`, tensors, torch.Generators, bools,
     ints, floats, strings, None, and lists, tuples and dicts of these. The `keep` snapshots of the highest
     steps stay. If torch.distributed is initialised, all ranks construct a Checkpoint and call its methods
-    together: rank 0 writes, and all ranks load the same snapshot. The constructor raises UserError if no
-    driver for the URL is installed. A driver that connects at once may raise its own errors.
+    together: rank 0 writes, and all ranks load the same snapshot. The constructor raises ValueError if `keep`
+    is below 1, and UserError if no driver for the URL is installed. A driver that connects at once may raise
+    its own errors.
     """
 
     def __init__(self, where: str | os.PathLike[str], keep: int = 3) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep}: at least one snapshot must stay")
         self.group = BackgroundGroup.of_all()
         agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         holder = Holder((this_process(agent),), uuid.uuid4().hex, uuid.uuid4().hex, since=time.time())
@@ -109,12 +112,14 @@ class Checkpoint:
         """Copy `state`, and write the copy in the background as the snapshot of `step`, an int of at least 0.
 
         Waits for the previous write. If a write fails, `wait` raises its error, unless a later write has
-        succeeded. Raises the errors of `state_dict`, and UserError for a value that cannot be stored, with
-        its place in `state`. In a local folder, raises ClaimLost if another job has taken the folder over, or
-        if this job's claim-*.json there was removed. The first call also raises UserError if another job uses
-        the local folder, or if there is a snapshot newer than the loaded one (any, if none was loaded) that
-        `load` has not found damaged or unreadable. If the folder or URL cannot be listed or written to, the
-        first call raises UserError, OSError or an error of fsspec's driver. Collective.
+        succeeded. A snapshot of the same step is overwritten, and is not valid meanwhile if the state has
+        changed. Raises the errors of `state_dict`, and UserError for a value that cannot be stored, with its
+        place in `state`, for too many tensors, and for a step before the newest. In a local folder, raises
+        ClaimLost if another job has taken the folder over, or if this job's claim-*.json there was removed.
+        The first call also raises UserError if another job uses the local folder, or if there is a snapshot
+        newer than the loaded one (any, if none was loaded) that `load` has not found damaged or unreadable.
+        If the folder or URL cannot be listed or written to, the first call raises UserError, OSError or an
+        error of fsspec's driver. Collective.
         """
         packer = Packer(taken=TREE, is_writer=self.group.rank == 0)
         tree = packer.pack(dict(state))
@@ -123,6 +128,9 @@ class Checkpoint:
     def copy(self, step: int, text: bytes, tensors: dict[str, Tensor]) -> None:
         if self.specs is None:
             self.prepare()
+        if step < self.tier.begun:
+            newest = f"{self.tier.store.url} has a snapshot of step {self.tier.begun}"
+            raise UserError(f"{newest}, and step {step} is before it: save only later steps there")
         self.claim.check()  # the thread that writes does not report a lost claim
         size = max(MIN_TREE_BYTES, 1 << (len(text) - 1).bit_length())  # changes seldom, so the buffer stays
         tensors[TREE] = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
@@ -150,6 +158,7 @@ class Checkpoint:
                 f"{store.url} holds a snapshot of step {newest}, from which this loop does not go on: load "
                 "it, or save in another folder"
             )
+        self.tier.begun = newest
         store.prepare()
         for step, error in self.left_out.items():
             if isinstance(error, CorruptSnapshot):

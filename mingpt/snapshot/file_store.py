@@ -16,7 +16,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,11 @@ def write_chunks(file: Any, chunks: Iterable[memoryview], name: str, size: int) 
     digest, written, hashing = hashlib.sha256(), 0, deque[Future[None]]()
     with ThreadPoolExecutor(max_workers=1) as pool:
         for chunk in chunks:
-            hashing.append(pool.submit(digest.update, chunk))
+            try:
+                hashing.append(pool.submit(digest.update, chunk))
+            except RuntimeError:  # the main thread has ended: Python starts no threads any more
+                wait(hashing)
+                digest.update(chunk)
             if len(hashing) > MAX_UNHASHED:
                 hashing.popleft().result()
             write_all(file.write, chunk)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mingpt.base.errors import UserError
 from mingpt.base.files import PIECE_BYTES
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ KINDS = ("safetensors", "optimizer.safetensors")  # of tensor files, weights fir
 TOKENIZER = "tokenizer"  # the kind of the file with the tokenizer's bytes
 OPTIMIZER = "optimizer."  # prefix of the names of optimizer state
 LENGTH_BYTES = 8  # at the start of a file: the length of its header
+MAX_HEADER = 4 << 20  # bytes; gpt2-xl and its optimizer take a tenth of it
 # The types of https://huggingface.co/docs/safetensors that torch has.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -147,7 +149,10 @@ def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> Layout:
 
 
 def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> Layout:
-    """Return the layout of the file `name`, which holds the tensors in the order of `specs`, without gaps."""
+    """Return the layout of the file `name`, which holds the tensors in the order of `specs`, without gaps.
+
+    Raises UserError if the header would have more than MAX_HEADER bytes.
+    """
     entries, begins, position = dict[str, Any](), dict[str, int](), 0
     for tensor, spec in specs.items():
         begins[tensor] = position
@@ -156,6 +161,8 @@ def lay_out(name: str, specs: Mapping[str, TensorSpec]) -> Layout:
         position += spec.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise UserError(f"{len(specs):,} tensors are too many for a snapshot: save fewer, larger ones")
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
     begins = {tensor: len(header) + begin for tensor, begin in begins.items()}
     return Layout(name, header, begins, len(header) + position)

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
 from mingpt.base.files import PIECE_BYTES, DriverError, reason_of, retry
-from mingpt.snapshot.layout import DTYPES, LENGTH_BYTES, TensorSpec, lay_out, memory_of
+from mingpt.snapshot.layout import DTYPES, LENGTH_BYTES, MAX_HEADER, TensorSpec, lay_out, memory_of
 from mingpt.snapshot.manifest import Manifest, parse_object
 
 T = TypeVar("T")
-MAX_HEADER = 4 << 20  # bytes; gpt2-xl and its optimizer take a tenth of it
 log = logging.getLogger(__name__)
 
 

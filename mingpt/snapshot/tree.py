@@ -126,7 +126,7 @@ class Packer:
         ):
             raise refusal(path, f"is a {own.layout} tensor of {own.dtype}, which no snapshot can hold")
         memory = own.untyped_storage().data_ptr(), own.storage_offset(), own.shape, own.stride(), own.dtype
-        key = memory if own.numel() else path
+        key = (*memory, own.is_conj(), own.is_neg()) if own.numel() else path
         self.alive.append(own)
         if key not in self.names:
             name = path.removeprefix(".")
@@ -234,7 +234,8 @@ def fitted(target: Any, state: Any) -> Any:
         return {name: like(tensor, state[short]) for (name, tensor), short in own}
     if isinstance(target, torch.optim.Optimizer):
         weights = [weight for group in target.param_groups for weight in group["params"]]
-        for number, values in state["state"].items():
+        for number, weight in enumerate(weights):
+            values = state["state"].get(number, {})
             tensors = {key: one for key, one in values.items() if isinstance(one, Tensor)}
-            values |= {key: like(weights[number], one) for key, one in tensors.items()}
+            values |= {key: like(weight, one) for key, one in tensors.items()}
     return state

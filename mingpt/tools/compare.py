@@ -111,7 +111,7 @@ def read_run(name: str) -> Run:
     if not path.exists():
         raise UserError(f"{name} is not there: give a run folder such as out/default, or a metrics.jsonl")
     folder, file = (path.parent, path) if path.is_file() else (path, path / "metrics.jsonl")
-    places = map(Store, possible_places(str(folder)))
+    places = map(Store, reversed(possible_places(str(folder))))  # the first one counts
     stores = {step: store for store in places for step in store.steps()}
     history = load_history(folder) or {}
     return Run(name, file, list(read_records(file)), history, read_facts(folder, history), stores)

@@ -235,13 +235,11 @@ class Site:
         return replace(facts, offers=offers)
 
     def check(self, manifest: Manifest, entries: Entries, tokenizer: bytes | None) -> None:
-        """Raise CorruptSnapshot for a snapshot that a run must not use, such as one past its own max_steps.
+        """Raise CorruptSnapshot for a snapshot that a run must not use, such as one without a tokenizer.
 
         For the arguments and further errors see `check_model`.
         """
         check_model(manifest, entries, tokenizer)
-        if manifest.step > manifest.settings.trainer.max_steps:
-            raise CorruptSnapshot("its step is past its own trainer.max_steps")
         if manifest.windows >= MAX_WINDOWS:
             raise CorruptSnapshot(f"no run reads {manifest.windows} windows")
         assert self.data

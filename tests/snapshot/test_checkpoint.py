@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import uuid
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from support.faults import FaultyDisk
 from support.forks import fork_ranks
 from support.golden import Golden
-from support.jobs import Start
+from support.jobs import ROOT, Start
 from support.properties import examples
 from support.snapshots import file_names, make_manifest, make_store, write
 from support.web import object_store
@@ -118,6 +119,37 @@ def test_tied_tensors_are_stored_once_and_views_are_filled_in_place(tmp_path: Pa
     weight.zero_()
     Checkpoint(tmp_path).load(state)
     assert torch.equal(weight, torch.arange(40_000.0))
+
+
+def test_a_conjugated_view_of_a_tensor_is_another_tensor(tmp_path: Path) -> None:
+    number = torch.tensor([1 + 2j])
+    saved(tmp_path, 1, {"plain": number, "conjugate": number.conj(), "imaginary": number.conj().imag})
+    found = {"plain": number.clone(), "conjugate": number.clone(), "imaginary": torch.zeros(1)}
+    Checkpoint(tmp_path).load(found)
+    assert [one.item() for one in found.values()] == [1 + 2j, 1 - 2j, -2]
+
+
+class CountingSGD(optim.SGD):
+    """Its state also has a number that belongs to no parameter, as torch allows."""
+
+    def step(self, closure: Any = None) -> Any:
+        values: dict[Any, Any] = self.state
+        values["calls"] = values.get("calls", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_may_keep_values_that_belong_to_no_parameter(tmp_path: Path) -> None:
+    weights = [torch.zeros(2, requires_grad=True) for _ in range(2)]
+    optimizer = CountingSGD(weights, lr=0.1, momentum=0.9)
+    (weights[0] + weights[1]).sum().backward()
+    optimizer.step()
+    saved(tmp_path, 1, {"optimizer": optimizer})
+    other = CountingSGD(weights, lr=0.1, momentum=0.9)
+    Checkpoint(tmp_path).load({"optimizer": other})
+    found: dict[Any, Any] = other.state
+    assert found["calls"] == 1 and torch.equal(found[weights[1]]["momentum_buffer"], torch.ones(2))
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        Checkpoint(tmp_path).load({"optimizer": CountingSGD(weights[:1], lr=0.1, momentum=0.9)})
 
 
 Parts = tuple[nn.Module, optim.Optimizer, Any, torch.Generator]
@@ -387,6 +419,44 @@ def test_a_folder_is_claimed_where_its_snapshots_are(
     checkpoint.wait()
     assert {path.name[:6] for path in (tmp_path / "here").iterdir()} == {"claim-", "step_0"}
     checkpoint.claim.release()
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_at_least_one_snapshot_stays(keep: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"keep={keep}: at least one snapshot must stay"):
+        Checkpoint(tmp_path, keep=keep)
+
+
+def test_a_step_before_the_newest_is_refused_and_the_newest_may_be_saved_again(tmp_path: Path) -> None:
+    """A snapshot of an earlier step would be removed at once, because the newest ones stay."""
+    saved(tmp_path, 9, {"x": 1})
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.load({"x": 0}) == 9
+    for step in (9, 10):
+        checkpoint.save(step, {"x": 2})
+    with pytest.raises(UserError, match="has a snapshot of step 10, and step 9 is before it"):
+        checkpoint.save(9, {"x": 3})
+    checkpoint.wait()
+    checkpoint.claim.release()
+    state = {"x": 0}
+    assert Checkpoint(tmp_path).load(state) == 10 and state == {"x": 2}
+
+
+def test_tensors_that_no_header_has_room_for_are_refused_at_the_save(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="30,001 tensors are too many"):
+        Checkpoint(tmp_path).save(1, {f"{number:0100}": torch.zeros(1) for number in range(30_000)})
+
+
+@pytest.mark.parametrize("last", ["", "raise SystemExit(3)"])
+def test_a_save_that_is_under_way_when_the_program_ends_is_finished(last: str, tmp_path: Path) -> None:
+    program = (
+        "import torch\nfrom mingpt.snapshot import Checkpoint\n"
+        f"Checkpoint({str(tmp_path)!r}).save(1, {{'x': torch.ones(30_000_000)}})\n{last}"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3 if last else 0, "")
+    state = {"x": torch.zeros(30_000_000)}
+    assert Checkpoint(tmp_path).load(state) == 1 and state["x"].min() == 1
 
 
 def check_place(where: str) -> None:
