@@ -5,6 +5,7 @@ exit code, or None if the worker does not know it}. A worker that stored no exit
 killed or cut off from the job's TCPStore. A generation is the workers from one start or restart to the next.
 """
 
+import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class GenerationEnd:
         The sentence names the workers that failed or stored no exit reason. If there are no such workers, the
         sentence gives the exit reasons, but of several "lost a peer" reasons only the longest. `stacks` is
         the folder to which stuck workers wrote their stacks. After a timeout, the sentence may also say at
-        which lines of code workers hung. Raises OSError if a file in `stacks` cannot be read.
+        which lines of code workers hung.
         """
         whys = {rank: reason["why"] for rank, reason in enumerate(self.exit_reasons) if reason}
         silent = [rank for rank, reason in enumerate(self.exit_reasons) if reason is None]
@@ -57,12 +58,13 @@ class GenerationEnd:
     def places(self, stacks: Path, ranks: Iterable[int]) -> str:
         """Return ": " and the results of `stuck_place`, without repeats, for the stack files of `ranks`.
 
-        Returns "" if the folder `stacks` has no file of these ranks. Raises OSError if one cannot be read.
+        Returns "" if the folder `stacks` has no file of these ranks that can be read.
         """
         paths = [stack_path(stacks, self.name, rank) for rank in ranks]
-        found = dict.fromkeys(
-            stuck_place(path.read_text(errors="replace")) for path in paths if path.exists()
-        )
+        found = dict[str, None]()  # in order
+        for path in paths:
+            with contextlib.suppress(OSError):  # it is not there, or cannot be read
+                found[stuck_place(path.read_text(errors="replace"))] = None
         return f": {'; '.join(found)}" if found else ""
 
 

@@ -114,7 +114,7 @@ def mark_ended(run_dir: Path, status: str) -> None:
         content = read_json(path, History)
         if content["status"] == "running":
             content["status"] = status
-        write_atomic(path, json.dumps(content, indent=1) + "\n", sync="file")
+            write_atomic(path, json.dumps(content, indent=1) + "\n", sync="file")
     except (OSError, ValueError, TypeError, KeyError):
         return  # there is no run yet, or run.json is damaged or cannot be written, as the next start logs
 
@@ -130,7 +130,7 @@ def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str
     workers' exit reasons in `start.previous`. If `start.previous` is None, "end" names the hosts of `last`
     that are not in `start.hosts`, or says that all workers vanished. `stacks` is the folder to which stuck
     workers write their stacks. If the list of hosts is unchanged, "end" also says if the kernel has since
-    killed a process of this host for lack of memory. Raises OSError if a file in `stacks` cannot be read.
+    killed a process of this host for lack of memory.
     """
     reported = start.previous.step() if start.previous else None
     gone = [host for host in last.get("hosts", []) if host not in start.hosts]
@@ -222,7 +222,7 @@ class RunHistory:
         """Add this generation's entry to run.json. Call this method before any other.
 
         Returns one line about the end of the previous generation (see `close_generation`). Returns None if
-        there is nothing to tell, or no previous generation. Raises the errors of `find_end`.
+        there is nothing to tell, or no previous generation.
         """
         if start.changes:
             self.content["changes"].append({"step": start.step, "settings": start.changes})

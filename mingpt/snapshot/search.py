@@ -108,10 +108,11 @@ class Reader:
         snapshot = self.opened[offer.store, offer.step]
         try:
             self.stores[offer.store].verify(snapshot)
+            tokenizer = snapshot.read_tokenizer()
         except BadSnapshot as error:
             self.reject(offer.store, offer.step, error)
             return None
-        return snapshot.read_tokenizer(), [file.specs for file in snapshot.tensor_files]
+        return tokenizer, [file.specs for file in snapshot.tensor_files]
 
     def state_of(self, offer: Offer, content: Content) -> "StoredState":
         """Return the StoredState of `offer`; `content` is what `verify` returned on rank `offer.reader`."""

@@ -1,6 +1,8 @@
+from pathlib import Path
+
 import pytest
 
-from mingpt.distributed.ends import LOST_PEER, TIMED_OUT, TOLD, GenerationEnd, stuck_place
+from mingpt.distributed.ends import LOST_PEER, TIMED_OUT, TOLD, GenerationEnd, stack_path, stuck_place
 
 FAILED = "failed (OSError: planted)"
 NO_PEER = f"{LOST_PEER} (Connection closed by peer)"
@@ -56,3 +58,10 @@ LIBRARY, OWN = (
 )
 def test_a_worker_that_hung_did_so_at_the_innermost_line_outside_libraries(stacks: str, place: str) -> None:
     assert stuck_place(stacks) == place
+
+
+def test_a_file_of_stacks_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    end = GenerationEnd([{"why": f"{TIMED_OUT} 2.5 s", "step": 0}, None, None], name="abcdefghij")
+    stack_path(tmp_path, end.name, 1).mkdir()
+    stack_path(tmp_path, end.name, 2).write_text(STACKS.format(OWN))
+    assert end.sentence(tmp_path) == "workers 1, 2 did not answer for 2.5 s: data.py:9 in fetch"
