@@ -166,13 +166,13 @@ def reason_of(error: BaseException) -> str:
     return getattr(error, "strerror", None) or f"{type(error).__name__}: {lines[0][:300]}"
 
 
-def decode_text(content: bytes, offset: int = 0) -> str:
+def decode_text(content: bytes) -> str:
     """Decode UTF-8, and drop a byte order mark at the start.
 
-    Raises ValueError for a tar archive, for content that is not UTF-8, and if more than a third of the bytes
-    are NULs. Except for a tar archive, the error's message begins with "not UTF-8". The message then says
-    that the content is probably UTF-16, or names the first wrong byte and its place in the file, not counting
-    the mark. `offset` is the place of `content` in the file, in bytes.
+    Raises ValueError for content that is not UTF-8, if more than a third of the bytes are NULs, and for a tar
+    archive whose header has the word "ustar". Except for an archive, the error's message begins with "not
+    UTF-8". The message then says that the content is probably UTF-16, or names the first wrong byte and its
+    place, not counting the mark.
     """
     if content[257:262] == b"ustar":  # valid UTF-8, if its files are
         raise ValueError("a tar archive: unpack it, and name its files")
@@ -182,8 +182,8 @@ def decode_text(content: bytes, offset: int = 0) -> str:
     try:
         return content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
-        byte, place = error.object[error.start], offset + error.start
-        raise ValueError(f"not UTF-8: byte 0x{byte:02x} at offset {place:,}") from None
+        byte = error.object[error.start]
+        raise ValueError(f"not UTF-8: byte 0x{byte:02x} at offset {error.start:,}") from None
 
 
 class BadJson(ValueError):

@@ -128,7 +128,7 @@ class JsonTokenizer(Tokenizer):
         return self._size
 
     def encode(self, text: str) -> np.ndarray:
-        """Return a text's tokens, (tokens,), in the smallest unsigned dtype that has all tokens.
+        """Return a text's tokens, (tokens,), in the smallest unsigned dtype for this vocabulary.
 
         Raises UserError for a lone surrogate, or if a part of the text has no token, not even an unknown
         token. But a BPE model without an unknown token leaves such a part out.

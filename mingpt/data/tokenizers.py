@@ -47,7 +47,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Return a text's tokens, (tokens,), in the smallest unsigned dtype that has all tokens.
+        """Return a text's tokens, (tokens,), in the smallest unsigned dtype for this vocabulary.
 
         Raises UserError if the text cannot be encoded.
         """

@@ -19,6 +19,7 @@ FAILED = "failed"
 TOLD = "told to stop"
 FINISHED, STOPPED = "finished", "stopped by"
 DISORDER = (TIMED_OUT, LOST_PEER, FAILED)  # if a worker ended so, the other workers also have to exit
+LIBRARY = re.compile(r"/lib(64)?/python(?!.*/mingpt/)|^<frozen")  # in the path of a file
 ExitReason = dict[str, Any]
 
 
@@ -89,7 +90,7 @@ def stuck_place(stacks: str) -> str:
     # The stack of the main thread is the last one. It begins with "Thread 0x" or "Current thread 0x".
     main_thread = dump.rpartition("hread 0x")[2] if was_stuck else ""
     frames = re.findall(r'File "(.+)", line (\d+) in (.+)', main_thread)
-    own = [frame for frame in frames if "/lib/python" not in frame[0]] or frames
+    own = [frame for frame in frames if not LIBRARY.search(frame[0])] or frames
     if not own:
         return "it wrote no stacks (stopped, or its machine is lost)"
     path, line, function = own[0]

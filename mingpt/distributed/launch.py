@@ -102,7 +102,7 @@ class Launch:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether a launcher's variables are set. If so, even a single worker has a process group."""
+        """Whether RANK and WORLD_SIZE are set. If so, even a single worker has a process group."""
         return self.master_addr is not None
 
     def describe_leftovers(self) -> str:

@@ -53,8 +53,8 @@ class Worker:
     def meet(self, timeout_s: float = 60.0) -> DistributedContext:
         """Wait for all workers; return a DistributedContext on which `settle` is still to be called.
 
-        A later collective waits at most `timeout_s` seconds for a peer. For errors see
-        `DistributedContext.join_generation`. Collective.
+        A later collective waits at most `timeout_s` seconds for a peer that gives no sign of life. For errors
+        see `DistributedContext.join_generation`. Collective.
         """
         gc.enable()
         gc.freeze()  # imported objects stay alive, so collections need not look at them again

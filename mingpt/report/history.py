@@ -129,8 +129,8 @@ def find_end(last: Mapping[str, Any], start: RunStart, stacks: Path) -> dict[str
     `last` is the entry of that generation in run.json. The fields follow from `last`, `start.step` and the
     workers' exit reasons in `start.previous`. If `start.previous` is None, "end" names the hosts of `last`
     that are not in `start.hosts`, or says that all workers vanished. `stacks` is the folder to which stuck
-    workers write their stacks. If the list of hosts is unchanged, "end" also says if the kernel has since
-    killed a process of this host for lack of memory.
+    workers write their stacks. If the list of hosts is unchanged, and this host's kernel has killed more
+    processes for lack of memory since its boot than `oom_kills` of `last`, "end" also says so.
     """
     reported = start.previous.step() if start.previous else None
     gone = [host for host in last.get("hosts", []) if host not in start.hosts]

@@ -91,7 +91,7 @@ def to_png(draw: Callable[..., object], *sources: object) -> bytes:
     figure, picture = the_figure(), io.BytesIO()
     figure.clear()
     draw(figure, *sources)
-    figure.savefig(picture, metadata={"Software": MADE_BY})
+    figure.savefig(picture, format="png", metadata={"Software": MADE_BY})
     return picture.getvalue()
 
 

@@ -78,7 +78,7 @@ class RunLogger:
     Constructing a RunLogger writes config.yaml, adds this generation (the workers between two restarts) to
     run.json, and drops from metrics.jsonl the records of steps that are done again. If a file cannot be
     written, one log line says so, and the run goes on. The constructor raises ClaimLost if this process has
-    lost the right to write to the run folder, and the errors of `RunHistory.start_generation`.
+    lost the right to write to the run folder, and the errors of importing a tracker that the settings name.
     """
 
     def __init__(self, start: RunStart, environment: Environment) -> None:

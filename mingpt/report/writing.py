@@ -4,6 +4,7 @@ metrics.jsonl has one JSON object per record, with the record's `step`; a record
 made. If a step is done again after a restart, the file keeps only the step's last records.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -117,9 +118,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     The record is None if the line is not a record. The last line may lack a newline. A line of more than
     MAX_LINE_BYTES comes in pieces. Raises OSError if the file cannot be read.
     """
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for line in iter(functools.partial(file.readline, MAX_LINE_BYTES), b""):
             try:
                 record = parse_json(line)

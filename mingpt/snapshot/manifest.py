@@ -176,7 +176,7 @@ def joint_sha256(records: Sequence[FileRecord]) -> str:
 def max_tokenizer_bytes(vocab_size: int) -> int:
     """Return how many bytes a snapshot's tokenizer may have if the embedding has `vocab_size` rows.
 
-    A tokenizer is read, and may be parsed, as a whole. Vocabularies have some 30 to 150 bytes per token.
+    A tokenizer is read, and may be parsed, as a whole. A BPE has some 30 to 150 bytes per token.
     """
     return min(MAX_JSON_BYTES, (1 << 20) + 1000 * vocab_size)
 

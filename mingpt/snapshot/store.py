@@ -249,7 +249,7 @@ class Store(FileStore):
             log.info(f"{unfinished_name(step)} is left in {self.url} ({reason_of(error)})")
 
     def remove(self, step: int) -> None:
-        """Delete the files of the snapshot, or of the unfinished save, of `step`.
+        """Delete the files of `step`, except one that a killed process was writing, which `prepare` deletes.
 
         The manifest is deleted first. Raises ClaimLost, OSError or an error of fsspec's driver.
         """

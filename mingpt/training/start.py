@@ -244,9 +244,9 @@ class Begin:
         """Rename corrupt snapshots on disk, and remove useless snapshots from memory.
 
         A rank that writes snapshots to a folder prepares the folder for saving. The first worker of each node
-        removes from memory all snapshots of this run but those of the step that was found, and calls
-        `MemoryFolder.remove_leftovers`. Returns a fault if a snapshot cannot be renamed, or if the folder
-        cannot be written to (a full disk is only logged). Raises ClaimLost if the claim is lost.
+        removes from memory all snapshots of this run but those of `plan`'s step, and calls
+        `MemoryFolder.remove_leftovers`. Returns a fault if the folder cannot be written to (a full disk is
+        only logged), or if a snapshot cannot be renamed, and then does no more. May raise ClaimLost.
         """
         store, choice = self.site.store, plan.found.choice
         if self.site.keeps_snapshots:

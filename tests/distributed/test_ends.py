@@ -46,6 +46,11 @@ LIBRARY, OWN = (
     'File "/usr/lib/python3.11/socket.py", line 7 in read\n',
     'File "/home/me/data.py", line 9 in fetch\n',
 )
+IN_LIB64 = 'File "/a/lib64/python3.14/site-packages/torch/b.py", line 8 in c\n'
+INSTALLED = (
+    'File "/a/lib/python3.14/site-packages/mingpt/a.py", line 3 in step\n'
+    'File "<frozen runpy>", line 88 in _run_code\n'
+)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +58,8 @@ LIBRARY, OWN = (
     [
         (STACKS.format(LIBRARY + OWN), "data.py:9 in fetch"),
         (STACKS.format(LIBRARY), "socket.py:7 in read"),
+        (STACKS.format(IN_LIB64 + OWN), "data.py:9 in fetch"),
+        (STACKS.format(IN_LIB64 + INSTALLED), "a.py:3 in step"),
         (OWN, "it wrote no stacks (stopped, or its machine is lost)"),  # without a time-out, somebody asked
     ],
 )
