@@ -72,12 +72,14 @@ class Checkpoint:
             return None
         step, text, specs = found
         saved = parse(json.loads(text))
-        self.group.on_all(lambda: check(state, saved, specs))
-        state.update(fill(state, saved, partial(self.read, specs)))
-        return int(step)
+        self.group.on_all(lambda: check(dict(state), saved, specs))
+        state.update(fill(dict(state), saved, partial(self.read, specs)))
+        self.tier.begun = int(step)
+        return self.tier.begun
 
     def find(self) -> tuple[int, str, Entries] | None:
-        store = self.tier.store
+        store, self.left_out = self.tier.store, {}
+        self.saver.wait()
         for step in store.possible_steps():
             try:
                 snapshot = store.read(step, check_is_of_loop)
@@ -97,7 +99,7 @@ class Checkpoint:
 
     def read(self, specs: Entries, name: str) -> Tensor:
         """Return tensor `name`, described by `specs`, from the snapshot that `find` opened. Collective."""
-        tensor = torch.empty(specs[name].shape, dtype=specs[name].dtype)
+        tensor = torch.empty(specs[name].shape, dtype=specs[name].dtype, device="cpu")
 
         def work() -> None:
             if self.snapshot:
@@ -151,14 +153,12 @@ class Checkpoint:
             os.makedirs(store.root, exist_ok=True)
             self.claim.acquire()
             atexit.register(self.claim.release)
-        loaded = self.snapshot.manifest.step if self.snapshot else -1
         newest = max({-1, *store.steps()} - {*self.left_out})
-        if newest > loaded:
+        if newest > self.tier.begun:
             raise UserError(
                 f"{store.url} holds a snapshot of step {newest}, from which this loop does not go on: load "
                 "it, or save in another folder"
             )
-        self.tier.begun = newest
         store.prepare()
         for step, error in self.left_out.items():
             if isinstance(error, CorruptSnapshot):

@@ -178,7 +178,8 @@ class Staging:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         specs = specs_of(tensors)
         layout = file_layout("", specs)  # one file, whatever its size
-        self.buffer = torch.empty(layout.size, dtype=torch.uint8).zero_()  # zeroing faults in every page
+        # Zeroing faults in every page.
+        self.buffer = torch.empty(layout.size, dtype=torch.uint8, device="cpu").zero_()
         if any(tensor.is_cuda for tensor in tensors.values()):
             self.lock_pages()
         self.parts: dict[str, Tensor] = {}  # the bytes of each tensor: uint8, one-dimensional

@@ -186,7 +186,7 @@ class TensorFile(StoredFile):
     def read(self, name: str) -> Tensor:
         """Return the tensor `name` in new memory. Raises KeyError, or the errors of `SourceFile.read`."""
         spec = self.specs[name]
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         self.file.read_into(self.begins[name], memory_of(tensor.view(-1).view(torch.uint8)))
         return tensor
 

@@ -65,7 +65,8 @@ def verify_file(file: StoredFile, sha256: str, is_finite: bool = True) -> None:
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
-    buffers = [torch.empty(min(PIECE_BYTES, file.size), dtype=torch.uint8) for _ in range(2)]
+    size = min(PIECE_BYTES, file.size)
+    buffers = [torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(2)]
     with ThreadPoolExecutor(max_workers=1) as pool:
         for number, begin in enumerate(range(0, file.size, PIECE_BYTES)):
             piece = buffers[number % 2][: file.size - begin]
@@ -254,6 +255,8 @@ class Store(FileStore):
         The manifest is deleted first. Raises ClaimLost, OSError or an error of fsspec's driver.
         """
         self.check_claim()
+        with contextlib.suppress(FileNotFoundError):  # the manifest becomes a mark: these files are to go
+            self.rename(file_name(step, "json"), unfinished_name(step))
         self.remove_files(step)
         self.remove_file(unfinished_name(step))
 
@@ -302,7 +305,7 @@ class Store(FileStore):
         if not keep_best:
             self.find_best(kept)
         # Remove what interrupted removals have left. A listing may be out of date: ask for the manifest.
-        for step in {*steps_in(names, "safetensors")} - {*complete}:
+        for step in unfinished_steps(names):
             if step < max(complete, default=0) and not self.has_manifest(step):
                 self.remove(step)
 

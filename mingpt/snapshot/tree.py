@@ -67,7 +67,7 @@ def state_of(value: Any) -> Any:
         return state
     names = [name.replace("_orig_mod.", "") for name in state]
     # torch's AveragedModel, too, wraps a module, and adds n_averaged.
-    while {"module"} == {name.partition(".")[0] for name in names} - {"n_averaged"}:
+    while {True} == {name.startswith("module.") for name in names if name != "n_averaged"}:
         names = [name.removeprefix("module.") for name in names]
     return dict(zip(names, state.values(), strict=True)) if len({*names}) == len(state) else state
 
@@ -128,11 +128,11 @@ class Packer:
         memory = own.untyped_storage().data_ptr(), own.storage_offset(), own.shape, own.stride(), own.dtype
         key = (*memory, own.is_conj(), own.is_neg()) if own.numel() else path
         self.alive.append(own)
+        whole = tensor.full_tensor().cpu() if is_dtensor(tensor) else own  # also if rank 0 alone needs it
         if key not in self.names:
             name = path.removeprefix(".")
             while name in self.tensors:
                 name += "'"
-            whole = tensor.full_tensor().cpu() if is_dtensor(tensor) else own
             if self.is_writer:
                 self.tensors[name] = whole.resolve_conj().resolve_neg()
             self.names[key] = name
@@ -198,8 +198,8 @@ def fill(target: Any, saved: Any, read: Callable[[str], Tensor]) -> Any:
     elif kind == "tuple":
         return tuple(fill(one, saved[key], read) for key, one in items_of(target))
     else:
-        for key, one in items_of(target):
-            target[key] = fill(one, saved[key], read)
+        for key, one in items_of(saved):  # in one order on all ranks, which read together
+            target[key] = fill(target[key], one, read)
     return target
 
 
@@ -230,8 +230,10 @@ def fitted(target: Any, state: Any) -> Any:
     tensors with the shape of their parameter, if this is a DTensor; `state` itself is then changed.
     """
     if isinstance(target, nn.Module):
-        own = zip(target.state_dict().items(), state_of(target), strict=True)
-        return {name: like(tensor, state[short]) for (name, tensor), short in own}
+        whole = target.state_dict()  # it has the versions of modules, too
+        names = zip(whole, state_of(target), strict=True)
+        whole.update({name: like(whole[name], state[short]) for name, short in names})
+        return whole
     if isinstance(target, torch.optim.Optimizer):
         weights = [weight for group in target.param_groups for weight in group["params"]]
         for number, weight in enumerate(weights):

@@ -129,6 +129,38 @@ def test_a_conjugated_view_of_a_tensor_is_another_tensor(tmp_path: Path) -> None
     assert [one.item() for one in found.values()] == [1 + 2j, 1 - 2j, -2]
 
 
+class Scaled(nn.Module):
+    """It stores its weight in another unit since its version 2."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Parameter(torch.ones(1))  # the name that DDP adds, and no prefix
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, metadata: dict[str, Any], *more: Any
+    ) -> None:
+        if metadata.get("version") != 2:
+            state_dict[f"{prefix}module"] = state_dict[f"{prefix}module"] * 10
+        super()._load_from_state_dict(state_dict, prefix, metadata, *more)
+
+
+def test_a_module_is_told_the_version_of_its_weights(tmp_path: Path) -> None:
+    saved(tmp_path, 1, {"model": nn.Sequential(Scaled())})
+    model = nn.Sequential(Scaled())
+    Checkpoint(tmp_path).load(OrderedDict(model=model))
+    assert [weight.item() for weight in model.parameters()] == [1.0]
+
+
+def test_torchs_default_device_changes_nothing(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        saved(tmp_path, 1, {"x": torch.ones(3, device="cpu")})
+        state = {"x": torch.zeros(3, device="cpu")}
+        assert Checkpoint(tmp_path).load(state) == 1
+    assert state["x"].tolist() == [1.0, 1.0, 1.0]
+
+
 class CountingSGD(optim.SGD):
     """Its state also has a number that belongs to no parameter, as torch allows."""
 
@@ -421,6 +453,33 @@ def test_a_folder_is_claimed_where_its_snapshots_are(
     checkpoint.claim.release()
 
 
+def test_a_load_waits_for_a_save_and_forgets_what_earlier_loads_left_out(tmp_path: Path) -> None:
+    checkpoint, state = saved(tmp_path, 1, {"x": torch.ones(2)}), {"x": torch.zeros(2)}
+    checkpoint.save(2, {"x": torch.full((2,), 2.0)})
+    path = tmp_path / "step_00000002.safetensors"
+    assert checkpoint.load(state) == 2 and state["x"].tolist() == [2.0, 2.0]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])  # as if it was still being copied
+    other = Checkpoint(tmp_path)
+    assert other.load(state) == 1
+    path.write_bytes(whole)
+    assert other.load(state) == 2
+    other.save(3, state)
+    other.wait()
+    other.claim.release()
+    assert not list(tmp_path.glob("damaged-*"))
+
+
+def test_a_loop_whose_load_was_refused_may_not_save(tmp_path: Path) -> None:
+    saved(tmp_path, 5, {"x": torch.ones(2)}, keep=1)
+    checkpoint = Checkpoint(tmp_path, keep=1)
+    with pytest.raises(UserError, match=r"x is torch\.float32 \[3\] in the state"):
+        checkpoint.load({"x": torch.ones(3)})
+    with pytest.raises(UserError, match="holds a snapshot of step 5, from which this loop does not go on"):
+        checkpoint.save(6, {"x": torch.ones(3)})
+    checkpoint.claim.release()
+
+
 @pytest.mark.parametrize("keep", [0, -1])
 def test_at_least_one_snapshot_stays(keep: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"keep={keep}: at least one snapshot must stay"):
@@ -494,7 +553,9 @@ def on_two_ranks(context: DistributedContext, folder: Path, is_other: bool) -> t
     checkpoint.save(4, {"model": nn.parallel.DistributedDataParallel(model), "weights": weights})
     checkpoint.wait()
     fresh = nn.Linear(3 if is_other and context.rank == 1 else 2, 1, bias=is_other)
-    step = Checkpoint(folder).load({"model": fresh, "weights": weights})
+    state = {"model": fresh, "weights": weights}
+    names = sorted(state, reverse=context.rank == 1)  # the tensors are read in the snapshot's order
+    step = Checkpoint(folder).load({name: state[name] for name in names})
     return step, (fresh.weight - model.weight).flatten().tolist()
 
 

@@ -13,7 +13,7 @@ from support.snapshots import file_names, make_manifest, make_store, newest, wri
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.snapshot import Store, open_snapshot
-from mingpt.snapshot.layout import unfinished_name
+from mingpt.snapshot.layout import step_of, unfinished_name
 
 KINDS = ["json", "safetensors", "optimizer.safetensors"]  # endings of a snapshot's three files
 
@@ -111,15 +111,29 @@ def test_the_best_snapshot_has_the_lowest_validation_loss_of_its_own_step(store:
     assert open_snapshot(store.root, best=True).manifest.step == 1
 
 
-def test_the_manifest_of_a_snapshot_is_removed_first(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_of_a_snapshot_becomes_a_mark_of_files_to_remove(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(store, make_manifest(1))
     disk = FaultyDisk(monkeypatch, "remove", "safetensors", errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         store.remove(1)
-    assert store.steps() == [] and len(file_names(store)) == 2
+    assert store.steps() == [] and file_names(store)[0] == unfinished_name(1)
+    assert len(file_names(store)) == 3
     disk.broken = False
-    store.remove(1)
-    assert file_names(store) == []
+    write(store, make_manifest(2))
+    store.prune(1, False, None)
+    assert {step_of(name) for name in file_names(store)} == {2}
+
+
+def test_a_users_file_with_the_name_of_a_snapshots_stays(store: Store) -> None:
+    own = Path(store.path("step_00000002.safetensors"))
+    write(store, make_manifest(1))
+    own.write_bytes(b"exported")
+    for step in (3, 4, 5):
+        write(store, make_manifest(step))
+        store.prune(1, False, None)
+    assert store.steps() == [5] and own.read_bytes() == b"exported"
 
 
 def test_a_manifest_that_cannot_be_seen_is_not_taken_for_a_missing_one(
