@@ -147,8 +147,8 @@ class Scaled(nn.Module):
 
 
 def test_a_module_is_told_the_version_of_its_weights(tmp_path: Path) -> None:
-    saved(tmp_path, 1, {"model": nn.Sequential(Scaled())})
-    model = nn.Sequential(Scaled())
+    saved(tmp_path, 1, {"model": Scaled()})
+    model = Scaled()
     Checkpoint(tmp_path).load(OrderedDict(model=model))
     assert [weight.item() for weight in model.parameters()] == [1.0]
 
