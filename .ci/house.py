@@ -57,8 +57,8 @@ PROGRAM = ("mingpt", "anynode", "train.py", "sample.py", "launch")
 CORE = ("mingpt", "train.py")
 NOT_CORE = ("mingpt/tools", "mingpt/extras")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=11_425 + MARGIN["statements"], nodes=85_170 + MARGIN["nodes"]),
-    CORE: Size(statements=8_540 + MARGIN["statements"], nodes=62_760 + MARGIN["nodes"]),
+    PROGRAM: Size(statements=11_430 + MARGIN["statements"], nodes=85_200 + MARGIN["nodes"]),
+    CORE: Size(statements=8_545 + MARGIN["statements"], nodes=62_790 + MARGIN["nodes"]),
     ("tests",): Size(statements=8_500),
     ("benchmarks",): Size(lines=3_500),
 }

@@ -1,5 +1,6 @@
 """Requests to stop a training loop of your own, which has no Worker."""
 
+import atexit
 import math
 import os
 import signal
@@ -31,6 +32,15 @@ class StopSignal:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             self.earlier[number] = signal.signal(number, self.receive)
         self.group = BackgroundGroup.of_all()
+        atexit.register(self.leave_group)
+
+    def leave_group(self) -> None:
+        """Free the process group at the program's end, before Python removes the signal handlers.
+
+        The handlers keep this StopSignal alive. If they were the last to let go of the group, a thread of
+        gloo could end the process with SIGABRT.
+        """
+        self.group = BackgroundGroup(0, 1)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

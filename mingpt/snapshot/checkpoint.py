@@ -17,6 +17,7 @@ from torch import Tensor, distributed
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import reason_of
 from mingpt.base.processes import this_process
+from mingpt.base.urls import open_url
 from mingpt.distributed.group import BackgroundGroup
 from mingpt.snapshot.claim import Claim, Holder
 from mingpt.snapshot.layout import TensorSpec, memory_of, specs_of
@@ -48,8 +49,9 @@ class Checkpoint:
         self.group = BackgroundGroup.of_all()
         agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         holder = Holder((this_process(agent),), uuid.uuid4().hex, uuid.uuid4().hex, since=time.time())
-        self.tier = Tier("disk", Store(str(where), check_claim=lambda: self.claim.check()), keep=keep)
-        self.claim = Claim(Path(self.tier.store.root), holder, what="")
+        _, folder = open_url(str(where), f"snapshot.path {where}")
+        self.claim = Claim(Path(folder), holder, what="")
+        self.tier = Tier("disk", Store(str(where), check_claim=self.claim.check), keep=keep)
         self.saver = Saver([self.tier])
         self.snapshot: Snapshot | None = None  # the one that was loaded, on rank 0
         self.left_out: dict[int, Exception] = {}  # {step: why its snapshot cannot be used}

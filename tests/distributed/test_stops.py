@@ -2,12 +2,13 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 from support.forks import fork_ranks
-from support.jobs import Start
+from support.jobs import ROOT, Start
 
 from mingpt.distributed import DistributedContext, StopSignal
 
@@ -53,3 +54,14 @@ def request_on_one(context: DistributedContext) -> str | None:
 
 def test_all_ranks_agree_on_what_one_has_received() -> None:
     assert fork_ranks(2, request_on_one) == ["SIGUSR1"] * 2
+
+
+def test_no_signal_handler_keeps_a_process_group_past_the_programs_end() -> None:
+    """Threads of gloo that free a tensor's Python object then would end the process with SIGABRT."""
+    program = (
+        "import atexit\nfrom mingpt.distributed import StopSignal\n"
+        "atexit.register(lambda: print(type(stop.group).__name__))\n"
+        "stop = StopSignal()\nstop.group = 'a group'"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "BackgroundGroup\n", done.stderr
