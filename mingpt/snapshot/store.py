@@ -252,7 +252,8 @@ class Store(FileStore):
     def remove(self, step: int) -> None:
         """Delete the files of `step`, except one that a killed process was writing, which `prepare` deletes.
 
-        The manifest is deleted first. Raises ClaimLost, OSError or an error of fsspec's driver.
+        First the manifest becomes a mark of an unfinished save. Raises ClaimLost, OSError or an error of
+        fsspec's driver.
         """
         self.check_claim()
         with contextlib.suppress(FileNotFoundError):  # the manifest becomes a mark: these files are to go
@@ -263,10 +264,9 @@ class Store(FileStore):
     def remove_files(self, step: int) -> None:
         """Remove the files of `step`, but not the mark of an unfinished save.
 
-        The manifest is removed first. Raises OSError or an error of fsspec's driver.
+        Call this if `step` has no manifest. Raises OSError or an error of fsspec's driver.
         """
-        self.remove_file(file_name(step, "json"))
-        self.fsync_folder()
+        self.fsync_folder()  # first it must be certain that these files are no snapshot
         for name in files_of(self.names(), step):
             self.remove_file(name)  # the file may be gone: a listing may be out of date
         self.fsync_folder()
