@@ -11,14 +11,14 @@ from typing import Any
 from mingpt.base.errors import UserError
 
 HIDDEN = "***"
-URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[^\s/?#\"<>]*@)?[^\s'\"<>]+")  # a password may have a '
 PASSWORD = re.compile(r"(://[^/?#@:]*:)[^/?#]*@")
 TOKEN = re.compile(r"(https?://)[^/?#@:]*@")  # other schemes have a name there: abfs://container@account
 QUERY = re.compile(r"\?[^?]*=.*")  # a signed query, as in S3's URLs; a ? without = is part of a pattern
 
 
 def redact(text: str) -> str:
-    """Return text with *** for each password, ?key=value and https://TOKEN@ in a valid URL without quotes."""
+    """Return text with *** for each password, ?key=value and https://TOKEN@ in its URLs; quotes end these."""
 
     def hide(match: re.Match[str]) -> str:
         url = PASSWORD.sub(rf"\1{HIDDEN}@", match[0])

@@ -18,7 +18,7 @@ WORD = "hunter2"  # occurs in every secret below
 SECRETS = {"SECRET_TOKEN": f"{WORD}-token", "AWS_SECRET_ACCESS_KEY": f"{WORD}-aws", "HF_TOKEN": f"{WORD}-hf"}
 NAMES = st.text("abcXYZ019._~%-", min_size=1, max_size=8)
 PATHS = st.text("abc09._-/*", max_size=12)
-PASSWORDS = st.text("abc019:@!$&*+,;=%()[]~^|", min_size=1, max_size=12)
+PASSWORDS = st.text("abc019:@!$&*+,;=%()[]~^|'", min_size=1, max_size=12)
 QUERIES = st.text("abc019:@/?!$&=%+#", max_size=20)
 
 
