@@ -10,6 +10,7 @@ from support.faults import FaultyDisk, path_of
 
 from mingpt.base.errors import UserError, meaning_of
 from mingpt.base.files import atomic_file, fsync_path, retry, write_atomic
+from mingpt.base.paths import refuse_pipe
 from mingpt.base.system import OutOfTime
 
 
@@ -107,3 +108,9 @@ def test_a_folder_that_cannot_be_fsynced_is_an_error_only_if_its_disk_is_broken(
     FaultyDisk(monkeypatch, "fsync", tmp_path.name, code)
     with nullcontext() if code == errno.EOPNOTSUPP else pytest.raises(OSError, match="Input/output"):
         fsync_path(tmp_path)
+
+
+def test_a_path_that_cannot_be_looked_at_is_no_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads it reports the error."""
+    FaultyDisk(monkeypatch, "stat", "secret", errno.EACCES)
+    refuse_pipe("/secret/a.yaml", "the configuration file")

@@ -114,6 +114,15 @@ def test_the_end_of_text_of_other_vocabularies_is_known(name: str) -> None:
     assert tokenizer.end_of_text == 0 and tokenizer.decode([0]) == ""
 
 
+def test_a_sample_begins_with_token_0_if_a_line_break_has_no_token() -> None:
+    letters = TOKENIZERS["char"].train("ACGT")
+    rewritten = JsonTokenizer(json.dumps(json.loads(letters.to_bytes()), indent=3).encode())
+    assert letters.default_prompt() == rewritten.default_prompt() == [0]
+    assert TOKENIZERS["char"].train("\nab").default_prompt() == [0] and gpt2().default_prompt() == [50256]
+    with pytest.raises(UserError, match="the text has no tokens"):
+        rewritten.encode("\n")
+
+
 def test_a_special_token_in_a_text_is_plain_text() -> None:
     assert 50256 not in gpt2().encode(f"a {END} b") and gpt2().decode([50256]) == ""
 

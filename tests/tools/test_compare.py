@@ -14,7 +14,7 @@ from support.snapshots import TENSORS, make_manifest, make_store, write
 from mingpt.config import to_yaml
 from mingpt.config.cli import build
 from mingpt.report.history import RunHistory
-from mingpt.tools.compare import judge, main
+from mingpt.tools.compare import judge, main, read_run
 
 Compare = Callable[..., tuple[int, list[str]]]
 RECORDED = "on record as different: "
@@ -206,3 +206,12 @@ def test_a_verdict_on_two_runs_says_that_three_seeds_are_needed(tmp_path: Path, 
     (tmp_path / "b-1" / "config.yaml").unlink()
     code, lines = compare("a-1", "b-1", "b-0")
     assert (code, lines[-1]) == (1, f"{RECORDED}seed, optimizer.learning_rate")
+
+
+def test_the_snapshots_of_a_run_are_those_that_other_commands_take(tmp_path: Path) -> None:
+    """The folder of snapshot.path comes before snapshots/ in the run folder."""
+    old, new = make_store(tmp_path / "run"), make_store(tmp_path / "elsewhere")
+    for store in (old, new):
+        write(store, make_manifest(20))
+    (tmp_path / "run" / "config.yaml").write_text(f"snapshot:\n  path: {new.root}\n")
+    assert [store.root for store in read_run(str(tmp_path / "run")).stores.values()] == [new.root]
