@@ -148,7 +148,7 @@ class JsonTokenizer(Tokenizer):
                 text.encode()
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the package has no other type for a character without a token
-            raise UserError(f"the text has no tokens: {reason_of(error)}") from None
+            raise UserError(f"the text cannot be encoded: {reason_of(error)}") from None
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:

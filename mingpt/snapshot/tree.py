@@ -128,7 +128,8 @@ class Packer:
         memory = own.untyped_storage().data_ptr(), own.storage_offset(), own.shape, own.stride(), own.dtype
         key = (*memory, own.is_conj(), own.is_neg()) if own.numel() else path
         self.alive.append(own)
-        whole = tensor.full_tensor().cpu() if is_dtensor(tensor) else own  # also if rank 0 alone needs it
+        # All ranks gather a DTensor, even one that a rank has added before: other ranks may not know it.
+        whole = tensor.full_tensor().cpu() if is_dtensor(tensor) else own
         if key not in self.names:
             name = path.removeprefix(".")
             while name in self.tensors:

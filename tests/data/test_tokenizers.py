@@ -119,7 +119,7 @@ def test_a_sample_begins_with_token_0_if_a_line_break_has_no_token() -> None:
     rewritten = JsonTokenizer(json.dumps(json.loads(letters.to_bytes()), indent=3).encode())
     assert letters.default_prompt() == rewritten.default_prompt() == [0]
     assert TOKENIZERS["char"].train("\nab").default_prompt() == [0] and gpt2().default_prompt() == [50256]
-    with pytest.raises(UserError, match="the text has no tokens"):
+    with pytest.raises(UserError, match="the text cannot be encoded"):
         rewritten.encode("\n")
 
 

@@ -29,6 +29,8 @@ from support.properties import examples
 from support.snapshots import file_names, make_manifest, make_store, write
 from support.web import object_store
 from torch import Tensor, nn, optim
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel
 
@@ -565,3 +567,22 @@ def test_all_ranks_load_the_same_or_raise_alike(tmp_path: Path) -> None:
     work = functools.partial(on_two_ranks, folder=tmp_path / "other", is_other=True)
     errors = fork_ranks(2, work)
     assert [type(error) for error in errors] == [UserError] * 2 and len(set(map(str, errors))) == 1
+
+
+def save_tied_shards(context: DistributedContext, folder: Path) -> list[float]:
+    """Save weights that two layers share by FSDP2; the second rank has no row of them."""
+    layers = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    nn.init.constant_(layers[0].weight, context.rank + 1.0)  # rank 0 has the row
+    layers[1].weight = layers[0].weight
+    model = fully_shard(nn.Sequential(*layers), mesh=init_device_mesh("cpu", (context.world_size,)))
+    checkpoint = Checkpoint(folder)
+    checkpoint.save(1, {"model": model})
+    checkpoint.wait()
+    plain = nn.Sequential(*(nn.Linear(2, 1, bias=False) for _ in range(2)))
+    Checkpoint(folder).load({"model": plain})
+    return [value for weight in plain.parameters() for value in weight.flatten().tolist()]
+
+
+def test_tied_weights_of_which_a_rank_has_no_row_are_saved(tmp_path: Path) -> None:
+    work = functools.partial(save_tied_shards, folder=tmp_path)
+    assert fork_ranks(2, work) == [[1.0] * 4] * 2
